@@ -11,9 +11,11 @@ import pytest
 import pipegrid.transport
 
 PUBLIC = [
+    "Communicator",
     "Direction",
     "Edge",
     "Handle",
+    "JobTopology",
     "LaneSpec",
     "P2PCommunicator",
     "P2PConfig",
@@ -36,8 +38,10 @@ FURTHER = [
     "P2PPayloadError",
     "P2PPeerError",
     "P2PUsageError",
+    "Port",
     "Payload",
     "ReusableReceive",
+    "as_communicator",
     "is_single_shape",
 ]
 

@@ -10,6 +10,7 @@ import torch
 from pipegrid.schedules import PipelineError, PipelineRuntime, lower, one_f_one_b
 from pipegrid.schedules.runtime import flight_recorder
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder, nccl_dump
+from pipegrid.transport import Communicator
 
 PLAN = lower(one_f_one_b(1, 2))
 
@@ -60,8 +61,9 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
 
 
 def test_a_lane_that_cannot_be_described_does_not_hide_the_failure(tmp_path):
-    class Odd:
-        lanes = property(lambda self: 1 / 0)
+    class Odd(Communicator):
+        def describe(self):
+            return {"lane": 1 / 0}
 
     recorder = FlightRecorder(tmp_path, 3, Odd())
     assert recorder.write(error="lost") == f"\nRecorded in {tmp_path / 'rank3.json'}"
@@ -72,7 +74,7 @@ def test_a_lane_that_cannot_be_described_does_not_hide_the_failure(tmp_path):
 
 def test_the_nccl_flight_recorder_is_written_beside_under_the_name_that_torchs_reader_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(flight_recorder, "nccl_dump", lambda: lambda: b"a pickle")
-    FlightRecorder(tmp_path, 3, None).write(error="lost")
+    FlightRecorder(tmp_path, 3, Communicator()).write(error="lost")
     assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"a pickle"
 
 

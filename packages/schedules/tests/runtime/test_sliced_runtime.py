@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.bridges import VTPCommunicator
+from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.schedules import (
     Costs,
     CostsError,
@@ -24,6 +24,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.errors import PlanMismatchError, RuntimeArgumentError, StageOutputError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.transport import P2PConfig
 
 from ..kit.sliced_transformer import SlicedStage, batches, in_one_process, parts
 
@@ -188,8 +189,10 @@ def test_a_stage_without_slices_is_named_before_the_step():
 def test_a_communicator_between_unequal_tensor_parallel_sizes_is_named():
     plan = lower(seq1f1b(2, 1, num_slices=2))
     stage = SlicedStage(0, parts(2)[0], 2, batches(1, 9), LENGTHS[2])
+    unopened = VTPCommunicator.__new__(VTPCommunicator)
+    unopened.topology, unopened.config, unopened.stage = VTPTopology([2, 1]), P2PConfig(), 0
     with pytest.raises(PlanMismatchError, match="2 slices, and a VTPCommunicator moves whole ones"):
-        PipelineRuntime(plan, {0: stage}, VTPCommunicator.__new__(VTPCommunicator))
+        PipelineRuntime(plan, {0: stage}, unopened)
 
 
 def test_a_second_tensor_under_one_key_is_named():

@@ -27,6 +27,7 @@ from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.edge_queues import SendQueue
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
+from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.edge import Direction, Edge
 
 from ..kit.custom_functions import Scale
@@ -529,18 +530,21 @@ def test_the_verbs_of_a_subclass_and_of_a_wrapper_are_called():
         def isend(self, payload, *, edge, direction):
             sent.append((payload, edge, direction))
 
+        def irecv(self, *, edge, direction, shapes=None):
+            raise NotImplementedError
+
     class Wrapper:
         def __init__(self, communicator):
             self._communicator = communicator
 
-        isend = Counting.isend
+        isend, irecv = Counting.isend, Counting.irecv
 
         def __getattr__(self, name):
             return getattr(self._communicator, name)
 
     bare = P2PCommunicator.__new__(P2PCommunicator)
     for communicator in (Counting.__new__(Counting), Wrapper(bare)):
-        queue = SendQueue(edge, Direction.FORWARD, communicator)
+        queue = SendQueue(edge, Direction.FORWARD, as_communicator(communicator))
         queue.put(0, None)
         queue.send(0, Action(ActionKind.SEND_F, 0, 0, edge=edge))
     assert sent == [(None, edge, Direction.FORWARD)] * 2
@@ -617,6 +621,9 @@ class Counting:
         self.most = max(self.most, self.under_way)
         return self
 
+    def irecv(self, *, edge, direction, shapes=None):
+        raise NotImplementedError
+
     def wait(self, timeout=None):
         self.under_way -= 1
 
@@ -629,7 +636,7 @@ class Hearing:
 @pytest.mark.parametrize(("elements", "hooks", "most"), [(16, (), 16), (2**15, (), 2), (16, (Hearing(),), 2)])
 def test_two_sends_of_an_edge_are_under_way_or_sixteen_small_ones_that_no_hook_follows(elements, hooks, most):
     communicator = Counting()
-    queue = SendQueue(Edge(0, 1), Direction.FORWARD, communicator, hooks=hooks)
+    queue = SendQueue(Edge(0, 1), Direction.FORWARD, as_communicator(communicator), hooks=hooks)
     for microbatch in range(40):
         queue.put(microbatch, torch.zeros(elements))
         queue.send(microbatch, Action(ActionKind.SEND_F, 0, microbatch, Edge(0, 1)))

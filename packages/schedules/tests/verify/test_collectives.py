@@ -15,6 +15,7 @@ from pipegrid.schedules.plan import Action, ActionKind, from_text
 from pipegrid.schedules.runtime.preflight import require_runnable
 from pipegrid.schedules.simulate import simulate
 from pipegrid.schedules.verify import default_creation, verify
+from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.edge import Edge
 
 GRAPH = ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]})
@@ -83,7 +84,7 @@ MESSAGES = {"isend": print, "irecv": print, "batch": print}
 
 
 def able(*edges):
-    return SimpleNamespace(collective=print, collective_edges=edges, **MESSAGES)
+    return as_communicator(SimpleNamespace(collective=print, collective_edges=edges, **MESSAGES))
 
 
 @pytest.mark.parametrize("lanes", ["separate", "shared"])
@@ -111,7 +112,7 @@ def test_messages_where_ranks_are_shared_are_refused():
 def test_a_communicator_without_collectives_is_refused():
     plan = lower(COLOCATED, collectives={BRIDGE: "bridge"})
     with pytest.raises(PlanMismatchError, match=r"has 0COLLECTIVE0>1@bridge.*namespace\(.*without collective"):
-        require_runnable(plan, 0, SimpleNamespace(**MESSAGES), ())
+        require_runnable(plan, 0, as_communicator(SimpleNamespace(**MESSAGES)), ())
 
 
 def test_a_collective_stands_alone_and_moves_something():
@@ -127,9 +128,9 @@ def test_plan_and_communicator_agree_on_the_edges_that_carry_gradients():
     graph = ModuleGraph({"enc": 1, "llm": 1, "gen": 1}, {"enc": ["llm", "gen"], "llm": ["gen"]})
     trained = lower(multi_module_1f1b(graph, 2))
     frozen = lower(multi_module_1f1b(graph, 2, forward_only=["enc"]))
-    every = SimpleNamespace(forward_edges=(), **MESSAGES)
-    one = SimpleNamespace(forward_edges=(Edge(0, 2),), **MESSAGES)
-    both = SimpleNamespace(forward_edges=(Edge(0, 1), Edge(0, 2)), **MESSAGES)
+    every = as_communicator(SimpleNamespace(forward_edges=(), **MESSAGES))
+    one = as_communicator(SimpleNamespace(forward_edges=(Edge(0, 2),), **MESSAGES))
+    both = as_communicator(SimpleNamespace(forward_edges=(Edge(0, 1), Edge(0, 2)), **MESSAGES))
     require_runnable(trained, 0, every, ())
     require_runnable(frozen, 0, both, ())
     require_runnable(lower(multi_module_1f1b(graph, 2, forward_only=graph.order)), 0, every, ())

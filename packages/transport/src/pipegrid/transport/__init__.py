@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.topology.lazy import lazy_names
+from pipegrid.transport.adapted import as_communicator as as_communicator
+from pipegrid.transport.base import Communicator, Port as Port, Verbs as Verbs
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import (
@@ -23,6 +25,7 @@ from pipegrid.transport.errors import (
     P2PTimeoutError,
     P2PUsageError as P2PUsageError,
 )
+from pipegrid.transport.job import JobTopology
 from pipegrid.transport.pipeline_lanes import pipeline_lanes as pipeline_lanes
 from pipegrid.transport.protocol import (
     Handle,
@@ -41,9 +44,11 @@ if TYPE_CHECKING:
     from pipegrid.transport.payload import is_single_shape as is_single_shape
 
 __all__ = [
+    "Communicator",
     "Direction",
     "Edge",
     "Handle",
+    "JobTopology",
     "LaneSpec",
     "P2PCommunicator",
     "P2PConfig",

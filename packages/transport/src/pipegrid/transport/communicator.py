@@ -17,7 +17,9 @@ from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.handshake import Handshake
+from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane import Lane
+from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
@@ -30,7 +32,7 @@ _NAMES = (*_RECEIVES, "send_next", "send_prev")
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
-class P2PCommunicator:
+class P2PCommunicator(LaneCommunicator):
     """Point-to-point traffic between the stages of one pipeline.
 
     Stage ``s`` is on rank ``s % P`` of the group's ``P`` ranks, so neighbours are cyclic: the next rank of the last one
@@ -71,10 +73,11 @@ class P2PCommunicator:
         self._ranks = dist.get_process_group_ranks(group)
         self._placement = None if placement is None else placed(placement, len(self._ranks))
         self.rank = dist.get_rank()
-        backend, self._device = resolve_device(None, device, group)
+        self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
+        backend, self.device = resolve_device(None, device, group)
         specs = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
         standing = None if tensor_shape is None else dict.fromkeys(specs, self._example(tensor_shape))
-        self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self._device, standing=standing)
+        self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self.device, standing=standing)
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
 
     def _example(self, shape: Sequence[int]) -> torch.Tensor:
@@ -90,10 +93,16 @@ class P2PCommunicator:
 
     # ---- This rank among the stages
 
-    @property
-    def device(self) -> torch.device:
-        """Where sent tensors must live and received ones do."""
-        return self._device
+    @cached_property
+    def job(self) -> JobTopology:
+        """The chain of stages, and this rank's place in it."""
+        return JobTopology(
+            total_stages=self.total_stages,
+            current_stage=self.current_stage,
+            placement=None if self._placement is None else tuple((place,) for place in self._placement),
+            num_chunks=self.virtual_pipeline_model_parallel_size,
+            lanes=self.config.communicators,
+        )
 
     @property
     def next_rank(self) -> int:
@@ -145,18 +154,9 @@ class P2PCommunicator:
         """Start receiving the next message of ``edge`` in that direction. See `Lane.irecv`."""
         return self.lane(edge, direction).irecv(shapes)
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
-        return self.lanes.batch()
-
-    @property
-    def batches(self) -> bool:
-        """Whether a batch is more than its messages one by one. See `Lanes.batches`."""
-        return self.lanes.batches
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Start transfers of device groups in the order of calls inside the block. See `Lanes.in_order`."""
-        return self.lanes.in_order()
+    def port(self, edge: Edge, direction: Direction) -> Lane:
+        """The `lane` of an edge in a direction."""
+        return self.lane(edge, direction)
 
     def lane(self, edge: Edge, direction: Direction) -> Lane:
         """The lane that carries the traffic of an edge in a direction.
@@ -197,14 +197,6 @@ class P2PCommunicator:
             lane.require_renewable()
         for lane in self.lanes.values():
             lane.renew()
-
-    def abort(self, reason: str) -> None:
-        """End all lanes at once and tell the neighbours why."""
-        self.lanes.abort(reason)
-
-    def close(self) -> None:
-        """End the lanes and free their groups; see `Lanes.close`. A second call does nothing."""
-        self.lanes.close()
 
     # ---- The blocking verbs
 

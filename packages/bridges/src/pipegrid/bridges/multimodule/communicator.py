@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,15 +31,19 @@ from pipegrid.bridges.reshard import (
     is_in,
     place_of,
 )
+from pipegrid.transport.adapted import dims_of
+from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.config import as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.handshake import Handshake
+from pipegrid.transport.job import JobTopology
+from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 
 
-class MultiModulePipelineCommunicator:
+class MultiModulePipelineCommunicator(LaneCommunicator):
     """Traffic between the stages of many modules that together are one pipeline.
 
     Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
@@ -79,6 +82,8 @@ class MultiModulePipelineCommunicator:
         BridgeError: as `BridgeCommunicator`.
     """
 
+    exchanges = True
+
     def __init__(
         self,
         module_to_grid_map: Mapping[str, GridLike],
@@ -97,6 +102,7 @@ class MultiModulePipelineCommunicator:
         self.module_to_grid_map = dict(module_to_grid_map)
         self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.config = as_config(config)
+        self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
         self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
         for ndim in self.module_output_ndim.values():
@@ -262,6 +268,23 @@ class MultiModulePipelineCommunicator:
         )
 
     @cached_property
+    def job(self) -> JobTopology:
+        """The graph of modules with its positions, and this rank's stages."""
+        return JobTopology(
+            total_stages=self.total_stages,
+            current_stage=self.current_stage,
+            graph=self.graph,
+            stages=self.stages,
+            placement=self.positions.placement,
+            collective_edges=self.collective_edges,
+            forward_edges=self.forward_edges,
+            payload_edges=self.payload_edges,
+            frozen_modules=self.frozen_modules,
+            dims={name: dims_of(grid) for name, grid in self.module_to_grid_map.items()},
+            lanes=self.config.communicators,
+        )
+
+    @cached_property
     def positions(self) -> Positions:
         """The positions of the job, for the placement of a plan; the same on every rank."""
         return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
@@ -340,9 +363,14 @@ class MultiModulePipelineCommunicator:
             raise self._not_on(edge)
         return handle
 
+    def port(self, edge: Edge, direction: Direction) -> Port:
+        """`isend` and `irecv` of one edge and direction, without the search for them in each message."""
+        send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
+        return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
+
     def sender(self, edge: Edge, direction: Direction) -> Callable[[Any], Handle]:
-        """`isend` for one edge and direction, without the search for them in each message."""
-        return self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
+        """`isend` for one edge and direction, as of `port`."""
+        return self.port(edge, direction).isend
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving the next message of ``edge`` in that direction; errors as of `BridgeCommunicator`."""
@@ -377,19 +405,6 @@ class MultiModulePipelineCommunicator:
                 return sending, bridge.irecv_forward() if bridge.is_destination else None
             sending = bridge.isend_backward(payload) if bridge.is_destination else None
             return sending, bridge.irecv_backward() if bridge.is_source else None
-
-    def batch(self) -> AbstractContextManager[None]:
-        """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
-        return self.lanes.batch()
-
-    @property
-    def batches(self) -> bool:
-        """Whether a batch is more than its messages one by one. See `Lanes.batches`."""
-        return self.lanes.batches
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Start transfers of device groups in the order of calls inside the block: a step of a plan."""
-        return self.lanes.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
@@ -429,7 +444,7 @@ class MultiModulePipelineCommunicator:
         groups = [group for bridge in self.bridge_comms for group in bridge.end(reason)]
         abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason))
 
-    def destroy(self) -> None:
+    def close(self) -> None:
         """Close all lanes and destroy all groups. Idempotent."""
         if not self._destroyed:
             self._destroyed = True

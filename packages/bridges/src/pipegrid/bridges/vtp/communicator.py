@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -29,6 +30,8 @@ from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.handshake import Handshake
+from pipegrid.transport.job import JobTopology
+from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.payload import is_single_shape
 from pipegrid.transport.protocol import Handle
@@ -39,7 +42,7 @@ _ARRIVES = {_F: "recv_prev", _B: "recv_next"}
 Requests = dict[str, BridgeReceive]
 
 
-class VTPCommunicator:
+class VTPCommunicator(LaneCommunicator):
     """Traffic between the stages of a pipeline in which each stage has its own tensor-parallel size.
 
     What crosses a boundary is held whole by every rank of a side (tensor parallelism) or cut along the sequence
@@ -89,6 +92,7 @@ class VTPCommunicator:
         topology.check_world(dist.get_world_size())
         self.stage, self.replica = topology.place_of(self.rank)
         self.config = as_config(config)
+        self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         self._check_config(config)
         backend, self.device = resolve_device(backend, device)
         self._ended = False
@@ -145,6 +149,18 @@ class VTPCommunicator:
 
     # -- where this rank stands -----------------------------------------------------------------------------
 
+    @cached_property
+    def job(self) -> JobTopology:
+        """The plan's stages and this rank's."""
+        return JobTopology(
+            total_stages=self.total_stages,
+            current_stage=self.current_stage,
+            graph=self.graph,
+            stages=self.stages,
+            lanes=self.config.communicators,
+            slices=False,
+        )
+
     @property
     def graph(self) -> ModuleGraph:
         """The stages of a plan for this pipeline: one more than those with ranks of their own in a ring."""
@@ -197,19 +213,6 @@ class VTPCommunicator:
                 "leaves out"
             )
         return traffic
-
-    def batch(self) -> AbstractContextManager[None]:
-        """Issue the sends and receives that this thread starts inside as one simultaneous batch."""
-        return self.lanes.batch()
-
-    @property
-    def batches(self) -> bool:
-        """Whether a batch is more than its messages one by one. See `Lanes.batches`."""
-        return self.lanes.batches
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Start transfers of device groups in the order of calls inside the block: a step of a plan."""
-        return self.lanes.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""

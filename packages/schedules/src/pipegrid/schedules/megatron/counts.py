@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import Count, Index, checked, checked_arguments, index_of, shown
+from pipegrid.topology.fields import Count, Index, checked, checked_arguments, shown
+from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.job import JobTopology
 
 
 @checked_arguments(StepArgumentError)
@@ -40,11 +42,13 @@ def get_pp_rank_microbatches(
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
     """
     total = num_microbatches * num_model_chunks
-    stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
+    job = JobTopology(total_stages=1) if p2p_communicator is None else require_job(p2p_communicator)
+    stages = job.total_stages
     if forward_only:
         warmup = total
     else:
-        distance = 0 if p2p_communicator is None else _distance_to_loss(p2p_communicator)
+        chain = job.total_stages - job.current_stage - 1
+        distance = chain if job.distance_to_sink is None else job.distance_to_sink
         if num_model_chunks == 1:
             warmup = distance
         else:
@@ -54,27 +58,21 @@ def get_pp_rank_microbatches(
     return total, warmup == total, warmup, total - warmup
 
 
-def require_communicator(communicator: Any) -> Any:
-    """``communicator``, if it has this rank's stage in a chain or its stages in a graph, else StepArgumentError."""
-    chain = ("total_stages", "current_stage")
-    in_chain = all(index_of(getattr(communicator, name, None)) is not None for name in chain)
-    if not in_chain and not (hasattr(communicator, "graph") and hasattr(communicator, "stages")):
+def require_job(communicator: Any) -> JobTopology:
+    """The job of ``communicator``: this rank's stage in a chain, or its stages in a graph; else StepArgumentError."""
+    job = as_communicator(communicator).job
+    if job.graph is None and not job.total_stages:
         raise StepArgumentError(
-            f"p2p_communicator is {shown(communicator)}, without the numbers {' and '.join(chain)}; there is no global "
-            "state: pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
+            f"p2p_communicator is {shown(communicator)}, without the numbers total_stages and current_stage; there is "
+            "no global state: pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, "
+            "topology, config)"
         )
-    return communicator
+    return job
 
 
 def size_of(group: Any) -> int:
     """Number of ranks of a group; None is one rank."""
     return 1 if group is None else int(group.size())
-
-
-def _distance_to_loss(communicator: Any) -> int:
-    """Stages between this rank and the last; in a graph of modules, on the longest path."""
-    distance: int | None = getattr(communicator, "distance_to_sink", None)
-    return communicator.total_stages - communicator.current_stage - 1 if distance is None else distance
 
 
 @checked_arguments(StepArgumentError)

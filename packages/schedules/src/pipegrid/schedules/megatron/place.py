@@ -12,7 +12,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, looped_placement, schedule_for
 from pipegrid.schedules.lowering import Receives, lower
-from pipegrid.schedules.megatron.counts import require_communicator
+from pipegrid.schedules.megatron.counts import require_job
 from pipegrid.schedules.plan import Plan, as_placement, require_graph
 from pipegrid.schedules.sharding import Shard
 from pipegrid.schedules.verify.verify import Proof, verify
@@ -102,23 +102,16 @@ def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -
 
     The stages of a pipeline of one module are those of its communicator's placement, or ``num_chunks`` on each rank.
     """
-    require_communicator(communicator)
-    graph = getattr(communicator, "graph", None)
+    job = require_job(communicator)
+    graph = job.graph
     if graph is None:
-        ranks, here = communicator.total_stages, communicator.current_stage
+        ranks, here = job.total_stages, job.current_stage
         if not several:
             return Place(one_module(ranks), (here,))
-        places = getattr(communicator, "placement", None) or looped_placement(ranks, ranks * num_chunks)
-        stages = tuple(stage for stage, place in enumerate(places) if place == here)
-        return Place(one_module(len(places)), stages, placement=tuple((place,) for place in places))
-    positions = getattr(communicator, "positions", None)
-    place = Place(
-        graph,
-        tuple(communicator.stages),
-        placement=None if positions is None else positions.placement,
-        collectives=tuple(getattr(communicator, "collective_edges", ())),
-        frozen=tuple(getattr(communicator, "frozen_modules", ())),
-    )
+        placement = job.placement or as_placement(looped_placement(ranks, ranks * num_chunks))
+        stages = tuple(stage for stage, places in enumerate(placement) if here in places)
+        return Place(one_module(len(placement)), stages, placement=placement)
+    place = Place(graph, job.stages, job.placement, job.collective_edges, job.frozen_modules)
     if not place.stages:
         raise StepArgumentError("this rank holds no stage of any module; the other ranks alone call the step function")
     if not several and len(place.modules) != len(place.stages):

@@ -14,7 +14,7 @@ from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.lowering import Receives
 from pipegrid.schedules.megatron.call_cache import Derived, Inputs, StepArguments
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
-from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_communicator, size_of
+from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_job, size_of
 from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.step import require_one_config, run_step, single
@@ -91,7 +91,7 @@ def forward_backward_no_pipelining(
     del seq_length, micro_batch_size, decoder_seq_length
     if adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
-    stages = 1 if p2p_communicator is None else require_communicator(p2p_communicator).total_stages
+    stages = 1 if p2p_communicator is None else require_job(p2p_communicator).total_stages
     if stages != 1:
         raise StepArgumentError(f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them")
 
@@ -325,14 +325,14 @@ def forward_backward_pipelining_with_interleaving(
     """
 
     def derive() -> Derived:
-        if getattr(require_communicator(p2p_communicator), "graph", None) is not None:
+        job = require_job(p2p_communicator)
+        if job.graph is not None:
             raise StepArgumentError(
                 "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
                 "interleaves them"
             )
-        ranks, here = p2p_communicator.total_stages, p2p_communicator.current_stage
-        configured = getattr(p2p_communicator, "virtual_pipeline_model_parallel_size", None)
-        chunks = configured or (len(model) if isinstance(model, Sequence) else 1)
+        ranks, here = job.total_stages, job.current_stage
+        chunks = job.num_chunks or (len(model) if isinstance(model, Sequence) else 1)
         if chunks < 2:
             raise StepArgumentError(
                 f"model is {describe(model)}; interleaving takes a list of at least two chunks. With one, use "

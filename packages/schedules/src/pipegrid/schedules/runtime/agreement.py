@@ -7,7 +7,6 @@ abort, and sees the difference when it looks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -18,6 +17,7 @@ from pipegrid.transport.errors import P2PLaneDeadError
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
+    from pipegrid.transport.base import Communicator
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.handshake import Handshake
 
@@ -28,12 +28,12 @@ _LOOK_SECONDS = 0.5
 class StepAgreement:
     """The handshake of this rank with those at the other ends of ``edges``.
 
-    Without a communicator that knows its ``neighbours(edges)`` (positions within one process) nothing is compared.
+    Where the communicator has no ``neighbours(edges)`` (positions within one process) nothing is compared.
     ``deadline`` bounds every handshake in seconds, but for the first one's connecting (`Lanes.neighbours`).
     """
 
     plan: Plan
-    communicator: object
+    communicator: Communicator
     edges: tuple[Edge, ...]
     rank: int | None
     deadline: float
@@ -55,9 +55,8 @@ class StepAgreement:
         try:
             if not self._connected:
                 self._connected = True
-                connect: Callable[[Iterable[Edge]], Handshake] | None = getattr(self.communicator, "neighbours", None)
-                if self.edges and connect is not None:
-                    self._handshake = connect(self.edges)
+                if self.edges:
+                    self._handshake = self.communicator.neighbours(self.edges)
             if self._handshake is None:
                 return
             others = self._handshake.begin(self._what, seconds=self.deadline)

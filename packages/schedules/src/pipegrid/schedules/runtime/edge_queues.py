@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
 
-from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 from pipegrid.schedules.autograd import free_storage
 from pipegrid.schedules.runtime.unread import Aliased, Unread
-from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.actions import Action
     from pipegrid.schedules.runtime.hooks import MessageHook
+    from pipegrid.transport.base import Communicator
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
 _UNDER_WAY = 2
@@ -51,7 +49,7 @@ class RecvQueue:
 
     edge: Edge
     direction: Direction
-    communicator: Any
+    communicator: Communicator
     deadline: float | None = None
     hooks: Sequence[MessageHook] = ()
     local: bool = False
@@ -74,7 +72,7 @@ class RecvQueue:
         """``RECV_F`` or ``RECV_B``: post the receive."""
         irecv = self._irecv
         if irecv is None:
-            irecv = self._irecv = _verb(self.communicator, "irecv", self.edge, self.direction)
+            irecv = self._irecv = self.communicator.port(self.edge, self.direction).irecv
         self._posted[microbatch] = action, irecv()
 
     def expect(self, microbatch: int, action: Action, handle: ReceiveHandle) -> None:
@@ -121,7 +119,7 @@ class SendQueue:
 
     edge: Edge
     direction: Direction
-    communicator: Any
+    communicator: Communicator
     deadline: float | None = None
     hooks: Sequence[MessageHook] = ()
     local: RecvQueue | None = None
@@ -161,7 +159,7 @@ class SendQueue:
         payload = self.unread.take(microbatch)
         isend = self._isend
         if isend is None:
-            isend = self._isend = _verb(self.communicator, "isend", self.edge, self.direction)
+            isend = self._isend = self.communicator.port(self.edge, self.direction).isend
         outstanding.append((microbatch, action, isend(payload)))
         if isinstance(payload, torch.Tensor) and not self.hooks and not self.in_streams:
             self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
@@ -200,7 +198,7 @@ class SendQueue:
 
 
 def exchange(
-    microbatch: int, action: Action, communicator: Any, sends: SendQueue | None, receives: RecvQueue | None
+    microbatch: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
 ) -> None:
     """``COLLECTIVE``: send the payload of ``sends`` and wait for the payload of ``receives``.
 
@@ -211,6 +209,8 @@ def exchange(
     if sends is not None:
         sends.make_room()
         payload = sends.take(microbatch)
+    assert action.edge is not None
+    assert action.direction is not None
     sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
     if receiving is not None:
         receiving.wait(None if receives is None else receives.deadline)
@@ -218,12 +218,3 @@ def exchange(
         sends.sent(microbatch, action, sending)
     if receiving is not None and receives is not None:
         receives.expect(microbatch, action, receiving)
-
-
-def _verb(communicator: Any, name: Literal["isend", "irecv"], edge: Edge, direction: Direction) -> Any:
-    """A communicator's verb for one edge; of the known communicators without the search for it in each message."""
-    if type(communicator) is P2PCommunicator:  # not a subclass, whose verbs may do more
-        return getattr(communicator.lane(edge, direction), name)
-    if type(communicator) is MultiModulePipelineCommunicator and name == "isend":
-        return communicator.sender(edge, direction)
-    return partial(getattr(communicator, name), edge=edge, direction=direction)

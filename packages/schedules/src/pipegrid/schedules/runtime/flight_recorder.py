@@ -23,6 +23,7 @@ from pipegrid.transport.aborts import device_aborts
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Report
     from pipegrid.schedules.plan import Plan
+    from pipegrid.transport.base import Communicator
 
 _MOST_FILES = 1000  # of one rank in one folder
 
@@ -53,7 +54,7 @@ class FlightRecorder:
 
     folder: Path | None
     rank: int | None
-    communicator: Any
+    communicator: Communicator
     _lanes: Mapping[str, Any] = field(factory=dict, init=False)
     _trace: bytes | None = field(default=None, init=False)
     _taken: bool = field(default=False, init=False)
@@ -64,8 +65,7 @@ class FlightRecorder:
             return
         self._taken = True
         try:
-            lanes = getattr(self.communicator, "lanes", None) or {}
-            self._lanes = {str(spec): lane.describe() for spec, lane in lanes.items()}
+            self._lanes = self.communicator.describe()
             dump = nccl_dump()
             if dump is not None:
                 device_aborts.poll(lambda: self._keep(dump()))

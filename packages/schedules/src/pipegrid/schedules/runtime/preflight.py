@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.bridges import VTPCommunicator
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
 from pipegrid.topology.fields import shown
+from pipegrid.transport.adapted import AdaptedCommunicator
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
+    from pipegrid.transport.base import Communicator
+    from pipegrid.transport.job import JobTopology
 
 
-def prove(plan: Plan | Proof, communicator: Any) -> Proof:
-    """The proof of a plan for the lanes of ``communicator``: the given one, or made here.
+def prove(plan: Plan | Proof, job: JobTopology) -> Proof:
+    """The proof of a plan for the lanes of ``job``: the given one, or made here.
 
     Raises:
         PlanError: the plan has faults.
     """
-    kind: Literal["separate", "shared"] = getattr(getattr(communicator, "config", None), "communicators", "separate")
+    kind = job.lanes
     if not isinstance(plan, Proof):
         return verify(plan, lanes=kind)
     if plan.lanes == kind or not dataflow_of(plan.plan).lanes:
@@ -77,7 +79,7 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
             ) from None
 
 
-def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Collection[int | str]) -> None:
+def require_runnable(plan: Plan, position: int, communicator: Communicator, reducers: Collection[int | str]) -> None:
     """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
 
     Raises:
@@ -90,9 +92,11 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
             "the messages"
         )
-    if plan.num_slices > 1 and isinstance(communicator, VTPCommunicator):
+    job = communicator.job
+    if plan.num_slices > 1 and not job.slices:
         raise PlanMismatchError(
-            f"the plan cuts microbatches into {plan.num_slices} slices, and a VTPCommunicator moves whole ones"
+            f"the plan cuts microbatches into {plan.num_slices} slices, and a {type(communicator).__name__} moves "
+            "whole ones"
         )
     reduced = [
         {reducer_name(action) for action in plan.actions(each) if action.kind is ActionKind.REDUCE}
@@ -103,20 +107,24 @@ def require_runnable(plan: Plan, position: int, communicator: Any, reducers: Col
             f"there are reducers for {list(reducers)}; position {position} has a REDUCE for "
             f"{sorted(map(str, reduced[position]))}, and the plan for {sorted(map(str, set().union(*reduced)))}"
         )
-    _require_collectives(plan, position, getattr(communicator, "collective_edges", ()))
-    _require_same_gradients(plan, getattr(communicator, "forward_edges", None))
+    _require_collectives(plan, position, job.collective_edges)
+    _require_same_gradients(plan, job.forward_edges)
     _require_verbs(plan, position, communicator)
 
 
-def _require_verbs(plan: Plan, position: int, communicator: Any) -> None:
+def _require_verbs(plan: Plan, position: int, communicator: Communicator) -> None:
     """Raise for a communicator that cannot send and receive the position's messages, or exchange its collectives."""
     for action in plan.actions(position):
         exchanges = action.kind is ActionKind.COLLECTIVE
-        verbs = ("collective",) if exchanges else ("isend", "irecv", "batch") if action.kind.is_message else ()
-        lacking = [verb for verb in verbs if not callable(getattr(communicator, verb, None))]
-        if lacking:
+        lacking = None
+        if exchanges and not communicator.exchanges:
+            lacking = "collective"
+        elif action.kind.is_message and isinstance(communicator, AdaptedCommunicator):
+            lacking = communicator.lacks("isend", "irecv", "batch")
+        if lacking is not None:
+            given = communicator.given if isinstance(communicator, AdaptedCommunicator) else communicator
             raise PlanMismatchError(
-                f"position {position} has {action}, and communicator is {shown(communicator)}, without {lacking[0]}(); "
+                f"position {position} has {action}, and communicator is {shown(given)}, without {lacking}(); "
                 f"pass {'a MultiModulePipelineCommunicator' if exchanges else 'P2PCommunicator(pp_group, config)'}"
             )
 

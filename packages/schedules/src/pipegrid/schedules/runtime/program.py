@@ -25,7 +25,7 @@ from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
-    from pipegrid.transport.protocol import PipelineCommunicator
+    from pipegrid.transport.base import Communicator
 
 Call: TypeAlias = Callable[[], None]
 
@@ -95,7 +95,7 @@ class BoundPosition:
         plan: Plan,
         position: int,
         stages: Mapping[int, Stage],
-        communicator: PipelineCommunicator,
+        communicator: Communicator,
         *,
         hooks: Sequence[Hook],
         reducers: Mapping[int | str, Callable[[], None]],
@@ -105,8 +105,9 @@ class BoundPosition:
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
         self._plan, self._position, self._communicator, self._reducers = plan, position, communicator, reducers
+        self._job = communicator.job
         self._deallocate, self._reuse, self._loss_scale = deallocate_outputs, reuse_buffers, loss_scale
-        self._device: Any = getattr(communicator, "device", None)
+        self._device = communicator.device
         self._in_streams = self._device is not None and streams.has_streams(self._device)
         flows = dataflow_of(plan)
         self._actions = tuple(plan.actions(position))
@@ -167,7 +168,7 @@ class BoundPosition:
             deallocate=self._deallocate,
             loss_scale=self._loss_scale,
             copiers=self._copiers,
-            declared=getattr(self._communicator, "payload_edges", frozenset()),
+            declared=self._job.payload_edges,
         )
 
     @property
@@ -184,8 +185,7 @@ class BoundPosition:
             [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
             for place, bounds in enumerate(steps)
         ]
-        # A communicator may say that its batches are no more than their messages one by one.
-        batched = self._batched if getattr(self._communicator, "batches", True) else None
+        batched = self._batched if self._communicator.batches else None
         return self._program(steps, hooks, batched), self._program(forwards, hooks, batched)
 
     def _program(
@@ -195,7 +195,7 @@ class BoundPosition:
         batched: Callable[[Sequence[Call]], Call] | None,
     ) -> Program:
         """On a device with streams, with a `HostLead`: first, as it waits."""
-        if self._in_streams:
+        if self._in_streams and self._device is not None:
             actions = [bound.action for bounds in steps for bound in bounds]
             hooks = (HostLead(actions, self._device), *hooks)
         return Program.of(steps, hooks, batched)

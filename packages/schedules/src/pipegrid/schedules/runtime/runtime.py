@@ -1,14 +1,13 @@
 """Execute a verified plan: exactly its actions, in its order.
 
-A plan says what this rank's position does, a `Stage` what a forward is; a `PipelineCommunicator` moves payloads along
-edges. At construction every action is bound to what it does, so that a step only calls.
+A plan says what this rank's position does, a `Stage` what a forward is; a `Communicator` moves payloads along edges.
+At construction every action is bound to what it does, so that a step only calls.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,12 +40,14 @@ from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.schedules.simulate import simulate, unit_costs
 from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Seconds, checked, instance
+from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor, Report
     from pipegrid.schedules.plan import Plan
     from pipegrid.schedules.runtime.stage import Stage
+    from pipegrid.transport.base import Communicator
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload, PipelineCommunicator
 
@@ -55,7 +56,6 @@ _Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(acti
 _Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
 _ABORT_SECONDS = 0.3
-_DEADLINE = 300.0
 _COMPILATION = 600.0
 
 
@@ -66,19 +66,14 @@ class PipelineError(RuntimeError):
     """
 
 
-def _rank_of(communicator: Any, monitor: Monitor | None) -> int | None:
+def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
     """This rank, as the communicator, the monitor or the default process group knows it; None in one process."""
-    rank: int | None = getattr(communicator, "rank", None)
+    rank = communicator.rank
     if rank is None and monitor is not None:
         return monitor.rank
     if rank is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return rank
-
-
-def deadline_of(communicator: Any) -> float:
-    """The deadline of a communicator's transfers, in seconds."""
-    return float(getattr(getattr(communicator, "config", None), "deadline", None) or _DEADLINE)
 
 
 class PipelineRuntime:
@@ -88,7 +83,8 @@ class PipelineRuntime:
         plan: a lowered plan, which is verified here, or the `Proof` that `verify` returned for it; the same on every
             rank.
         stages: this rank's stages by global number: exactly those that one position of the plan holds.
-        communicator: moves payloads along the plan's edges.
+        communicator: moves payloads along the plan's edges: a `Communicator`, or any object with ``isend``,
+            ``irecv`` and ``batch``; None where all stages are here.
         hooks: called around every action, in order.
         reducers: the effect of a ``REDUCE`` (tied parameters), by its group, or by stage where it has none.
         deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
@@ -111,7 +107,7 @@ class PipelineRuntime:
         self,
         plan: Plan | Proof,
         stages: Mapping[int, Stage],
-        communicator: PipelineCommunicator,
+        communicator: Communicator | PipelineCommunicator | None,
         *,
         hooks: Sequence[Hook] = (),
         reducers: Mapping[int | str, Callable[[], None]] | None = None,
@@ -130,10 +126,10 @@ class PipelineRuntime:
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         self.position = position_of(self.plan, stages)
         require_stages(stages, self.plan.num_slices)
+        self._alone, communicator = communicator is None, as_communicator(communicator)
         require_runnable(self.plan, self.position, communicator, reducers)
-        self.proof = prove(plan, communicator)
+        self.proof = prove(plan, communicator.job)
         self._communicator, self._monitor, self._stages = communicator, monitor, stages
-        self._in_order = getattr(communicator, "in_order", nullcontext)  # no part of the protocol
         self._bound = BoundPosition(
             self.plan,
             self.position,
@@ -150,7 +146,7 @@ class PipelineRuntime:
         self._program, self._forwards = self._bound.programs((*hooks, *watching))
         self._rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
-            self.plan, communicator, self._bound.outside, self._rank, deadline or deadline_of(communicator)
+            self.plan, communicator, self._bound.outside, self._rank, deadline or communicator.deadline
         )
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), self._rank, communicator)
         self._deadline = deadline
@@ -257,11 +253,9 @@ class PipelineRuntime:
             PipelineError, JobFailedError: it has failed.
         """
         if self._failure is None:
-            of_bridges: Callable[[], object] | None = getattr(self._communicator, "check", None)
             try:
                 device_collectives.check()
-                if of_bridges is not None:
-                    of_bridges()
+                self._communicator.check()
             except RuntimeError as error:
                 self._failure = f"{self._here()}: {line_of(error)}"
         self._require_working()
@@ -293,7 +287,7 @@ class PipelineRuntime:
                 ):  # first: a neighbour's difference could end one data lane, and leave another in it
                     start()
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
-                with torch.set_grad_enabled(grad), self._in_order():
+                with torch.set_grad_enabled(grad), self._communicator.in_order():
                     for self._cursor, call in enumerate(program.calls):
                         call()
                     self._cursor = len(program.calls)
@@ -334,11 +328,11 @@ class PipelineRuntime:
         first, self._cold = len(left) < len(self._cold), left
         models = [getattr(stage, "model", None) for stage in self._stages.values()]
         least = _COMPILATION if any(map(compiled_modules, models)) else 0.0
-        if has_streams(getattr(self._communicator, "device", None) or torch.device("cpu")):
+        if has_streams(self._communicator.device or torch.device("cpu")):
             least = FIRST_STEP_SECONDS
         patient = first and least > 0
         if patient or self._patient:
-            patience = max(self._deadline or deadline_of(self._communicator), least)
+            patience = max(self._deadline or self._communicator.deadline, least)
             self._bound.set_deadline(patience if patient else self._deadline)
             self._patient = patient
 
@@ -346,7 +340,7 @@ class PipelineRuntime:
 
     @property
     def _remedy(self) -> str:
-        if self._communicator is None:
+        if self._alone:
             return "No message is under way: rebuild the runtime before the next one"
         return (
             "Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
@@ -356,8 +350,7 @@ class PipelineRuntime:
         """End the lanes and all device groups, and pass the reason on to neighbours, for no longer than 0.3 s."""
         self._recorder.take()
         reason = marked(relayed(reason) or reason)
-        abort: Callable[[str], object] | None = getattr(self._communicator, "abort", None)
-        thread = threading.Thread(target=lambda: abort and abort(reason), name="pipegrid-abort", daemon=True)
+        thread = threading.Thread(target=self._communicator.abort, args=(reason,), name="pipegrid-abort", daemon=True)
         thread.start()  # tells the neighbours while the groups are aborted
         device_collectives.abort(reason)
         thread.join(_ABORT_SECONDS)

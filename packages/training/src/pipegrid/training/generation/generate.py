@@ -20,10 +20,10 @@ from pipegrid.training.generation.memory import Memory, cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.stages import Stage
+from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.backends import NcclTicket
+from pipegrid.transport.graph import ModuleGraph
 from pipegrid.transport.streams import has_streams
-
-_TOKENS_SECONDS = 300.0  # for the stages to exchange tokens, where the communicator has no deadline
 
 
 @torch.no_grad()
@@ -76,13 +76,15 @@ def generate(
     checked(max_new_tokens, Count, "max_new_tokens", GenerationError)
     checked(num_microbatches, Count, "num_microbatches", GenerationError)
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
-    graph = getattr(p2p_communicator, "graph", None)
+    communicator = as_communicator(p2p_communicator)
+    job = communicator.job
+    graph = job.graph
     name = module or (graph.sinks[-1] if graph is not None else "model")
     if graph is not None and name not in graph.order:
         raise GenerationError(f"module is {name!r}; the graph has the modules {', '.join(graph.order)}")
-    if getattr(p2p_communicator.config, "shape_mode", "header") != "header":
+    if communicator.fixed_shapes:
         raise GenerationError("prompts and tokens differ in shape; give a communicator with variable_seq_lengths=True")
-    own = _stages_of(model, name, p2p_communicator)
+    own = _stages_of(model, name, graph, job.stages)
     group = _pipeline_group(pg_collection, name, own)
     step = partial(
         get_forward_backward_func(schedule=schedule),
@@ -109,7 +111,7 @@ def generate(
             sampling=sampling,
             ends=() if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id],
             pad=pad_token_id,
-            deadline=float(getattr(p2p_communicator.config, "deadline", None) or _TOKENS_SECONDS),
+            deadline=communicator.deadline,
         )
         texts.append(logits)
         alone = graph is None or len(graph.modules) == 1
@@ -128,10 +130,9 @@ def generate(
         return texts.tokens
 
 
-def _stages_of(model: Any, name: str, communicator: Any) -> list[Stage]:
+def _stages_of(model: Any, name: str, graph: ModuleGraph | None, numbers: Sequence[int]) -> list[Stage]:
     """This rank's stages of the module that writes; none on ranks of others."""
-    graph = getattr(communicator, "graph", None)
-    if graph is not None and name not in {graph.module_of(stage)[0] for stage in communicator.stages}:
+    if graph is not None and name not in {graph.module_of(stage)[0] for stage in numbers}:
         return []
     held = model[name] if isinstance(model, Mapping) else model
     stages = list(held) if isinstance(held, (list, tuple)) else [held]

@@ -5,57 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
 
 from pipegrid.bridges import ModuleGraph, MultiModulePipelineCommunicator, positions_of
-from pipegrid.bridges.multimodule import Positions
+from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.handshake import Handshake
-from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.job import JobTopology
 
 
-class ModulePart:
+class ModulePart(Communicator):
     """The lanes inside ``module``: its stages are numbered from 0, as in a job of this module alone."""
-
-    collective_edges: tuple[Edge, ...] = ()
-    frozen_modules: tuple[str, ...] = ()
 
     def __init__(self, whole: MultiModulePipelineCommunicator, module: str) -> None:
         self._whole, self._module = whole, module
-        self.graph = ModuleGraph({module: whole.graph.depth(module)})
-        self.config, self.device, self.rank = whole.config, whole.device, whole.rank
+        self.device, self.rank, self.deadline = whole.device, whole.rank, whole.deadline
         self._first = whole.graph.stage(module, 0)
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """This rank's stages of the module."""
-        depth = self.graph.num_stages
-        return tuple(stage - self._first for stage in self._whole.stages if 0 <= stage - self._first < depth)
-
     @cached_property
-    def positions(self) -> Positions:
-        """The positions of the module's stages."""
-        name = self._module
-        return positions_of(
-            self.graph,
-            {name: self._whole.module_to_grid_map[name]},
-            {name: self._whole.stage_placement[name]},
+    def job(self) -> JobTopology:
+        """This rank's stages of the module, and the positions of all of them."""
+        name, whole = self._module, self._whole
+        graph = ModuleGraph({name: whole.graph.depth(name)})
+        positions = positions_of(graph, {name: whole.module_to_grid_map[name]}, {name: whole.stage_placement[name]})
+        own = [stage - self._first for stage in whole.stages]
+        return JobTopology(
+            graph=graph,
+            stages=tuple(stage for stage in own if 0 <= stage < graph.num_stages),
+            placement=positions.placement,
+            lanes=whole.job.lanes,
         )
 
     def _edge(self, edge: Edge) -> Edge:
         return Edge(edge.source + self._first, edge.destination + self._first)
 
-    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
-        """Start sending along an edge of the module's own stage numbers."""
-        return self._whole.isend(payload, edge=self._edge(edge), direction=direction)
-
-    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
-        """Start receiving along an edge of the module's own stage numbers."""
-        return self._whole.irecv(edge=self._edge(edge), direction=direction, shapes=shapes)
+    def port(self, edge: Edge, direction: Direction) -> Port:
+        """The lane of an edge of the module's own stage numbers."""
+        return self._whole.port(self._edge(edge), direction)
 
     def batch(self) -> AbstractContextManager[None]:
         """See `MultiModulePipelineCommunicator.batch`."""
         return self._whole.batch()
+
+    @property
+    def batches(self) -> bool:
+        """See `MultiModulePipelineCommunicator.batches`."""
+        return self._whole.batches
 
     def in_order(self) -> AbstractContextManager[None]:
         """See `MultiModulePipelineCommunicator.in_order`."""

@@ -26,6 +26,7 @@ from pipegrid.schedules.gradients.reduction.replicas import require_equal_parame
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.torch_compat import is_dry
+from pipegrid.transport.adapted import as_communicator
 
 _FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")
 _WAYS = tuple(f"{losses} losses and {finisher}" for losses in ("mean", "per-token") for finisher in _FINISHERS)
@@ -182,7 +183,7 @@ def gradient_policy(
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
     names = {stage: graph.module_of(stage)[0] for stage in models}
-    grids = getattr(communicator, "module_to_grid_map", None)
+    grids = as_communicator(communicator).job.dims
     lanes = {} if grids is None else {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
     of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
     divisor = "the tokens of the job" if per_token else of_loss
@@ -251,8 +252,8 @@ def _fault(
     return None if averaged else f"{wrapper} averages over them"
 
 
-def _size(grid: Any, dims: tuple[str, ...]) -> int:
-    return math.prod(size for name, size in zip(grid.dim_names, grid.shape, strict=True) if name in dims)
+def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:
+    return math.prod(size for name, size in sizes.items() if name in dims)
 
 
 def required_ties(

@@ -1,6 +1,6 @@
-"""The payloads of the edges at one position, by microbatch: received, kept for their send, and under way.
+"""The payloads of the edges at one position, by piece: received, kept for their send, and under way.
 
-Where microbatches are cut into slices, each slice counts as a microbatch, by the number of its piece (`Plan.piece_of`).
+A piece is a microbatch, or one slice of it where a plan cuts microbatches along the sequence (`Plan.piece_of`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RecvQueue:
     hooks: Sequence[MessageHook] = ()
     local: bool = False
     lends: bool = False
-    """Receive buffers return to the communicator after the backward of their microbatch."""
+    """Receive buffers return to the communicator after the backward of their piece."""
     _irecv: Callable[[], ReceiveHandle] | None = field(default=None, init=False)
     _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
     unread: Unread | None = None
@@ -68,26 +68,26 @@ class RecvQueue:
         self._posted.clear()
         self._arrived.clear()
 
-    def receive(self, microbatch: int, action: Action) -> None:
+    def receive(self, piece: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive."""
         irecv = self._irecv
         if irecv is None:
             irecv = self._irecv = self.communicator.port(self.edge, self.direction).irecv
-        self._posted[microbatch] = action, irecv()
+        self._posted[piece] = action, irecv()
 
-    def expect(self, microbatch: int, action: Action, handle: ReceiveHandle) -> None:
+    def expect(self, piece: int, action: Action, handle: ReceiveHandle) -> None:
         """Note a receive that was posted elsewhere (a collective)."""
-        self._posted[microbatch] = action, handle
+        self._posted[piece] = action, handle
 
-    def wait(self, microbatch: int) -> None:
+    def wait(self, piece: int) -> None:
         """Wait until the payload has arrived, up to the deadline."""
-        self._arrived[microbatch] = self.take(microbatch)
+        self._arrived[piece] = self.take(piece)
 
-    def take(self, microbatch: int) -> Payload:
-        """The payload of ``microbatch``, once: waits for it where `wait` has not."""
-        posted = self._posted.pop(microbatch, None)
+    def take(self, piece: int) -> Payload:
+        """The payload of ``piece``, once: waits for it where `wait` has not."""
+        posted = self._posted.pop(piece, None)
         if posted is None:
-            return self._arrived.pop(microbatch) if self.unread is None else self.unread.take(microbatch)
+            return self._arrived.pop(piece) if self.unread is None else self.unread.take(piece)
         action, handle = posted
         if self.deadline is not None:
             handle.wait(self.deadline)
@@ -96,12 +96,12 @@ class RecvQueue:
             for hook in self.hooks:
                 hook.completed(action)
         if self.lends and isinstance(handle, ReusableReceive):
-            self._lent[microbatch] = handle
+            self._lent[piece] = handle
         return payload
 
-    def give_back(self, microbatch: int) -> None:
-        """Return the buffers of ``microbatch`` to the communicator."""
-        handle = self._lent.pop(microbatch, None)
+    def give_back(self, piece: int) -> None:
+        """Return the buffers of ``piece`` to the communicator."""
+        handle = self._lent.pop(piece, None)
         if handle is not None:
             handle.release()
 
@@ -144,23 +144,23 @@ class SendQueue:
         self._sent.clear()
 
     def put(
-        self, microbatch: int, payload: Payload, pending: PendingFree | None = None, aliased: Aliased | None = None
+        self, piece: int, payload: Payload, pending: PendingFree | None = None, aliased: Aliased | None = None
     ) -> None:
         """Keep ``payload`` until it is sent or taken; see `Unread.put`."""
-        self.unread.put(microbatch, payload, aliased)
+        self.unread.put(piece, payload, aliased)
         if pending is not None and self.local is None:
-            self._frees[microbatch] = pending
+            self._frees[piece] = pending
 
-    def send(self, microbatch: int, action: Action) -> None:
+    def send(self, piece: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``: post the send, as soon as there is room for it."""
         outstanding = self._sent
         if len(outstanding) >= self._room:
             self.make_room()
-        payload = self.unread.take(microbatch)
+        payload = self.unread.take(piece)
         isend = self._isend
         if isend is None:
             isend = self._isend = self.communicator.port(self.edge, self.direction).isend
-        outstanding.append((microbatch, action, isend(payload)))
+        outstanding.append((piece, action, isend(payload)))
         if isinstance(payload, torch.Tensor) and not self.hooks and not self.in_streams:
             self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
 
@@ -180,25 +180,25 @@ class SendQueue:
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:
-        microbatch, action, handle = self._sent.popleft()
+        piece, action, handle = self._sent.popleft()
         handle.wait(self.deadline)
         for hook in self.hooks:
             hook.completed(action)
-        self.unread.end(microbatch)
-        if self._frees and (pending := self._frees.pop(microbatch, None)) is not None:
+        self.unread.end(piece)
+        if self._frees and (pending := self._frees.pop(piece, None)) is not None:
             pending.sent()
 
-    def take(self, microbatch: int) -> Payload:
-        """The payload of ``microbatch`` for a collective; once."""
-        return self.unread.take(microbatch)
+    def take(self, piece: int) -> Payload:
+        """The payload of ``piece`` for a collective; once."""
+        return self.unread.take(piece)
 
-    def sent(self, microbatch: int, action: Action, handle: Handle) -> None:
+    def sent(self, piece: int, action: Action, handle: Handle) -> None:
         """Note a send that was posted elsewhere (a collective)."""
-        self._sent.append((microbatch, action, handle))
+        self._sent.append((piece, action, handle))
 
 
 def exchange(
-    microbatch: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
+    piece: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
 ) -> None:
     """``COLLECTIVE``: send the payload of ``sends`` and wait for the payload of ``receives``.
 
@@ -208,13 +208,13 @@ def exchange(
     payload = None
     if sends is not None:
         sends.make_room()
-        payload = sends.take(microbatch)
+        payload = sends.take(piece)
     assert action.edge is not None
     assert action.direction is not None
     sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
     if receiving is not None:
         receiving.wait(None if receives is None else receives.deadline)
     if sending is not None and sends is not None:
-        sends.sent(microbatch, action, sending)
+        sends.sent(piece, action, sending)
     if receiving is not None and receives is not None:
-        receives.expect(microbatch, action, receiving)
+        receives.expect(piece, action, receiving)

@@ -7,7 +7,9 @@ At construction every action is bound to what it does, so that a step only calls
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,15 +21,15 @@ from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.errors import RuntimeArgumentError
 from pipegrid.schedules.monitor import (
     FIRST_STEP_SECONDS,
-    DisagreementError,
     JobFailedError,
-    device_collectives,
-    first_failure,
 )
+from pipegrid.schedules.plan import ActionKind
+from pipegrid.schedules.runtime.actions import Call, Effect
 from pipegrid.schedules.runtime.agreement import StepAgreement
-from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
+from pipegrid.schedules.runtime.failures import line_of
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
 from pipegrid.schedules.runtime.hooks import Hook
+from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import (
     position_of,
     prove,
@@ -35,7 +37,8 @@ from pipegrid.schedules.runtime.preflight import (
     require_runnable,
     require_stages,
 )
-from pipegrid.schedules.runtime.program import BoundPosition, Call, Program
+from pipegrid.schedules.runtime.program import Cursor, Program, programs
+from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.schedules.simulate import simulate, unit_costs
 from pipegrid.schedules.verify import Proof
@@ -44,8 +47,8 @@ from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor import Monitor, Report
-    from pipegrid.schedules.plan import Plan
+    from pipegrid.schedules.monitor import Monitor
+    from pipegrid.schedules.plan import Action, Plan
     from pipegrid.schedules.runtime.stage import Stage
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.edge import Edge
@@ -53,17 +56,10 @@ if TYPE_CHECKING:
 
 _Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]
 _Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(action)")]
+_Effect = Annotated[Any, instance(Callable, "a function of an action and of what runs it")]
 _Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
-_ABORT_SECONDS = 0.3
 _COMPILATION = 600.0
-
-
-class PipelineError(RuntimeError):
-    """A step failed. The first line is the first failure: "rank 3, stage 2, microbatch 3: ValueError: ...".
-
-    This rank's place in the plan and how the failure reached it follow; this rank's own error is chained.
-    """
 
 
 def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
@@ -126,7 +122,7 @@ class PipelineRuntime:
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         self.position = position_of(self.plan, stages)
         require_stages(stages, self.plan.num_slices)
-        self._alone, communicator = communicator is None, as_communicator(communicator)
+        alone, communicator = communicator is None, as_communicator(communicator)
         require_runnable(self.plan, self.position, communicator, reducers)
         self.proof = prove(plan, communicator.job)
         self._communicator, self._monitor, self._stages = communicator, monitor, stages
@@ -143,34 +139,62 @@ class PipelineRuntime:
             loss_scale=loss_scale,
         )
         watching = () if monitor is None or monitor.progress is None else (monitor.progress,)
-        self._program, self._forwards = self._bound.programs((*hooks, *watching))
-        self._rank = _rank_of(communicator, monitor)
+        self._hooks, self._effects = (*hooks, *watching), dict[ActionKind, Effect]()
+        self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
+        rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
-            self.plan, communicator, self._bound.outside, self._rank, deadline or communicator.deadline
+            self.plan, communicator, self._bound.outside, rank, deadline or communicator.deadline
         )
-        self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), self._rank, communicator)
+        self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
+        self._cursor = Cursor(rank, self.position, self._program)
+        self._failures = StepFailures(
+            self.plan,
+            self._bound,
+            self._cursor,
+            communicator,
+            monitor,
+            self._agreement,
+            self._recorder,
+            alone=alone,
+        )
         self._deadline = deadline
         self._patient = False  # whether messages have the longer deadline of a first step
         self._cold = [self._program, self._forwards]  # what has not run yet
         self._one_step = threading.Lock()
         self._wrappers_checked = False
-        self._running = self._program
-        self._cursor = -1  # the call that runs
-        self._failure: str | None = None
 
     # Steps
 
     @property
     def where(self) -> str:
         """This rank's place in the plan, for errors and the monitor."""
-        if self._cursor < 0:
-            return f"position {self.position}, before its first action"
-        program, cursor = self._running, self._cursor
-        if cursor >= len(program.calls):
-            return f"position {self.position}, past its last action"
-        step = program.step_of[cursor]
-        work = " ".join(map(str, program.steps[step]))
-        return f"position {self.position}, step {step + 1} of {len(program.steps)}: {work}"
+        return self._cursor.where
+
+    def register(self, kind: ActionKind, function: Effect) -> None:
+        """Have ``function(action, run)`` called in place of each action of ``kind``, from the next step on.
+
+        ``run()`` does what the action does by itself, or the function that was registered before. It is called once,
+        except for a ``REDUCE``, which a function may replace. What an action waits for (a payload, room to send) is
+        there before the call.
+
+        Args:
+            kind: of the actions.
+            function: called with the `Action` and ``run``.
+
+        Raises:
+            PlanError: not a kind of action.
+            RuntimeArgumentError: not a function.
+            PipelineError: called inside a step.
+        """
+        kind = ActionKind(kind)
+        function = checked(function, _Effect, "function", RuntimeArgumentError)
+        with self._alone_in_time("register()"):
+            before = self._effects.get(kind)
+            self._effects[kind] = function if before is None else partial(_around, function, before)
+            made = programs(self._bound, self._hooks, self._effects)
+            old = self._program, self._forwards
+            self._cold = [new for new, replaced in zip(made, old, strict=True) if replaced in self._cold]
+            self._program, self._forwards = made
 
     def describe(self) -> str:
         """What is proved of the plan and, after a step, which stages do not run their backwards in halves as planned.
@@ -252,19 +276,19 @@ class PipelineRuntime:
         Raises:
             PipelineError, JobFailedError: it has failed.
         """
-        if self._failure is None:
-            try:
-                device_collectives.check()
-                self._communicator.check()
-            except RuntimeError as error:
-                self._failure = f"{self._here()}: {line_of(error)}"
-        self._require_working()
+        self._failures.look()
+        self._failures.require_none()
         if self._monitor is not None:
             self._monitor.check()
 
-    def _require_working(self) -> None:
-        if self._failure is not None:
-            raise PipelineError(f"this runtime failed before: {self._failure.splitlines()[0]}. {self._remedy}")
+    @contextmanager
+    def _alone_in_time(self, what: str) -> Iterator[None]:
+        if not self._one_step.acquire(blocking=False):
+            raise PipelineError(f"{what} inside a step, at {self.where}: a runtime runs one step at a time")
+        try:
+            yield
+        finally:
+            self._one_step.release()
 
     def _run(
         self,
@@ -275,46 +299,41 @@ class PipelineRuntime:
         finish: Call | None = None,
         agree: str = "",
     ) -> None:
-        if not self._one_step.acquire(blocking=False):
-            raise PipelineError(f"step() or eval() inside a step, at {self.where}: a runtime runs one step at a time")
-        try:
+        with self._alone_in_time("step() or eval()"):
             for sharded in self._bound.sharded.values():
                 sharded.begin()
             self._start(program, grad=grad)
+            cursor = self._cursor
             try:
-                if (
-                    start is not None
-                ):  # first: a neighbour's difference could end one data lane, and leave another in it
+                if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
                 with torch.set_grad_enabled(grad), self._communicator.in_order():
-                    for self._cursor, call in enumerate(program.calls):
+                    for cursor.at, call in enumerate(program.calls):
                         call()
-                    self._cursor = len(program.calls)
+                    cursor.end()
                     self._bound.settle()
                     for sharded in self._bound.sharded.values():
                         sharded.end()
                     if finish is not None:
                         finish()
             except BaseException as error:  # also an interrupt leaves lanes with messages of a broken step
-                failed = self._failed(error)
+                failed = self._failures.end(error)
                 if failed is error:
                     raise
                 raise failed from error
             if self._monitor is not None:
                 self._monitor.end()
-        finally:
-            self._one_step.release()
 
     def _start(self, program: Program, *, grad: bool) -> None:
-        self._require_working()
+        self._failures.require_none()
         self._bound.begin(training=grad)
         if self._cold or self._patient:
             self._allow_compilation(program)
-        self._running, self._cursor = program, -1
+        self._cursor.begin(program)
         if self._monitor is not None:
             try:
-                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._abort)
+                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
             except JobFailedError as error:
                 self._recorder.record(self.plan, str(error), line_of(error), self.where)
                 raise
@@ -336,65 +355,6 @@ class PipelineRuntime:
             self._bound.set_deadline(patience if patient else self._deadline)
             self._patient = patient
 
-    # Failures
 
-    @property
-    def _remedy(self) -> str:
-        if self._alone:
-            return "No message is under way: rebuild the runtime before the next one"
-        return (
-            "Lanes may hold messages of the broken step: rebuild the communicator and the runtime before the next one"
-        )
-
-    def _abort(self, reason: str) -> None:
-        """End the lanes and all device groups, and pass the reason on to neighbours, for no longer than 0.3 s."""
-        self._recorder.take()
-        reason = marked(relayed(reason) or reason)
-        thread = threading.Thread(target=self._communicator.abort, args=(reason,), name="pipegrid-abort", daemon=True)
-        thread.start()  # tells the neighbours while the groups are aborted
-        device_collectives.abort(reason)
-        thread.join(_ABORT_SECONDS)
-
-    def _failed(self, error: BaseException) -> BaseException:
-        """End what a failed step has begun; the error to raise."""
-        self._recorder.take()
-        place, stopped = self.where, line_of(error)
-        cause = relayed(stopped)
-        if isinstance(error, DisagreementError):
-            failure = str(error)
-        elif cause is None:
-            failure = f"{self._here()}: {stopped}\n  at {place}"
-        else:
-            failure = f"{cause}\n  {self._here()} stopped at {place}: {without(stopped)}"
-        self._bound.begin(training=False)  # so that what the step held is not held until the runtime goes
-        report: Report | None = None
-        if self._monitor is not None:
-            report = self._monitor.failed(failure)
-            first = report.first.text
-        else:
-            first = first_failure(failure)  # before the abort, so that ranks which it reaches find it
-            self._abort(first.splitlines()[0])
-        if first != failure and not isinstance(error, DisagreementError):
-            failure = f"{first.splitlines()[0]}\n  {self._here()} stopped at {place}: {without(stopped)}"
-        self._failure = failure
-        recorded = self._recorder.record(self.plan, failure, stopped, place, report)
-        places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
-        if isinstance(error, DisagreementError) or not isinstance(error, Exception):
-            return error
-        different = self._agreement.look_again()
-        if different is not None:
-            self._failure = f"{different}. This rank had begun, and stopped at {place}"
-            return DisagreementError(f"{self._failure}{places}")
-        return PipelineError(f"{failure}\n{self._remedy}{recorded}{places}")
-
-    def _here(self) -> str:
-        """This rank, and the stage and microbatch that it is at."""
-        parts = [] if self._rank is None else [f"rank {self._rank}"]
-        program = self._running
-        if 0 <= self._cursor < len(program.calls):
-            action = program.steps[program.step_of[self._cursor]][0]
-            parts.append(f"stage {action.stage}")
-            if action.microbatch is not None:
-                slice_ = "" if action.slice is None else f", slice {action.slice}"
-                parts.append(f"microbatch {action.microbatch}{slice_}")
-        return ", ".join(parts) or "this process"
+def _around(function: Effect, before: Effect, action: Action, run: Call) -> None:
+    function(action, partial(before, action, run))

@@ -21,7 +21,7 @@ from pipegrid.schedules.runtime.stage import Forwarded, modules_of
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
-    from pipegrid.schedules.runtime.program import BoundPosition
+    from pipegrid.schedules.runtime.position import BoundPosition
     from pipegrid.schedules.runtime.stage import Stage
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload

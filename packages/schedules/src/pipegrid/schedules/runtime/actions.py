@@ -1,0 +1,189 @@
+"""The effects of all actions: what each kind does on a rank, one function per kind.
+
+They are called when a program is made, and look up there what the action works on; a step only calls what they return.
+`PipelineRuntime.register` puts a function of the user around the effect of a kind, or in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from attrs import evolve, frozen
+
+from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.plan import Action, ActionKind
+from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
+from pipegrid.schedules.runtime.position import BoundPosition
+from pipegrid.schedules.runtime.preflight import reducer_name
+from pipegrid.schedules.runtime.stage_runner import StageRunner
+from pipegrid.transport.edge import Direction, Edge
+
+Call: TypeAlias = Callable[[], None]
+Effect: TypeAlias = Callable[[Action, Call], None]
+"""A function of the user for a kind of action: called with the action, and with what it does by itself."""
+
+
+@frozen
+class Bound:
+    """An action and the call that executes it.
+
+    Attributes:
+        action: the action.
+        run: executes it; waits for its inputs, or for room to send, if nobody has.
+        waits: wait for these. Called before ``run`` where that is timed (with hooks, or an `Effect`) or in a batch.
+        apart: whether ``waits`` are called in any case.
+    """
+
+    action: Action
+    run: Call
+    waits: tuple[Call, ...] = ()
+    apart: bool = False
+
+
+def forward(at: BoundPosition, action: Action) -> Bound:
+    """``F``: the stage's forward, on what has arrived."""
+    runner, piece = at.runners[action.stage], at.plan.piece_of(action)
+    return Bound(action, partial(StageRunner.forward, runner, piece), _arrivals(runner.arriving, piece))
+
+
+def backward(at: BoundPosition, action: Action) -> Bound:
+    """``B``: gradients of inputs and parameters at once."""
+    runner, piece = at.runners[action.stage], at.plan.piece_of(action)
+    return Bound(action, partial(StageRunner.backward, runner, piece), _arrivals(runner.gradients_in, piece))
+
+
+def backward_inputs(at: BoundPosition, action: Action) -> Bound:
+    """``I``: the gradients of inputs, which the stage before waits for."""
+    runner, piece = at.runners[action.stage], at.plan.piece_of(action)
+    return Bound(action, partial(StageRunner.backward_inputs, runner, piece), _arrivals(runner.gradients_in, piece))
+
+
+def backward_weights(at: BoundPosition, action: Action) -> Bound:
+    """``W``: the gradients of parameters, later; of a sharded stage once these are gathered (no hook waits there)."""
+    run = partial(StageRunner.backward_weights, at.runners[action.stage], at.plan.piece_of(action))
+    if action.stage not in at.sharded:
+        return Bound(action, run)
+    gathered = at.sharded[action.stage].wait
+    return Bound(action, in_turn([gathered, run]), (gathered,))
+
+
+def send(at: BoundPosition, action: Action) -> Bound:
+    """``SEND_F``, ``SEND_B``: post the send of what a compute has put into its queue."""
+    queue = at.sends[_way(action)]
+    run = partial(SendQueue.send, queue, at.plan.piece_of(action), action)
+    return Bound(action, run, (partial(SendQueue.make_room, queue),))
+
+
+def receive(at: BoundPosition, action: Action) -> Bound:
+    """``RECV_F``, ``RECV_B``: post the receive; the compute that takes the payload waits for it."""
+    return Bound(action, partial(RecvQueue.receive, at.receives[_way(action)], at.plan.piece_of(action), action))
+
+
+def collective(at: BoundPosition, action: Action) -> Bound:
+    """``COLLECTIVE``: an exchange among ranks that hold both stages."""
+    sends, receives = at.sends.get(_way(action)), at.receives.get(_way(action))
+    room = () if sends is None else (partial(SendQueue.make_room, sends),)
+    run = partial(exchange, at.plan.piece_of(action), action, at.communicator, sends, receives)
+    return Bound(action, run, room)
+
+
+def reduce(at: BoundPosition, action: Action) -> Bound:
+    """``REDUCE``: the reducer that the runtime was given for this group or stage."""
+    return Bound(action, at.reducers[reducer_name(action)])
+
+
+def unshard(at: BoundPosition, action: Action) -> Bound:
+    """``UNSHARD``: start to gather the stage's parameters."""
+    return Bound(action, at.sharded[action.stage].unshard)
+
+
+def reshard(at: BoundPosition, action: Action) -> Bound:
+    """``RESHARD``: free the gathered parameters."""
+    return Bound(action, at.sharded[action.stage].reshard)
+
+
+def reduce_grad(at: BoundPosition, action: Action) -> Bound:
+    """``REDUCE_GRAD``: reduce-scatter the gradients since the last one."""
+    return Bound(action, at.sharded[action.stage].reduce)
+
+
+def offload(at: BoundPosition, action: Action) -> Bound:
+    """``OFFLOAD``: start to copy what a forward has saved to the host."""
+    return Bound(action, partial(at.runners[action.stage].flight.offload, at.plan.piece_of(action)))
+
+
+def release(at: BoundPosition, action: Action) -> Bound:
+    """``RELEASE``: wait for that copy, and free the memory of the device."""
+    return Bound(action, partial(at.runners[action.stage].flight.release, at.plan.piece_of(action)))
+
+
+def reload(at: BoundPosition, action: Action) -> Bound:
+    """``RELOAD``: start to copy it back, for the backward."""
+    return Bound(action, partial(at.runners[action.stage].flight.reload, at.plan.piece_of(action)))
+
+
+EFFECTS: Mapping[ActionKind, Callable[[BoundPosition, Action], Bound]] = {
+    ActionKind.F: forward,
+    ActionKind.B: backward,
+    ActionKind.I: backward_inputs,
+    ActionKind.W: backward_weights,
+    ActionKind.SEND_F: send,
+    ActionKind.SEND_B: send,
+    ActionKind.RECV_F: receive,
+    ActionKind.RECV_B: receive,
+    ActionKind.COLLECTIVE: collective,
+    ActionKind.REDUCE: reduce,
+    ActionKind.UNSHARD: unshard,
+    ActionKind.RESHARD: reshard,
+    ActionKind.REDUCE_GRAD: reduce_grad,
+    ActionKind.OFFLOAD: offload,
+    ActionKind.RELEASE: release,
+    ActionKind.RELOAD: reload,
+}
+
+
+def bind(at: BoundPosition, action: Action, registered: Mapping[ActionKind, Effect]) -> Bound:
+    """An action with its effect, inside of the function registered for its kind."""
+    bound = EFFECTS[action.kind](at, action)
+    effect = registered.get(action.kind)
+    return bound if effect is None else evolve(bound, run=partial(_call, effect, action, bound.run), apart=True)
+
+
+def _call(effect: Effect, action: Action, run: Call) -> None:
+    """Call ``effect``, which may leave out or repeat a reduction alone: other actions feed each other, once."""
+    calls = 0
+
+    def counted() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1 or action.kind is ActionKind.REDUCE:
+            run()
+
+    effect(action, counted)
+    if calls != 1 and action.kind is not ActionKind.REDUCE:
+        raise PlanMismatchError(
+            f"the function registered for {action.kind} called run() {calls} times at {action}; it is called once for "
+            "every kind but REDUCE"
+        )
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    """One call of several."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _arrivals(queues: Iterable[RecvQueue], piece: int) -> tuple[Call, ...]:
+    return tuple([partial(RecvQueue.wait, queue, piece) for queue in queues if not queue.local])
+
+
+def _way(action: Action) -> tuple[Edge, Direction]:
+    assert action.edge is not None  # by Action's own validation, as each direction
+    assert action.direction is not None
+    return action.edge, action.direction

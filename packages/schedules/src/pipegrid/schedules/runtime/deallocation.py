@@ -1,0 +1,53 @@
+"""Which outputs of a forward are freed after their send (``deallocate_outputs``)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, field
+
+from pipegrid.schedules.autograd import require_deallocatable
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.edge_queues import PendingFree, SendQueue
+from pipegrid.schedules.runtime.payloads import flatten
+
+if TYPE_CHECKING:
+    from pipegrid.transport.protocol import Payload
+
+
+@define(eq=False)
+class Deallocation:
+    """Judges the outputs of stage ``number``, which leave along the edges of ``leaving``."""
+
+    number: int
+    leaving: Sequence[SendQueue]
+    _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
+
+    def begin(self) -> None:
+        """Forget the outputs of earlier steps that are gone."""
+        self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
+
+    def pending(self, payloads: Sequence[Payload], loss: torch.Tensor | None) -> PendingFree:
+        """The outputs of one forward that leave by message, whose storage goes when they have left."""
+        sent = [payload for queue, payload in zip(self.leaving, payloads, strict=True) if queue.local is None]
+        # An input passed straight on is a leaf: its storage is not ours.
+        tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
+        for tensor in tensors.values():
+            require_deallocatable(tensor)
+            self._require_new(tensor)
+        roots = {id(root) for root in flatten([*payloads, loss]) if root is not None and root.requires_grad}
+        # With several roots the graph of one may have saved another, so none is freed.
+        return PendingFree(len(sent), list(tensors.values()) if len(roots) == 1 else [])
+
+    def _require_new(self, tensor: torch.Tensor) -> None:
+        """Raise for a tensor that was an output before: it is freed as soon as it has left the first time."""
+        before = self._outputs.get(id(tensor))
+        if before is not None and before() is tensor:
+            raise StageOutputError(
+                f"stage {self.number} returned one tensor as the output of two microbatches, which is freed after the "
+                "first send; return output.clone(), or set deallocate_outputs=False"
+            )
+        self._outputs[id(tensor)] = weakref.ref(tensor)

@@ -1,0 +1,197 @@
+"""What a stage holds of its pieces between a forward and its backward.
+
+A piece is a microbatch, or one slice of it where a plan cuts microbatches along the sequence (`Plan.piece_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from attrs import define, field
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pipegrid.schedules.autograd import Offload, WeightHalf, input_path_of, require_splittable
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.payloads import flatten
+from pipegrid.schedules.runtime.slices import Kept, Slice
+from pipegrid.schedules.runtime.stage import Stage, check_loss, modules_of, trainable
+
+if TYPE_CHECKING:
+    from pipegrid.transport.edge import Edge
+    from pipegrid.transport.protocol import Payload
+
+
+class Root(NamedTuple):
+    """The start of a backward: the graph edge and the shape of an output whose tensor may be gone."""
+
+    edge: GradientEdge
+    shape: torch.Size
+
+
+class InFlight(NamedTuple):
+    """A piece between its forward and its backward: the start and the end of the backward.
+
+    Without the outputs: the graph keeps those that it needs, and the others go after their send.
+
+    Attributes:
+        inputs: per edge that carries a gradient back, what has come along it.
+        roots: per edge by which a gradient comes, the starts in what has left along it.
+        loss: of the stage itself.
+        part: the slice, in a plan with slices.
+    """
+
+    inputs: Sequence[Payload]
+    roots: Sequence[Sequence[Root | None]]
+    loss: torch.Tensor | None
+    part: Slice | None = None
+
+    def starts(self) -> list[GradientEdge]:
+        """Where the backward enters the graph: at the outputs, and at the loss."""
+        edges = [root.edge for part in self.roots for root in part if root is not None]
+        if self.loss is not None and self.loss.requires_grad:
+            edges.append(get_gradient_edge(self.loss))
+        return edges
+
+
+@define(eq=False)
+class ActivationsInFlight:
+    """The pieces of stage ``number`` whose forward has run and whose backward has not, and what they keep.
+
+    Attributes:
+        num_pieces: forwards of a step.
+        answered: of the outgoing edges, the numbers of those by which gradients come, and ``gradient_edges`` these.
+        splits: whether the plan runs backwards in halves.
+        copiers: the streams of copies to the host and back; None on a device without streams.
+        live: the pieces, by number.
+        halves: what ``I`` leaves for ``W``, by piece.
+        offloads: what is on the host or on its way, by piece.
+        kept: what the slices of each microbatch have kept for the later ones.
+    """
+
+    number: int
+    stage: Stage
+    num_pieces: int
+    num_slices: int
+    answered: Sequence[int]
+    gradient_edges: Sequence[Edge]
+    splits: bool
+    copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)
+    live: dict[int, InFlight] = field(factory=dict, init=False)
+    halves: dict[int, WeightHalf] = field(factory=dict, init=False)
+    offloads: dict[int, Offload] = field(factory=dict, init=False)
+    kept: dict[int, Kept] = field(factory=dict, init=False)
+    _looked_at: bool = field(default=False, init=False)
+    _rooted: bool = field(default=False, init=False)
+    _rootless: int = field(default=0, init=False)
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._rootless = 0
+        self.live.clear()
+        self.halves.clear()
+        self.offloads.clear()
+        self.kept.clear()
+
+    def name(self, piece: int) -> int | str:
+        """How a plan writes it: ``7``, or slice 2 of it as ``7.2``."""
+        return piece if self.num_slices == 1 else "{}.{}".format(*divmod(piece, self.num_slices))
+
+    def slice_of(self, piece: int, *, training: bool) -> Slice:
+        """The slice of a forward, with what the earlier slices of its microbatch have kept."""
+        microbatch, index = divmod(piece, self.num_slices)
+        return Slice(index, self.num_slices, self.kept.setdefault(microbatch, {}), training)
+
+    def keep(
+        self,
+        piece: int,
+        inputs: Sequence[Payload],
+        payloads: Sequence[Payload],
+        loss: torch.Tensor | None,
+        part: Slice | None,
+    ) -> None:
+        """Keep what the backward of a forward needs.
+
+        Raises:
+            StageOutputError, LossError: what the stage returned has no backward, or none in halves.
+        """
+        if loss is not None or not payloads:  # a last stage
+            check_loss(loss, self.number, self.name(piece))
+        roots: list[Sequence[Root | None]] = []
+        for index in self.answered:
+            payload = payloads[index]
+            roots.append((_root(payload),) if isinstance(payload, torch.Tensor) else [*map(_root, flatten(payload))])
+        live = self.live[piece] = InFlight(inputs, roots, loss, part)
+        if not self._rooted:
+            self._require_root(live, payloads)
+        if self.splits and not self._looked_at:
+            self._looked_at = True
+            self.require_splittable(input_path_of(live.starts(), differentiable(live.inputs)))
+
+    def take(self, piece: int) -> InFlight:
+        """The state of a piece whose backward begins, once what it has saved is back."""
+        if self.offloads and (offload := self.offloads.pop(piece, None)) is not None:
+            offload.wait()
+        return self.live.pop(piece)
+
+    def forget(self, part: Slice | None, piece: int) -> None:
+        """Forget a microbatch after the backward of its first slice, which is the last to run."""
+        if part is not None and part.is_first:
+            del self.kept[piece // self.num_slices]
+
+    def offload(self, piece: int) -> None:
+        """``OFFLOAD``: start to copy what the forward has saved to the host."""
+        modules = [module for _, module in modules_of(self.stage)]
+        held = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
+        offload = self.offloads[piece] = Offload(self.live[piece].starts(), held, self.copiers)
+        offload.out()
+
+    def release(self, piece: int) -> None:
+        """``RELEASE``: wait for the copy, and free the memory of the device."""
+        self.offloads[piece].free()
+
+    def reload(self, piece: int) -> None:
+        """``RELOAD``: start to copy it back."""
+        self.offloads[piece].back()
+
+    def require_splittable(self, path: Iterable[Node]) -> None:
+        """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""
+        require_splittable(path, self.number, getattr(self.stage, "model", None))
+
+    def _require_root(self, live: InFlight, payloads: Sequence[Payload]) -> None:
+        """Raise if no output of the first step has a graph, although the stage has parameters to train.
+
+        Judged at the last forward: one microbatch alone may well need no gradient (a text without images).
+        """
+        if live.loss is not None or any(root is not None for part in live.roots for root in part):
+            self._rooted = True
+            return
+        sent = flatten([payloads[index] for index in self.answered])
+        self._rootless += any(tensor is not None for tensor in sent)
+        if self._rootless == self.num_pieces and (name := trainable(self.stage)) is not None:
+            edges = ", ".join(map(str, self.gradient_edges))
+            raise StageOutputError(
+                f"stage {self.number} has parameters that require grad ({name}), but none of the outputs of its "
+                f"{self.num_pieces} microbatches does, and edge {edges} carries gradients back: look for "
+                "detach() or no_grad(), or freeze the parameters"
+            )
+
+
+def differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
+    """The tensors of some payloads that require grad, each once."""
+    if len(payloads) == 1 and isinstance(payloads[0], torch.Tensor):
+        return [payloads[0]] if payloads[0].requires_grad else []
+    tensors = [tensor for payload in payloads for tensor in flatten(payload)]
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}.values())
+
+
+def _root(tensor: torch.Tensor | None) -> Root | None:
+    if tensor is None or not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    # Before torch 2.13 the node of a Python function lives as long as the graph, which the token of its edge holds.
+    if node is None or isinstance(node, BackwardCFunction):
+        return Root(get_gradient_edge(tensor), tensor.shape)
+    return Root(GradientEdge(node, tensor.output_nr), tensor.shape)

@@ -10,13 +10,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules import PlanError, from_text, gpipe, lower, to_csv, verify
+from pipegrid.schedules import ActionKind, PlanError, from_text, gpipe, lower, to_csv, verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +50,7 @@ ALONE = [
     (page, number)
     for page in PAGES
     for number, (code, _) in enumerate(python(page))
-    if not needs_ranks(code) and not code.startswith("--8<--")
+    if not needs_ranks(code) and "runtime.register(" not in code and not code.startswith("--8<--")
 ]
 
 
@@ -68,7 +69,7 @@ def test_code_on_one_process_prints_what_the_page_says(page, number):
 
 
 def test_every_block_is_run_somewhere_here():
-    assert [len(python(page)) for page in PAGES] == [6, 1, 1, 2, 1]
+    assert [len(python(page)) for page in PAGES] == [8, 1, 1, 2, 1]
     assert len(ALONE) == 9
     assert (len(python(RUNNING)), len(python(GRADIENTS))) == (1, 2)
 
@@ -91,9 +92,34 @@ END = "\ndist.barrier()\ndist.destroy_process_group()\n"
 
 def test_the_runtime_and_its_monitor_run_on_ranks():
     (run,) = (code for code, _ in python(SCHEDULES) if needs_ranks(code))
+    timed, _ = registering()
     ((monitored, _),) = python(RUNNING)
+    sends = "sum(action.kind.is_send for action in plan.actions(runtime.position))"
+    run += f"{timed}\nruntime.step()\nassert len(seconds) == {sends}\n"
     learnt = "\nassert all(stage.model.weight.grad.abs().sum() > 0 for stage in stages.values())\n"
     run_on_ranks(2, run + learnt + monitored + "\nmonitor.close()\ncommunicator.close()\n" + END)
+
+
+def test_a_reduce_of_ones_own_sums_tied_gradients():
+    _, code = registering()
+    weight = torch.full((3,), 1 + 2**-12).requires_grad_()
+    weight.grad = weight.detach().clone()
+    registered = {}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        names = {"torch": torch, "weight": weight, "tied_group": dist.group.WORLD}
+        exec(
+            compile(code, "schedules.md", "exec"), names | {"runtime": SimpleNamespace(register=registered.__setitem__)}
+        )
+        registered[ActionKind.REDUCE](None, None)
+    finally:
+        dist.destroy_process_group()
+    assert weight.grad.eq(1).all(), "rounded to bfloat16"
+
+
+def registering():
+    """The blocks of code that register an effect, without their imports."""
+    return [code for code, _ in python(SCHEDULES) if "runtime.register(" in code]
 
 
 def test_a_parameter_is_tied_on_ranks():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         forward_step_calc_loss,
         set_current_microbatch,
     )
-    from pipegrid.schedules.megatron.runtime_cache import describe_steps
+    from pipegrid.schedules.megatron.prepared import describe_steps
     from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
     from pipegrid.schedules.megatron.step_functions import (
         forward_backward_no_pipelining,
@@ -62,7 +62,7 @@ __all__ = [
 _LAZY = {
     "backward": "backward_step custom_backward deallocate_output_tensor",
     "forward": "WithLoss forward_step forward_step_calc_loss set_current_microbatch",
-    "runtime_cache": "describe_steps",
+    "prepared": "describe_steps",
     "shapes": "AnnouncedShapesError",
     "step_functions": "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
     "forward_backward_pipelining_without_interleaving forward_backward_with_schedule get_forward_backward_func",

@@ -27,9 +27,13 @@ from pipegrid.transport.edge import Edge
 
 @frozen(eq=False)
 class StageSettings:
-    """Settings of one stage that all calls of a step function with equal arguments share.
+    """Settings of one stage in a prepared step.
 
     Attributes:
+        window: number of forwards on this rank before its first backward.
+        forwards: per microbatch, the number of forwards of any chunk on this rank before this one; default: the
+            microbatch's number.
+        vp_stage: chunk of the module, on a rank with several.
         cp_group: context-parallel ranks of the module.
         shapes: expected shapes of messages.
         per_token: losses are sums over tokens.
@@ -38,6 +42,10 @@ class StageSettings:
     """
 
     num_microbatches: int
+    num_slices: int = 1
+    window: int = 1
+    forwards: tuple[int, ...] = ()
+    vp_stage: int | None = None
     cp_group: Any = None
     forward_only: bool = False
     collect_non_loss_data: bool = False
@@ -47,9 +55,9 @@ class StageSettings:
     partly_checkpointed: int | None = None
 
 
-@define(eq=False)
+@frozen(eq=False)
 class StageCall:
-    """Arguments of one call of a step function, for one stage.
+    """One call of a step function, as one stage meets it.
 
     Attributes:
         numbered: modules with a ``current_microbatch``.
@@ -59,27 +67,15 @@ class StageCall:
         context: makes the autocast context of each forward, where there is one.
     """
 
-    settings: StageSettings
     forward_step_func: Callable[..., Any]
     data_iterator: Any
     model: torch.nn.Module
     config: Any
-    first_val_step: bool | None
-    has_slices: bool = False
-    numbered: tuple[torch.nn.Module, ...] = field(init=False)
-    sliced: tuple[torch.nn.Module, ...] = field(init=False)
-    set_input_tensor: Any = field(init=False)
-    set_is_first_microbatch: Any = field(init=False)
-    context: Callable[[], AbstractContextManager[Any]] | None = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        model = self.model
-        self.numbered = numbered_modules(model)
-        self.sliced = numbered_modules(model, "current_slice") if self.has_slices else ()
-        self.set_input_tensor = unwrapped_attribute(model, "set_input_tensor")
-        starts = check_first_val_step(self.first_val_step, self.settings.forward_only, cond=True)
-        self.set_is_first_microbatch = unwrapped_attribute(model, "set_is_first_microbatch") if starts else None
-        self.context = autocast_of(self.config, model)
+    numbered: tuple[torch.nn.Module, ...]
+    sliced: tuple[torch.nn.Module, ...]
+    set_input_tensor: Any
+    set_is_first_microbatch: Any
+    context: Callable[[], AbstractContextManager[Any]] | None
 
 
 @define(eq=False)
@@ -90,10 +86,6 @@ class MegatronStage:
 
     Attributes:
         stage: global number.
-        window: number of forwards on this rank before its first backward.
-        forwards: per microbatch, the number of forwards of any chunk on this rank before this one; default: the
-            microbatch's number.
-        vp_stage: chunk of the module, on a rank with several.
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
@@ -101,9 +93,7 @@ class MegatronStage:
 
     graph: ModuleGraph
     stage: int
-    window: int = 1
-    forwards: tuple[int, ...] = ()
-    vp_stage: int | None = None
+    settings: StageSettings
     call: StageCall | None = None
     infos: list[Any] = field(factory=list)
     num_tokens: torch.Tensor | None = None
@@ -119,9 +109,28 @@ class MegatronStage:
         """The model of the running step."""
         return None if self.call is None else self.call.model
 
-    def begin(self, call: StageCall) -> None:
-        """Store the arguments of a step, before it runs."""
-        self.call, self.infos, self.num_tokens = call, [], None
+    def begin(
+        self,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: torch.nn.Module,
+        config: Any,
+        first_val_step: bool | None,
+    ) -> None:
+        """Look up, before a step runs, what its forwards need of the model and the config."""
+        starts = check_first_val_step(first_val_step, self.settings.forward_only, cond=True)
+        self.infos, self.num_tokens = [], None
+        self.call = StageCall(
+            forward_step_func,
+            data_iterator,
+            model,
+            config,
+            numbered_modules(model),
+            numbered_modules(model, "current_slice") if self.settings.num_slices > 1 else (),
+            unwrapped_attribute(model, "set_input_tensor"),
+            unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
+            autocast_of(config, model),
+        )
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
@@ -137,7 +146,7 @@ class MegatronStage:
         """See `pipegrid.schedules.Stage.forward`; with slices, an item of the iterator is a slice."""
         call = self.call
         assert call is not None  # set by `begin`, before the runtime runs
-        settings = call.settings
+        settings = self.settings
         if settings.shapes is not None:
             for payload in inputs.values():
                 settings.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
@@ -164,11 +173,12 @@ class MegatronStage:
             not self.outgoing,
         )
         if self.outgoing:
-            return self._passed_on(settings, received, output, microbatch)
+            return self._passed_on(received, output, microbatch)
         return self._with_loss(call, output, loss_func, part)
 
-    def _passed_on(self, settings: StageSettings, received: Any, output: Any, microbatch: int) -> Forwarded:
+    def _passed_on(self, received: Any, output: Any, microbatch: int) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
+        shapes = self.settings.shapes
         if output is None and self._one_module:  # the next stage would read data of its own, as a first stage does
             raise StageOutputError(
                 f"stage {self.stage} returned None for microbatch {microbatch}; it must return what stage "
@@ -176,17 +186,17 @@ class MegatronStage:
             )
         own_loss = None
         if isinstance(output, WithLoss):
-            output, own_loss = output.output, self._own_loss(settings, output.loss, microbatch)
+            output, own_loss = output.output, self._own_loss(output.loss, microbatch)
         if isinstance(received, list) and not isinstance(output, list):
             output = [output]
-        if settings.shapes is not None:
-            settings.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
+        if shapes is not None:
+            shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
         outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
         return Forwarded(outputs, own_loss)
 
     def _with_loss(self, call: StageCall, output: Any, loss_func: Callable[..., Any], part: Slice | None) -> Forwarded:
         """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
-        settings = call.settings
+        settings = self.settings
         if settings.collect_non_loss_data:
             self.infos.append(loss_func(output, non_loss_data=True))
             return Forwarded({})
@@ -201,7 +211,7 @@ class MegatronStage:
             call.config,
             settings.num_microbatches,
             cp_group=settings.cp_group,
-            vp_stage=self.vp_stage,
+            vp_stage=settings.vp_stage,
             per_token=settings.per_token,
         )
         self.infos.append(info)
@@ -211,8 +221,9 @@ class MegatronStage:
             return Forwarded({})
         return Forwarded({}, loss if settings.loss_factor == 1.0 else loss * settings.loss_factor)
 
-    def _own_loss(self, settings: StageSettings, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
+    def _own_loss(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """A stage's own mean loss, scaled like the loss of the last stage."""
+        settings = self.settings
         if settings.forward_only:
             return None
         if settings.per_token:
@@ -235,5 +246,6 @@ class MegatronStage:
 
     def _checkpoint(self, partial: int, microbatch: int) -> bool:
         """Whether to checkpoint all activations: False for the first few of each window of forwards in flight."""
-        forward = self.forwards[microbatch] if self.forwards else microbatch
-        return bool(forward % self.window >= partial)
+        settings = self.settings
+        forward = settings.forwards[microbatch] if settings.forwards else microbatch
+        return bool(forward % settings.window >= partial)

@@ -1,8 +1,8 @@
-"""Megatron's step functions: the plan of each, and its run."""
+"""Megatron's step functions: each names what it runs, and runs one step of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,11 @@ import torch
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import find_schedule, require_slices
-from pipegrid.schedules.gradients.lanes import collection_of
-from pipegrid.schedules.lowering import Receives
-from pipegrid.schedules.megatron.call_cache import Derived, Inputs, StepArguments
-from pipegrid.schedules.megatron.config import checked_option, config_of, option
-from pipegrid.schedules.megatron.counts import get_tensor_shapes, require_job, size_of
-from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
-from pipegrid.schedules.megatron.step import require_one_config, run_step, single
-from pipegrid.schedules.runtime import describe
-from pipegrid.schedules.verify import Proof
-from pipegrid.topology.fields import Count, checked, checked_arguments
+from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.counts import size_of
+from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled
+from pipegrid.schedules.megatron.step import run_step
+from pipegrid.topology.fields import Count, checked_arguments
 
 ForwardStepFunc = Callable[..., Any]
 
@@ -89,25 +83,21 @@ def forward_backward_no_pipelining(
         The ``info`` of every microbatch's loss function.
     """
     del seq_length, micro_batch_size, decoder_seq_length
-    if adjust_tensor_shapes_fn is not None:
-        raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
-    stages = 1 if p2p_communicator is None else require_job(p2p_communicator).total_stages
-    if stages != 1:
-        raise StepArgumentError(f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them")
-
-    def derive() -> Derived:
-        return Derived(
-            lambda ties, count, sharding: step_proof(one_module(1), count, ties, sharding=sharding),
-            {0: single(model, "model")},
-            _of_one_stage,
-        )
-
-    arguments = StepArguments("one stage", None, num_microbatches, forward_only, collect_non_loss_data)
-    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
-
-
-def _of_one_stage(data_iterator: Any) -> dict[int, Any]:
-    return {0: single(data_iterator, "data_iterator")}
+    return run_step(
+        NoPipeline(),
+        StepCall(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            adjust=adjust_tensor_shapes_fn,
+            communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        ),
+    )
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -160,76 +150,24 @@ def forward_backward_pipelining_without_interleaving(
         GradientError: ``pg_collection`` is not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
-
-    def derive() -> Derived:
-        place = place_of(p2p_communicator)
-        if adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
-            raise StepArgumentError(
-                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
-                "agree on shapes without it"
-            )
-        models = _models(place, model)
-        return Derived(
-            _proof_at(place, "1f1b"),
-            models,
-            partial(_by_stage, place, one_each=True),
-            place.frozen,
-            _shapes_at(place, arguments, models, pg_collection, adjust_tensor_shapes_fn),
-            keep=adjust_tensor_shapes_fn is None,
-        )
-
-    sizes = seq_length, micro_batch_size, decoder_seq_length
-    arguments = StepArguments(
-        "one stage of each module", p2p_communicator, num_microbatches, forward_only, collect_non_loss_data, sizes
+    return run_step(
+        Scheduled("1f1b", several=False),
+        StepCall(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            adjust=adjust_tensor_shapes_fn,
+            communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        ),
     )
-    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
-
-
-def _proof_at(place: Place, schedule: str, num_slices: int = 1) -> Callable[[Ties, int, Sharding], Proof]:
-    return lambda ties, count, sharding: step_proof(
-        place.graph,
-        count,
-        ties,
-        placement=place.placement,
-        collectives=place.collectives,
-        frozen=place.frozen,
-        schedule=schedule,
-        sharding=sharding,
-        num_slices=num_slices,
-    )
-
-
-def _by_stage(place: Place, data_iterator: Any, *, one_each: bool) -> dict[int, Any]:
-    """The data iterator of each stage; ``one_each``: a rank has one stage of each module, so a list of one is one."""
-    if not one_each:
-        return place.by_stage(data_iterator, "data_iterator")
-    data_iterator = single(data_iterator, "data_iterator")
-    if len(place.stages) == 1 and not isinstance(data_iterator, Mapping):
-        return {place.stages[0]: data_iterator}
-    return place.by_stage(data_iterator, "data_iterator")
-
-
-def _shapes_at(
-    place: Place,
-    arguments: StepArguments,
-    models: Mapping[int, torch.nn.Module],
-    pg_collection: Any,
-    adjust: Callable[..., Any] | None = None,
-) -> AnnouncedShapes | ExpectedShape | None:
-    """Expected shapes of messages, of a pipeline of one module: from ``adjust``, or those that its config fixes."""
-    if len(place.graph.modules) > 1:
-        return None
-    collection = None if pg_collection is None else collection_of(pg_collection, place.modules[0])
-    seq_length, micro_batch_size, decoder_seq_length = arguments.sizes
-    options: dict[str, Any] = {
-        "seq_length": seq_length,
-        "micro_batch_size": micro_batch_size,
-        "decoder_seq_length": decoder_seq_length,
-        "config": config_of(next(iter(models.values()))),
-        "tp_group": getattr(collection, "tp", None),
-        "cp_group": getattr(collection, "cp", None),
-    }
-    return expected_shape(**options) if adjust is None else announced_shapes(adjust, get_tensor_shapes(**options))
 
 
 def forward_backward_with_schedule(
@@ -270,26 +208,23 @@ def forward_backward_with_schedule(
         StepArgumentError: no communicator, or lists without an item for each stage.
         PlanError: a graph or a placement that the schedule does not fit.
     """
-
-    def derive() -> Derived:
-        chunks = len(model) if isinstance(model, (list, tuple)) else 1
-        place = place_of(p2p_communicator, several=True, num_chunks=chunks)
-        one_each = len(place.stages) == 1
-        models = place.by_stage(single(model, "model") if one_each else model, "model")
-        require_one_config(models)
-        return Derived(
-            _proof_at(place, schedule, num_slices),
-            models,
-            partial(_by_stage, place, one_each=one_each),
-            place.frozen,
-            None if num_slices > 1 else _shapes_at(place, arguments, models, pg_collection),
-        )
-
-    sizes = seq_length, micro_batch_size, decoder_seq_length
-    arguments = StepArguments(
-        f"{schedule}.{num_slices}", p2p_communicator, num_microbatches, forward_only, collect_non_loss_data, sizes
+    return run_step(
+        Scheduled(schedule, num_slices),
+        StepCall(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        ),
     )
-    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -323,63 +258,21 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-
-    def derive() -> Derived:
-        job = require_job(p2p_communicator)
-        if job.graph is not None:
-            raise StepArgumentError(
-                "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
-                "interleaves them"
-            )
-        ranks, here = job.total_stages, job.current_stage
-        chunks = job.num_chunks or (len(model) if isinstance(model, Sequence) else 1)
-        if chunks < 2:
-            raise StepArgumentError(
-                f"model is {describe(model)}; interleaving takes a list of at least two chunks. With one, use "
-                "forward_backward_pipelining_without_interleaving"
-            )
-        place = Place(one_module(ranks * chunks), tuple(range(here, ranks * chunks, ranks)))
-        models = place.by_stage(model, "model")
-        config = config_of(models[here])
-        group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
-        _require_group_size(group_size, ranks, checked(num_microbatches, Count, "num_microbatches", StepArgumentError))
-        receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
-        extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-        return Derived(
-            lambda ties, count, sharding: interleaved_proof(
-                ranks, chunks, count, group_size, receives, ties, extra_warmup, sharding
-            ),
-            models,
-            partial(_by_stage, place, one_each=False),
-            shapes=_shapes_at(place, arguments, models, pg_collection, adjust_tensor_shapes_fn),
-            interleaved=True,
-            keep=adjust_tensor_shapes_fn is None,
-        )
-
-    sizes = seq_length, micro_batch_size, decoder_seq_length
-    arguments = StepArguments(
-        "interleaved", p2p_communicator, num_microbatches, forward_only, collect_non_loss_data, sizes
+    return run_step(
+        Interleaved(),
+        StepCall(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            adjust=adjust_tensor_shapes_fn,
+            communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        ),
     )
-    return run_step(derive, arguments, Inputs(forward_step_func, data_iterator, model, first_val_step, pg_collection))
-
-
-def _models(place: Place, model: Any) -> dict[int, torch.nn.Module]:
-    """The model of each of this rank's stages."""
-    model = single(model, "model")
-    if len(place.stages) > 1 and not isinstance(model, Mapping):
-        raise StepArgumentError(
-            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
-        )
-    models = place.by_stage(model, "model")
-    require_one_config(models)
-    return models
-
-
-def _require_group_size(group_size: int, ranks: int, num_microbatches: int) -> None:
-    last = num_microbatches % group_size
-    if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
-        raise StepArgumentError(
-            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step needs "
-            "ranks <= group size <= microbatches, and a last group that is full or has at least as many microbatches "
-            "as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
-        )

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import ReductionError
-from pipegrid.schedules.fsdp import has_fsdp
+from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.all_reduce import Waiting, gathered
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
@@ -314,17 +314,18 @@ def _declared_ties(model: Any) -> tuple[Any, ...]:
     return ties if ours else ()
 
 
-def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...] | None:
+def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
     """All that `gradient_policy` and `required_ties` read off ``models`` and may change before a later step.
 
-    None with modules of ``fully_shard``, whose settings are not compared.
+    Modules of ``fully_shard`` stand for their parameters, which it replaces in every step.
     """
     found: list[object] = []
     for model in models:
-        if has_fsdp(model):
-            return None
+        sharded = has_fsdp(model)
+        for _, inner in fsdp_modules(model) if sharded else ():
+            found += (id(inner), divide_factor(inner))
         for parameter in model.parameters():
-            found += (id(parameter), parameter.requires_grad)
+            found += (None if sharded else id(parameter), parameter.requires_grad)
             if vars(parameter):  # most parameters carry no mark
                 mark = mark_of(parameter)
                 found += (mark and (mark.name, mark.over_lanes), partial_over_tp(parameter))

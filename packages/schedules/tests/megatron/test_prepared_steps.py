@@ -29,7 +29,8 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.tied import TieMark
-from pipegrid.schedules.megatron import call_cache, place, runtime_cache, step
+from pipegrid.schedules.megatron import place, prepared
+from pipegrid.schedules.megatron.checks import CHECKPOINTS
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import preflight
@@ -84,7 +85,7 @@ def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch
 def constructions(monkeypatch):
     """How often each class was made."""
     made = {}
-    for kind in (PipelineRuntime, MegatronStage, Plan, runtime_cache.PreparedStep):
+    for kind in (PipelineRuntime, MegatronStage, Plan, prepared.PreparedStep):
         original = kind.__init__
 
         def counting(self, *args, _original=original, _name=kind.__name__, **kwargs):
@@ -100,19 +101,19 @@ def test_the_second_call_constructs_nothing(constructions, monkeypatch):
     first = alone(model)
     alone(model, forward_only=True)
     made = dict(constructions)
-    assert made["PipelineRuntime"] == made["PreparedStep"] == 1
+    assert made["PipelineRuntime"] == made["PreparedStep"] == 2
     with monkeypatch.context() as patch:
-        for name in ("gradient_policy", "required_ties", "prepared_step", "StageSettings"):
-            patch.setattr(step, name, None)
+        for name in ("gradient_policy", "required_ties", "PreparedStep", "StageSettings"):
+            patch.setattr(prepared, name, None)
         assert alone(model) == first
-    alone(model, forward_only=True)
+        alone(model, forward_only=True)
     assert constructions == made
     alone(model, num_microbatches=2)
-    assert constructions["PipelineRuntime"] == 2
-    alone(Model())
     assert constructions["PipelineRuntime"] == 3
+    alone(Model())
+    assert constructions["PipelineRuntime"] == 4
     alone(model)
-    assert constructions["PipelineRuntime"] == 3, "another plan or model does not push the first one out"
+    assert constructions["PipelineRuntime"] == 4, "another plan or model does not push the first one out"
 
 
 def test_what_a_call_brings_is_read_anew():
@@ -182,6 +183,108 @@ def _move_to_float32(model):
     assert model.layers[0].weight.grad.dtype == torch.float32
     model.zero_grad()
     model.layers.double()
+
+
+def _wrap_a_layer(model):
+    model.layers[0] = nn.Sequential(model.layers[0], nn.Tanh())
+
+
+def _assign_parameters(model):
+    other = Model(seed=5)
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def _parametrize(model):
+    nn.utils.parametrizations.weight_norm(model.layers[0])
+
+
+def _hook_a_layer(model):
+    model.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _step_with_a_new_optimizer(model):
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    "change", [_wrap_a_layer, _assign_parameters, _parametrize, _hook_a_layer, _step_with_a_new_optimizer]
+)
+def test_a_change_of_the_model_is_followed(change):
+    """Gradients are those of the same model, changed, in a plain loop."""
+    model = Model()
+    alone(model)
+    alone(model)
+    change(model)
+    model.zero_grad()
+    losses = [model(sample(index)).square().mean() for index in range(MICROBATCHES)]
+    (sum(losses) / MICROBATCHES).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone(model)
+    assert expected
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-15)
+
+
+def test_a_change_of_the_config_is_followed():
+    """Another value of each option that a step of one stage reads; the runtime is then another."""
+    model, seen = Model(), []
+
+    def forward(iterator, model, *checkpoint):
+        seen.append(checkpoint)
+        return model(sample(next(iterator))), _loss
+
+    for options in (
+        {CHECKPOINTS: 1},
+        {"deadline": 5.0},
+        {"grad_scale_func": lambda loss: 2 * loss},
+        {"overlap_grad_reduce": False},
+        {"deallocate_pipeline_outputs": True},
+    ):
+        before = len(prepared._STEPS.get(model, ()))
+        model.config = PipelineConfig(**options)
+        seen.clear()
+        alone(model, forward_step_func=forward)
+        assert seen == [(False,) if CHECKPOINTS in options else ()] * MICROBATCHES
+        assert len(prepared._STEPS[model]) == before + 1
+
+
+def test_three_hundred_numbers_of_microbatches_keep_few_runtimes():
+    model = Model()
+    for number in range(1, 301):
+        alone(model, num_microbatches=number, data_iterator=iter(range(number)))
+        model.zero_grad()
+    assert len(prepared._STEPS[model]) == prepared._KEPT
+    kinds = (PipelineRuntime, prepared.PreparedStep, MegatronStage)
+    counts = {kind: sum(type(each) is kind for each in gc.get_objects()) for kind in kinds}
+    for number in range(1, 31):
+        alone(model, num_microbatches=number, data_iterator=iter(range(number)))
+    gc.collect()
+    after = {kind: sum(type(each) is kind for each in gc.get_objects()) for kind in kinds}
+    assert all(after[kind] <= counts[kind] for kind in kinds)
+
+
+def test_another_collection_is_another_step_and_the_same_one_is_not(constructions):
+    model = Model()
+    alone(model, pg_collection=Groups())
+    alone(model, pg_collection=Groups())
+    assert constructions["PreparedStep"] == 1
+    alone(model, pg_collection=None)
+    assert constructions["PreparedStep"] == 2
+
+
+def test_an_evaluation_inside_a_step_is_refused():
+    """Of another prepared step of the same model: they share its inputs and its communicator."""
+    model = Model()
+    alone(model, forward_only=True)
+
+    def forward(iterator, model):
+        with pytest.raises(PipelineError, match="a step function inside a step, at position 0"):
+            alone(model, forward_only=True)
+        return model(sample(next(iterator))), _loss
+
+    alone(model, forward_step_func=forward)
 
 
 def _loss(y):
@@ -273,12 +376,12 @@ def test_a_model_that_is_dropped_goes_at_once():
 
         model.config = PipelineConfig(hooks=(Hook(model),), grad_scale_func=lambda loss, model=model: loss)
         alone(model)
-        held = len(runtime_cache._PREPARED), len(call_cache._CALLS)
+        held = len(prepared._STEPS)
         model.config = None  # the cycle of this test's own making
         gone = weakref.ref(model)
         del model
         assert gone() is None
-        assert (len(runtime_cache._PREPARED), len(call_cache._CALLS)) == (held[0] - 1, held[1] - 1)
+        assert len(prepared._STEPS) == held - 1
     finally:
         gc.enable()
 

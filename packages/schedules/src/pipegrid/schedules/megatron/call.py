@@ -1,0 +1,166 @@
+"""The arguments of one call of a step function, and the key of what such a call needs.
+
+Calls with equal keys share one `pipegrid.schedules.megatron.prepared.PreparedStep`, so the key has everything that
+decides how a step runs: arguments, options of the config, process groups, and what is read off the parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from attrs import frozen
+
+from pipegrid.schedules.gradients.lanes import collections_by_name
+from pipegrid.schedules.gradients.reduction import observed
+from pipegrid.schedules.megatron.config import config_of, option
+from pipegrid.schedules.megatron.place import sharding_key
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes
+from pipegrid.schedules.runtime import MessageHook
+
+
+@frozen(eq=False, kw_only=True)
+class StepCall:
+    """The arguments of one call, under the names that the step functions have for them.
+
+    Attributes:
+        communicator: ``p2p_communicator``.
+        adjust: ``adjust_tensor_shapes_fn``.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+    decoder_seq_length: int | None = None
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    adjust: Callable[..., Any] | None = None
+    communicator: Any
+    pg_collection: Any
+
+
+class StepKey(NamedTuple):
+    """What decides how a step runs; a tuple of plain values, in which models are weak references.
+
+    Attributes:
+        kind: what the step function runs (`pipegrid.schedules.megatron.kinds`).
+        communicator: compared by identity, as communicators are.
+        num_microbatches: with its type, because ``True == 1``.
+        sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
+        announced: what ``adjust_tensor_shapes_fn`` returned in this call.
+        models: those of the call, flat, and ``nesting``, how they are nested in it.
+        options: see `options_of`; and whether all models have one config.
+        groups: the process groups in ``pg_collection``.
+        marks: what the gradient policy reads off the parameters (`observed`).
+    """
+
+    kind: object
+    communicator: Any
+    num_microbatches: tuple[type, int]
+    forward_only: bool
+    collect_non_loss_data: bool
+    sizes: tuple[int | None, ...]
+    announced: AnnouncedShapes | None
+    nesting: object
+    models: tuple[weakref.ref[torch.nn.Module], ...]
+    options: tuple[object, ...]
+    groups: tuple[object, ...]
+    marks: tuple[object, ...]
+
+
+def step_key(kind: object, call: StepCall, announced: AnnouncedShapes | None) -> StepKey:
+    """The key of ``call``; ``announced`` is the result of its ``adjust_tensor_shapes_fn``.
+
+    Raises:
+        StepArgumentError: a model has no config.
+    """
+    nesting, models = flat(call.model)
+    config = config_of(models[0])
+    return StepKey(
+        kind,
+        call.communicator,
+        (type(call.num_microbatches), call.num_microbatches),
+        call.forward_only,
+        call.collect_non_loss_data,
+        (call.seq_length, call.micro_batch_size, call.decoder_seq_length),
+        announced,
+        nesting,
+        tuple(map(weakref.ref, models)),
+        (have_one_config(models), *options_of(config)),
+        _groups(call.pg_collection),
+        observed(models),
+    )
+
+
+def have_one_config(models: Sequence[Any]) -> bool:
+    """Whether all ``models`` have the same config, or equal ones."""
+    configs = [config_of(model) for model in models]
+    return all(each is configs[0] or each == configs[0] for each in configs[1:])
+
+
+def flat(model: Any) -> tuple[object, tuple[Any, ...]]:
+    """How the argument ``model`` is nested, and its models in order."""
+    if isinstance(model, (list, tuple)):
+        return len(model), tuple(model)
+    if isinstance(model, Mapping):
+        parts = [flat(value) for value in model.values()]
+        return tuple(zip(model, (form for form, _ in parts), strict=True)), tuple(m for _, held in parts for m in held)
+    return "one", (model,)
+
+
+_VALUES = (
+    "autocast_dtype",
+    "calculate_per_token_loss",
+    "deadline",
+    "deallocate_pipeline_outputs",
+    "defer_embedding_wgrad_compute",
+    "enable_autocast",
+    "failure_dir",
+    "hidden_size",
+    "microbatch_group_size_per_vp_stage",
+    "monitor",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "overlap_grad_reduce",
+    "overlap_moe_expert_parallel_comm",
+    "overlap_p2p_comm",
+    "pipeline_dtype",
+    "sequence_parallel",
+    "shapes",
+    "variable_seq_lengths",
+)
+_FUNCTIONS = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
+
+
+def options_of(config: Any) -> tuple[object, ...]:
+    """The options of a config that decide how a step runs.
+
+    Of functions and hooks only whether there are any: a call uses those of its own config. Of tied parameters their
+    copies, by identity.
+    """
+    hooks = option(config, "hooks")
+    return (
+        *[option(config, name) for name in _VALUES],
+        *[option(config, name) is not None for name in _FUNCTIONS],
+        sharding_key(option(config, "shard"), option(config, "prefetch")),
+        (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
+        tuple((tie.name, tie.stages, tuple(map(id, tie.copies))) for tie in option(config, "tied_parameters")),
+    )
+
+
+_GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")
+
+
+def _groups(pg_collection: Any) -> tuple[object, ...]:
+    """The process groups of a collection, or of each module's."""
+    if pg_collection is None:
+        return ()
+    by_name = collections_by_name(pg_collection)
+    if by_name is None:
+        return tuple([getattr(pg_collection, name, None) for name in _GROUPS])
+    return tuple((module, *_groups(collection)) for module, collection in by_name.items())

@@ -1,0 +1,92 @@
+"""Checks of the first call of a step function: arguments, config and models against each other."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.config import option, unwrapped_attribute
+from pipegrid.schedules.megatron.forward import numbered_modules
+from pipegrid.schedules.megatron.kinds import Interleaved, Models, StepKind
+from pipegrid.topology.fields import shown
+
+CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
+
+
+def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
+    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise."""
+    for stage, model in models.items():
+        own: tuple[int, int] | None = unwrapped_attribute(model, "stage_of_layout")
+        module, number = graph.module_of(stage)
+        if own is None or own == (number, graph.depth(module)):
+            continue
+        raise StepArgumentError(
+            f"the model of stage {number} is stage {own[0]} of the {own[1]} of its layout, and the communicator has "
+            f"{graph.depth(module)} stages of module {module!r}, pp x chunks. Give a layout with as many stages, and "
+            "communicator and models one placement, that of the schedule: stage_places(schedule, pp)"
+        )
+
+
+def require_compatible(kind: StepKind, call: StepCall, models: Models, config: Any) -> None:
+    """Raise StepArgumentError for arguments and options of the config that exclude each other."""
+    if option(config, "overlap_moe_expert_parallel_comm") and not isinstance(kind, Interleaved):
+        raise StepArgumentError("config.overlap_moe_expert_parallel_comm is set, which only interleaving has")
+    if call.collect_non_loss_data and not call.forward_only:
+        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+    if option(config, "check"):
+        for stage, model in models.items():
+            if unwrapped_attribute(model, "proofs") is None:
+                raise StepArgumentError(
+                    f"config.check is set, and the {type(model).__name__} of stage {stage} is not made by "
+                    "`pipeline_stage` of pipegrid.training: there is no whole model to compare with; leave check "
+                    "out of its config"
+                )
+
+
+def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
+    """Raise StepArgumentError for a model, or an option, that does not work with slices."""
+    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
+        value = option(config, name)
+        if value is not None and value is not False:
+            raise StepArgumentError(
+                f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
+            )
+    for stage, model in models.items():
+        if not numbered_modules(model, "current_slice"):
+            raise StepArgumentError(
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
+                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
+            )
+
+
+_FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Functions whose signature was found right, by how many arguments they are called with."""
+
+
+def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
+    """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
+    arguments = ("data_iterator", "model", "checkpoint_activations_microbatch")[: 3 if checkpoints else 2]
+    function = getattr(forward_step_func, "__func__", forward_step_func)  # a bound method is a new object each time
+    try:
+        known = _FITTING.get(function)
+    except TypeError:  # a callable without weak references
+        known = None
+    if known == len(arguments):
+        return
+    try:
+        inspect.signature(forward_step_func).bind(*arguments)
+    except ValueError:  # a callable in C without a signature
+        return
+    except TypeError as error:
+        raise StepArgumentError(
+            f"forward_step_func is {shown(forward_step_func)}, and this config calls it as f({', '.join(arguments)}): "
+            f"{error}"
+        ) from None
+    with contextlib.suppress(TypeError):
+        _FITTING[function] = len(arguments)

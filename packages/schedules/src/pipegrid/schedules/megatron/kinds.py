@@ -1,0 +1,179 @@
+"""What each step function runs: this rank's stages, their models and iterators, and the proved plan.
+
+The kinds are plain values: calls of equal kinds may share a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.lowering import Receives
+from pipegrid.schedules.megatron.call import StepCall, have_one_config
+from pipegrid.schedules.megatron.config import checked_option, option
+from pipegrid.schedules.megatron.counts import require_job
+from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
+from pipegrid.schedules.runtime import describe
+from pipegrid.schedules.verify import Proof
+
+Models = Mapping[int, torch.nn.Module]
+"""The models of this rank by stage, in the order of chunks."""
+
+
+@frozen
+class StepKind:
+    """What a step function runs."""
+
+    def place(self, call: StepCall) -> Place:
+        """This rank's stages in the job of the call's communicator."""
+        raise NotImplementedError
+
+    def models(self, place: Place, model: Any) -> Models:
+        """The argument ``model`` of a call by stage; the config is that of the first."""
+        return place.by_stage(model, "model")
+
+    def iterators(self, place: Place, data_iterator: Any) -> Mapping[int, Any]:
+        """The argument ``data_iterator`` of a call by stage."""
+        return place.by_stage(data_iterator, "data_iterator")
+
+    def proof(self, place: Place, num_microbatches: int, config: Any, ties: Ties, sharding: Sharding) -> Proof:
+        """The plan with its proof; ``ties``: the names and stages of tied parameters."""
+        raise NotImplementedError
+
+
+@frozen
+class Scheduled(StepKind):
+    """A named schedule, for one module or a graph of modules.
+
+    Attributes:
+        schedule: as in `schedule_for`.
+        num_slices: likewise.
+        several: a rank may have several stages of a module.
+    """
+
+    schedule: str
+    num_slices: int = 1
+    several: bool = True
+
+    def place(self, call: StepCall) -> Place:
+        """By the communicator; without a placement, every rank has as many stages as there are models."""
+        chunks = len(call.model) if isinstance(call.model, (list, tuple)) else 1
+        place = place_of(call.communicator, several=self.several, num_chunks=chunks)
+        if call.adjust is not None and len(place.graph.modules) > 1:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
+                "agree on shapes without it"
+            )
+        return place
+
+    def models(self, place: Place, model: Any) -> Models:
+        """By module and stage; all with one config."""
+        model = single(model, "model") if self._one_each(place) else model
+        if not self.several and len(place.stages) > 1 and not isinstance(model, Mapping):
+            raise StepArgumentError(
+                f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of "
+                "them"
+            )
+        models = place.by_stage(model, "model")
+        if not have_one_config(list(models.values())):
+            raise StepArgumentError("the models on this rank have different configs; a step has one")
+        return models
+
+    def iterators(self, place: Place, data_iterator: Any) -> Mapping[int, Any]:
+        """By module and stage, or one for all."""
+        if self._one_each(place):
+            data_iterator = single(data_iterator, "data_iterator")
+            if len(place.stages) == 1 and not isinstance(data_iterator, Mapping):
+                return {place.stages[0]: data_iterator}
+        return place.by_stage(data_iterator, "data_iterator")
+
+    def _one_each(self, place: Place) -> bool:
+        """Whether a rank has one stage of each module, so that a list of one is its item."""
+        return not self.several or len(place.stages) == 1
+
+    def proof(self, place: Place, num_microbatches: int, config: Any, ties: Ties, sharding: Sharding) -> Proof:
+        """Of the schedule over the graph of modules."""
+        del config
+        return step_proof(
+            place.graph,
+            num_microbatches,
+            ties,
+            placement=place.placement,
+            collectives=place.collectives,
+            frozen=place.frozen,
+            schedule=self.schedule,
+            sharding=sharding,
+            num_slices=self.num_slices,
+        )
+
+
+@frozen
+class NoPipeline(Scheduled):
+    """All microbatches in turn, on one stage."""
+
+    schedule: str = "1f1b"
+    several: bool = False
+
+    def place(self, call: StepCall) -> Place:
+        """Of the only stage."""
+        if call.adjust is not None:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
+            )
+        stages = 1 if call.communicator is None else require_job(call.communicator).total_stages
+        if stages != 1:
+            raise StepArgumentError(
+                f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them"
+            )
+        return Place(one_module(1), (0,))
+
+
+@frozen
+class Interleaved(StepKind):
+    """Interleaved 1F1B of one module, whose stages are placed round-robin."""
+
+    def place(self, call: StepCall) -> Place:
+        """Every ``ranks``-th stage from this rank's on."""
+        job = require_job(call.communicator)
+        if job.graph is not None:
+            raise StepArgumentError(
+                "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
+                "interleaves them"
+            )
+        chunks = job.num_chunks or (len(call.model) if isinstance(call.model, Sequence) else 1)
+        if chunks < 2:
+            raise StepArgumentError(
+                f"model is {describe(call.model)}; interleaving takes a list of at least two chunks. With one, use "
+                "forward_backward_pipelining_without_interleaving"
+            )
+        ranks = job.total_stages
+        return Place(one_module(ranks * chunks), tuple(range(job.current_stage, ranks * chunks, ranks)))
+
+    def proof(self, place: Place, num_microbatches: int, config: Any, ties: Ties, sharding: Sharding) -> Proof:
+        """With the groups of microbatches, the receives and the warmup of ``config``."""
+        chunks = len(place.stages)
+        ranks = place.graph.num_stages // chunks
+        group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
+        last = num_microbatches % group_size
+        if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
+            raise StepArgumentError(
+                f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
+                "needs ranks <= group size <= microbatches, and a last group that is full or has at least as many "
+                "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
+            )
+        receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
+        extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
+        return interleaved_proof(ranks, chunks, num_microbatches, group_size, receives, ties, extra_warmup, sharding)
+
+
+def single(value: Any, name: str) -> Any:
+    """``value``, or the one item of a list or tuple; other sequences (``range(100)``, a data set) are values."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) != 1:
+        raise StepArgumentError(f"{name} is a list of {len(value)}: without interleaving a rank has one chunk")
+    return value[0]

@@ -1,0 +1,327 @@
+"""What a step function derives from its arguments, once: the plan with its proof, the policy of gradients, the runtime.
+
+Deriving them costs as much as several steps of a small model; the next call with an equal `StepKey` derives nothing.
+They are kept in one weak dictionary by first model: between steps it holds no reference to a model, an iterator, a
+config or a hook, so a deleted model is freed at once, with all this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define
+
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients.all_reduce import Waiting
+from pipegrid.schedules.gradients.lanes import collection_of
+from pipegrid.schedules.gradients.reduction import (
+    GradientPolicy,
+    gradient_policy,
+    last_backwards,
+    required_ties,
+    tied_stages,
+)
+from pipegrid.schedules.megatron.call import StepCall, flat, step_key
+from pipegrid.schedules.megatron.checks import (
+    CHECKPOINTS,
+    require_compatible,
+    require_forward_step,
+    require_in_place,
+    require_sliced,
+)
+from pipegrid.schedules.megatron.config import checked_option, config_of, option
+from pipegrid.schedules.megatron.counts import get_tensor_shapes
+from pipegrid.schedules.megatron.kinds import Models, StepKind
+from pipegrid.schedules.megatron.place import Place, sharding_key
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
+from pipegrid.schedules.megatron.stage import MegatronStage, StageSettings
+from pipegrid.schedules.plan import Action, ActionKind, Plan
+from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
+from pipegrid.topology.fields import Count, checked
+
+_KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches
+
+
+@define(eq=False)
+class ModelState:
+    """What the prepared steps of one model share.
+
+    Attributes:
+        compared: the replicas have compared how they finish gradients. Once for all steps: where one of the replicas
+            alone has prepared another, its comparison would meet a reduction of the others.
+        running: inside a step.
+    """
+
+    compared: bool = False
+    running: PreparedStep | None = None
+
+
+_STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref.WeakKeyDictionary()
+"""By the first model of a call, the latest made first."""
+
+
+def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
+    """The prepared step of an earlier call with an equal key, or a new one.
+
+    Those on other communicators are dropped: a model trains through one at a time.
+    """
+    announced = None
+    if call.adjust is not None:
+        place = kind.place(call)
+        announced = _announced(call, place, kind.models(place, call.model))
+    first = next(iter(flat(call.model)[1]), None)
+    kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
+    if kept:
+        key = step_key(kind, call, announced)
+        for prepared in kept:
+            if prepared.key == key:
+                return prepared
+    kept = [prepared for prepared in kept if prepared.key.communicator is call.communicator][: _KEPT - 1]
+    prepared = PreparedStep(kind, call, announced, kept[0].state if kept else ModelState())
+    _STEPS[flat(call.model)[1][0]] = [prepared, *kept]
+    return prepared
+
+
+def describe_steps(model: Any) -> str:
+    """`PipelineRuntime.describe` of each plan that step functions have run with ``model``, an argument of theirs."""
+    kept = [reversed(_STEPS.get(each, ())) for each in flat(model)[1]]
+    return "\n\n".join(prepared.runtime.describe() for each in kept for prepared in each)
+
+
+class PreparedStep:
+    """A proved plan, its runtime and stages, and the policy of gradients: for all calls with an equal key.
+
+    Attributes:
+        key: what a later call is compared with.
+        state: shared with the other steps of the model.
+        policy: of gradients; None in an evaluation.
+        early: reductions begin in the last backwards.
+        syncs: the config has a ``no_sync_func``.
+    """
+
+    def __init__(self, kind: StepKind, call: StepCall, announced: AnnouncedShapes | None, state: ModelState) -> None:
+        self.state = state
+        self._kind, self._place = kind, kind.place(call)
+        models = kind.models(self._place, call.model)
+        self.iterators(call.data_iterator)  # checked here already: before a runtime, and before the first message
+        self._models = {stage: weakref.ref(model) for stage, model in models.items()}
+        config = config_of(next(iter(models.values())))
+        num_microbatches = checked(call.num_microbatches, Count, "num_microbatches", StepArgumentError)
+        require_forward_step(call.forward_step_func, checkpoints=checked_option(config, CHECKPOINTS) is not None)
+        require_compatible(kind, call, models, config)
+        held = list(models.values())
+        ties = () if call.forward_only else required_ties(models=held, config=config, stages=list(models))
+        sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
+        proof = kind.proof(self._place, num_microbatches, config, tied_stages(ties), sharding)
+        self.plan = plan = proof.plan
+        require_in_place(models, plan.graph)
+        if plan.num_slices > 1:
+            require_sliced(models, config, plan.num_slices)
+        self.position = position_of(plan, models)
+        self.policy = self._policy(call, models, config)
+        self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
+        self.early = self._starts_early(call, models, config)
+        self.last_backwards: Mapping[int, int] = last_backwards(plan, self.position)
+        self.stages = self._stages(call, models, config, announced)
+        self.ties = tuple(tie.name for tie in ties)
+        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
+        self._config: Any = None
+        self._output_layers: Sequence[Callable[[], None]] = ()
+        hooks = option(config, "hooks")
+        self._hooks = _CallMessageHooks() if any(isinstance(each, MessageHook) for each in hooks) else _CallHooks()
+        self.runtime = PipelineRuntime(
+            proof,
+            self.stages,
+            call.communicator,
+            hooks=[self._hooks] if hooks or self.syncs or self.early else [],
+            reducers={name: partial(self._reduce, name) for name in self.ties},
+            deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
+            deadline=option(config, "deadline"),
+            loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
+            monitor=option(config, "monitor"),
+            failure_dir=option(config, "failure_dir"),
+        )
+        self.key = step_key(kind, call, announced)
+
+    def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
+        if call.forward_only:
+            return None
+        return gradient_policy(
+            models=models,
+            config=config,
+            communicator=call.communicator,
+            graph=self.plan.graph,
+            pg_collection=call.pg_collection,
+            frozen=self._place.frozen,
+        )
+
+    def _starts_early(self, call: StepCall, models: Models, config: Any) -> bool:
+        reduction = None if self.policy is None else self.policy.reduction(models, config, call.pg_collection)
+        return (
+            reduction is not None
+            and reduction.communicates
+            and bool(option(config, "overlap_grad_reduce"))
+            and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
+        )
+
+    def _stages(
+        self, call: StepCall, models: Models, config: Any, announced: AnnouncedShapes | None
+    ) -> dict[int, MegatronStage]:
+        plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
+        chunks = _chunk_numbers(plan, models)
+        shapes = announced or (None if plan.num_slices > 1 else _expected_shape(call, self._place, config))
+        return {
+            stage: MegatronStage(
+                plan.graph,
+                stage,
+                StageSettings(
+                    plan.num_microbatches,
+                    plan.num_slices,
+                    cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
+                    forward_only=call.forward_only,
+                    collect_non_loss_data=call.collect_non_loss_data,
+                    shapes=shapes,
+                    per_token=bool(option(config, "calculate_per_token_loss")),
+                    loss_factor=factors.get(stage, 1.0),
+                    partly_checkpointed=option(config, CHECKPOINTS),
+                    window=_window(plan, self.position),
+                    forwards=_forwards(plan, self.position, stage),
+                    vp_stage=chunks.get(stage),
+                ),
+            )
+            for stage in models
+        }
+
+    def models(self) -> dict[int, torch.nn.Module]:
+        """The models of the running call by stage."""
+        return {stage: ref() for stage, ref in self._models.items()}  # type: ignore[misc]  # the caller holds them
+
+    def iterators(self, data_iterator: Any) -> Mapping[int, Any]:
+        """The data iterators of a call by stage."""
+        return self._kind.iterators(self._place, data_iterator)
+
+    @contextmanager
+    def running(self, config: Any) -> Iterator[None]:
+        """Inside: a step with ``config``. After it all references of the call are dropped, and after a failure this.
+
+        Raises:
+            PipelineError: inside a step, such as that of another thread, which goes on.
+        """
+        state = self.state
+        if state.running is not None:
+            where = state.running.runtime.where
+            raise PipelineError(f"a step function inside a step, at {where}: a model runs one at a time")
+        state.running, self._config = self, config
+        try:
+            yield
+        except BaseException:  # the next call prepares another
+            for kept in _STEPS.values():
+                kept[:] = [each for each in kept if each is not self]
+            raise
+        finally:
+            for stage in self.stages.values():
+                stage.end()
+            state.running, self._config, self._hooks.current, self._output_layers = None, None, (), ()
+
+    def begin(self, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]]) -> None:
+        """Store the hooks of a call, and what computes its deferred weight gradients."""
+        self._hooks.current, self._output_layers = hooks, output_layers
+
+    def finish_output_layers(self) -> None:
+        """Compute the deferred weight gradients of output layers; idempotent."""
+        for finish in self._output_layers:
+            finish()
+
+    def _reduce(self, name: str) -> None:
+        self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
+        next(tie for tie in option(self._config, "tied_parameters") if tie.name == name).reduce(self.waiting)
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
+        return scaled
+
+
+class _CallHooks:
+    """The hooks of the running call, as one hook of the runtime."""
+
+    def __init__(self) -> None:
+        self.current: Sequence[Hook] = ()
+
+    def before(self, action: Action) -> None:
+        for hook in self.current:
+            hook.before(action)
+
+    def after(self, action: Action) -> None:
+        for hook in self.current:
+            hook.after(action)
+
+
+class _CallMessageHooks(_CallHooks):
+    """`_CallHooks` where at least one hook is a `MessageHook`."""
+
+    def completed(self, action: Action) -> None:
+        for hook in self.current:
+            if isinstance(hook, MessageHook):
+                hook.completed(action)
+
+
+def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
+    """The chunk number of each stage, for modules with several stages on this rank."""
+    by_module: dict[str, list[int]] = {}
+    for stage in stages:
+        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
+    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
+
+
+def _forwards(plan: Plan, position: int, stage: int) -> tuple[int, ...]:
+    """Per microbatch of ``stage``, the number of earlier forwards (of any stage) on ``position``."""
+    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
+    places = {action.microbatch: place for place, action in enumerate(forwards) if action.stage == stage}
+    return tuple(places[microbatch] for microbatch in range(plan.num_microbatches))
+
+
+def _window(plan: Plan, position: int) -> int:
+    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
+    count = 0
+    for action in plan.actions(position):
+        if action.kind is ActionKind.F:
+            count += 1
+        elif action.kind.is_compute:
+            break
+    return count
+
+
+def _announced(call: StepCall, place: Place, models: Models) -> AnnouncedShapes | None:
+    """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
+    sizes = _sizes(call, place, config_of(next(iter(models.values()))))
+    return None if call.adjust is None else announced_shapes(call.adjust, get_tensor_shapes(**sizes))
+
+
+def _expected_shape(call: StepCall, place: Place, config: Any) -> ExpectedShape | None:
+    """The shape that the sizes of ``call`` make all messages of a single module have; None where they do not."""
+    if call.seq_length is None or len(place.graph.modules) > 1:
+        return None
+    return expected_shape(**_sizes(call, place, config))
+
+
+def _sizes(call: StepCall, place: Place, config: Any) -> dict[str, Any]:
+    """Arguments of `get_tensor_shapes`."""
+    module = place.modules[0]
+    return {
+        "seq_length": call.seq_length,
+        "micro_batch_size": call.micro_batch_size,
+        "decoder_seq_length": call.decoder_seq_length,
+        "config": config,
+        "tp_group": group_of(call.pg_collection, module, "tp"),
+        "cp_group": group_of(call.pg_collection, module, "cp"),
+    }
+
+
+def group_of(pg_collection: Any, module: str, name: str) -> Any:
+    """A process group of a module; None where there is none of that name."""
+    return None if pg_collection is None else getattr(collection_of(pg_collection, module), name, None)

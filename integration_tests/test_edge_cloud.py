@@ -24,7 +24,7 @@ from edge_cloud.parallel import share_of
 from edge_cloud.reader import LAYOUT, SIZES, ReaderStage, stage_module
 from pipegrid.schedules import Costs, simulate
 from pipegrid.transport import Direction, Edge
-from pipegrid.transport.lane import Lane
+from pipegrid.transport.lane.lane import Lane
 
 MICROBATCHES, SAMPLES = 3, 2
 BATCH = [range(index * SAMPLES, (index + 1) * SAMPLES) for index in range(MICROBATCHES)]

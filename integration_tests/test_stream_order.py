@@ -13,8 +13,10 @@ from pipegrid.schedules import reduce_gradients
 from pipegrid.schedules.autograd import Offload, run_backward
 from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.transport import LaneSpec, P2PConfig, batch, open_lanes, payload, streams, transfers
+from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, streams
 from pipegrid.transport.backends import NcclTicket, local, staged
+from pipegrid.transport.lane import batch, transfers
+from pipegrid.transport.messages import payload
 
 SIZE = 64
 DEADLINES = {"deadline": 30.0, "open_deadline": 30.0}

@@ -81,7 +81,12 @@ def test_a_planted_violation_is_reported(sources, package, line, contract):
         ("schedules", "verify", "import pipegrid.schedules.simulate", "schedules: from a plan that runs down"),
         ("schedules", "generators", "import pipegrid.schedules.lowering", "schedules: from a plan that runs down"),
         ("schedules", "search", "import torch", "schedules: planning has no torch"),
-        ("transport", "backends", "import pipegrid.transport.lane", "transport: from the communicator down to an edge"),
+        (
+            "transport",
+            "backends",
+            "import pipegrid.transport.lane",
+            "transport: from the communicator down to an edge",
+        ),
         ("bridges", "reshard", "import pipegrid.bridges.bridge", "bridges: from many modules down to a graph"),
         ("bridges", "bridge", "import pipegrid.bridges.colocated", "bridges: from many modules down to a graph"),
         ("bridges", "vtp", "import pipegrid.bridges.multimodule", "bridges: from many modules down to a graph"),

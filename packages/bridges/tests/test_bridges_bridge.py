@@ -25,8 +25,8 @@ from pipegrid.bridges.errors import (
 from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, plan_reshard
 from pipegrid.topology import HyperCommGrid, lane_samples
 from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.control.opening import open_lanes
 from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
-from pipegrid.transport.opening import open_lanes
 
 from .grids import grid
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipegrid.transport import LaneSpec, P2PLaneDeadError, P2PUsageError, open_lanes
-from pipegrid.transport.batch import Submitter
-from pipegrid.transport.handle import State
+from pipegrid.transport.lane.batch import Submitter
+from pipegrid.transport.messages.handle import State
 
 from .two_ranks import BACK, THERE, config
 

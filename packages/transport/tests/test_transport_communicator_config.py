@@ -14,8 +14,8 @@ from pipegrid.transport import (
     P2PMismatchError,
     P2PUsageError,
 )
-from pipegrid.transport.batch import Submitter
-from pipegrid.transport.handle import Transfer
+from pipegrid.transport.lane.batch import Submitter
+from pipegrid.transport.messages.handle import Transfer
 
 from .stages import FORWARD, SHAPE, activation, assert_received, config, gradient
 

@@ -22,10 +22,10 @@ from pipegrid.transport import (
     incoming,
     open_lanes,
 )
-from pipegrid.transport import lane as lane_module
 from pipegrid.transport.backends import NcclTicket
-from pipegrid.transport.wait_lock import BackgroundThread
-from pipegrid.transport.wire import Wire
+from pipegrid.transport.backends.wait_lock import BackgroundThread
+from pipegrid.transport.backends.wire import Wire
+from pipegrid.transport.lane import lane as lane_module
 
 from .two_ranks import DEADLINE, THERE, config, on_device_groups, until
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import P2PConfigError, open_lanes, opening
+from pipegrid.transport import P2PConfigError, open_lanes
 from pipegrid.transport.backends import NcclTicket, kind_of, nccl_options
-from pipegrid.transport.opening import resolve_device
+from pipegrid.transport.control import opening
+from pipegrid.transport.control.opening import resolve_device
 
 from .two_ranks import THERE, config, until
 
@@ -195,9 +196,9 @@ def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
         "training/generation/generate.py": "branch without streams",
         "training/restart/neighbours.py": "gloo's group",
         "transport/backends/gloo.py": "gloo's payloads",
-        "transport/connection.py": "end notices, over gloo",
-        "transport/transfers.py": "headers, over gloo",
-        "transport/wire.py": "gloo's control channel",
+        "transport/lane/connection.py": "end notices, over gloo",
+        "transport/lane/transfers.py": "headers, over gloo",
+        "transport/backends/wire.py": "gloo's control channel",
     }
     pattern = re.compile(r"(?:\bwork\w*|works\.popleft\(\))\.(?:wait|synchronize)\(\s*[^)\s]")
     found = {

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig, P2PPeerError
-from pipegrid.transport.handshake import Handshake, PeerHandshake, StoreCalls
+from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
 
 
 class Plain:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.transport import LaneSpec, open_lanes, opening
+from pipegrid.transport import LaneSpec, open_lanes
+from pipegrid.transport.control import opening
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 from pipegrid.transport.spec import opening_key
 

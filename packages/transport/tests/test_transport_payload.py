@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from pipegrid.transport import P2PPayloadError, P2PUsageError, is_single_shape
-from pipegrid.transport.payload import (
+from pipegrid.transport.messages.payload import (
     ExpectedShape,
     carried,
     check_sendable,

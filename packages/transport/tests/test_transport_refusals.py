@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes, outgoing
+from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes
+from pipegrid.transport.lane import outgoing
 
 from .two_ranks import THERE, config
 

@@ -24,7 +24,7 @@ from pipegrid.transport import (
     pipeline_lanes,
 )
 from pipegrid.transport.config import as_config
-from pipegrid.transport.message import ShapeContract, Signature, TensorSpec, decode, encode, leaves
+from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode, encode, leaves
 from pipegrid.transport.pipeline_lanes import direction_lane
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport.wire import FOREVER
+from pipegrid.transport.backends.wire import FOREVER
 
 SOON = timedelta(seconds=0.3)
 LATE = timedelta(seconds=20)

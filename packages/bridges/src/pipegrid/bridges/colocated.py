@@ -34,7 +34,7 @@ from pipegrid.bridges.reshard import (
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
-from pipegrid.transport.opening import resolve_device
+from pipegrid.transport.control.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
 _TEXT = 160  # bytes in which ranks compare what they give

@@ -38,10 +38,10 @@ from pipegrid.transport.spec import LaneSpec, LaneStats as LaneStats
 
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator
-    from pipegrid.transport.lane import Lane as Lane
-    from pipegrid.transport.lanes import Lanes as Lanes
-    from pipegrid.transport.opening import open_lanes
-    from pipegrid.transport.payload import is_single_shape as is_single_shape
+    from pipegrid.transport.lane.lane import Lane as Lane
+    from pipegrid.transport.control.lanes import Lanes as Lanes
+    from pipegrid.transport.control.opening import open_lanes
+    from pipegrid.transport.messages.payload import is_single_shape as is_single_shape
 
 __all__ = [
     "Communicator",
@@ -63,10 +63,10 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     __all__,
     {
-        "Lane": "lane",
-        "Lanes": "lanes",
+        "Lane": "lane.lane",
+        "Lanes": "control.lanes",
         "P2PCommunicator": "communicator",
-        "is_single_shape": "payload",
-        "open_lanes": "opening",
+        "is_single_shape": "messages.payload",
+        "open_lanes": "control.opening",
     },
 )

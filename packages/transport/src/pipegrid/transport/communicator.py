@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.config import as_config
+from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
-from pipegrid.transport.handle import ReceiveTransfer, Transfer
-from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.job import JobTopology
-from pipegrid.transport.lane import Lane
+from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
-from pipegrid.transport.opening import open_lanes, resolve_device
-from pipegrid.transport.payload import is_single_shape
+from pipegrid.transport.messages.handle import ReceiveTransfer, Transfer
+from pipegrid.transport.messages.payload import is_single_shape
 from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
 from pipegrid.transport.spec import LaneSpec
 

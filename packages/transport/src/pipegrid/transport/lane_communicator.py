@@ -10,7 +10,7 @@ import torch
 
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.lanes import Lanes
+from pipegrid.transport.control.lanes import Lanes
 
 
 class LaneCommunicator(Communicator):

@@ -38,10 +38,10 @@ from pipegrid.bridges.reshard import (
 from pipegrid.topology import discard_groups
 from pipegrid.topology.fields import checked, shown
 from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.control.lanes import Lanes
+from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.lane import Lane
-from pipegrid.transport.lanes import Lanes
-from pipegrid.transport.opening import open_lanes, resolve_device
+from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import new_stream
 

@@ -23,7 +23,7 @@ from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import broadcast_text
 from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.handle import Transfer
+from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD

@@ -22,10 +22,10 @@ from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.handle import Transfer
-from pipegrid.transport.lane import Lane
-from pipegrid.transport.lanes import Lanes
+from pipegrid.transport.lane.lane import Lane
+from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.spec import LaneSpec
 
 _FORWARD = Direction.FORWARD

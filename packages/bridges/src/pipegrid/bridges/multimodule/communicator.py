@@ -34,11 +34,11 @@ from pipegrid.bridges.reshard import (
 from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.config import as_config
+from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane_communicator import LaneCommunicator
-from pipegrid.transport.opening import open_lanes, resolve_device
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 

@@ -10,8 +10,8 @@ from attrs import define
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
+from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.lanes import Lanes
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 

@@ -27,13 +27,13 @@ from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.bridges.vtp.traffic import BoundaryTraffic
 from pipegrid.topology.fields import shown
 from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
-from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane_communicator import LaneCommunicator
-from pipegrid.transport.opening import open_lanes, resolve_device
-from pipegrid.transport.payload import is_single_shape
+from pipegrid.transport.messages.payload import is_single_shape
 from pipegrid.transport.protocol import Handle
 from pipegrid.transport.streams import new_stream
 

@@ -12,7 +12,7 @@ from pipegrid.bridges.bridge.structure import kind_of
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.vtp.boundary import Shape, VTPBoundary
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.handle import Transfer
+from pipegrid.transport.messages.handle import Transfer
 
 _MOST_KNOWN = 256  # crossings kept for shapes that come back
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.monitor import JobFailedError, device_collectives
-from pipegrid.transport.aborts import GroupAbortedError, device_aborts
+from pipegrid.transport.backends.aborts import GroupAbortedError, device_aborts
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import define, field
 
-from pipegrid.transport.aborts import abort_device_groups, device_aborts
+from pipegrid.transport.backends.aborts import abort_device_groups, device_aborts
 from pipegrid.transport.collectives import PendingCollectives
 
 

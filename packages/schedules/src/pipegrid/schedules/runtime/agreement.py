@@ -1,6 +1,6 @@
 """The handshake before a step: neighbouring ranks compare what they are about to run, before the first message.
 
-Each rank writes what it runs and reads what the others wrote, once a step (see `pipegrid.transport.handshake`). The
+Each rank writes what it runs and reads what the others wrote, once a step (`pipegrid.transport.control.handshake`). The
 rank that comes second to a step that differs sends nothing; the one that had begun is stopped by its neighbour's
 abort, and sees the difference when it looks again.
 """
@@ -18,8 +18,8 @@ from pipegrid.transport.errors import P2PLaneDeadError
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
     from pipegrid.transport.base import Communicator
+    from pipegrid.transport.control.handshake import Handshake
     from pipegrid.transport.edge import Edge
-    from pipegrid.transport.handshake import Handshake
 
 _LOOK_SECONDS = 0.5
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from pipegrid.bridges import ModuleGraph, MultiModulePipelineCommunicator, positions_of
 from pipegrid.transport.base import Communicator, Port
+from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.handshake import Handshake
 from pipegrid.transport.job import JobTopology
 
 

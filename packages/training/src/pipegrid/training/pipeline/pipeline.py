@@ -33,7 +33,7 @@ from pipegrid.training.pipeline.modules import (
 )
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.training.stages import Names, Stage
-from pipegrid.transport.opening import resolve_device
+from pipegrid.transport.control.opening import resolve_device
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Tensors with the same rows along their first axes; or a list of such dicts, one for each microbatch."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
-from pipegrid.transport.wire import FOREVER
+from pipegrid.transport.backends.wire import FOREVER
 
 _WORD_BYTES: Final = 512
 _SOON: Final = timedelta(seconds=2)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends.base import Operation
-from pipegrid.transport.wire import CONTROL_TAGS
+from pipegrid.transport.backends.wire import CONTROL_TAGS
 
 BACKEND = "gloo_on_one_loop"
 _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable: the network interfaces that gloo uses

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from pipegrid.transport.backends import Ticket
+from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
-from pipegrid.transport.handle import ReceiveTransfer
-from pipegrid.transport.message import ShapeContract, Signature, TensorSpec, decode
-from pipegrid.transport.payload import (
+from pipegrid.transport.messages.handle import ReceiveTransfer
+from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode
+from pipegrid.transport.messages.payload import (
     ExpectedShape,
     PlainMessage,
     ReceiveBuffers,
@@ -25,7 +26,6 @@ from pipegrid.transport.payload import (
 )
 from pipegrid.transport.spec import LaneSpec, Tally
 from pipegrid.transport.streams import working_on
-from pipegrid.transport.wire import Wire
 
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
 

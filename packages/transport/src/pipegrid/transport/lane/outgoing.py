@@ -9,9 +9,9 @@ import torch
 
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PPayloadError, P2PUsageError
-from pipegrid.transport.handle import Transfer
-from pipegrid.transport.message import ShapeContract, Signature
-from pipegrid.transport.payload import (
+from pipegrid.transport.messages.handle import Transfer
+from pipegrid.transport.messages.message import ShapeContract, Signature
+from pipegrid.transport.messages.payload import (
     PlainMessage,
     carried,
     check_sendable,

@@ -12,11 +12,11 @@ from attrs import define, field
 from torch.distributed import ProcessGroup
 
 from pipegrid.topology.torch_compat import is_destroying
-from pipegrid.transport.aborts import Abort, device_aborts
 from pipegrid.transport.backends import Mover
+from pipegrid.transport.backends.aborts import Abort, device_aborts
+from pipegrid.transport.backends.wire import Wire, timedelta_of
 from pipegrid.transport.errors import P2PError, P2PLaneDeadError, relayed, text_of
 from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.wire import Wire, timedelta_of
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pipegrid.transport.errors import P2PPayloadError, P2PUsageError
-from pipegrid.transport.message import Signature, TensorSpec, Tree, leaves
+from pipegrid.transport.messages.message import Signature, TensorSpec, Tree, leaves
 from pipegrid.transport.spec import Tally
 from pipegrid.transport.streams import follow
 

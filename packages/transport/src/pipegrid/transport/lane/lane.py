@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends import Operation, Ticket
+from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.connection import Connection, abort_lanes
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
-from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.incoming import Incoming
-from pipegrid.transport.message import Signature, encode
-from pipegrid.transport.outgoing import Outgoing
-from pipegrid.transport.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
+from pipegrid.transport.lane.connection import Connection, abort_lanes
+from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.lane.outgoing import Outgoing
+from pipegrid.transport.lane.transfers import LaneTransfers, Submit
+from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
+from pipegrid.transport.messages.message import Signature, encode
+from pipegrid.transport.messages.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
 from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
-from pipegrid.transport.transfers import LaneTransfers, Submit
-from pipegrid.transport.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 

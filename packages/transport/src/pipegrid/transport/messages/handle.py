@@ -16,8 +16,8 @@ from pipegrid.transport.errors import P2PUsageError
 if TYPE_CHECKING:
     import torch
 
-    from pipegrid.transport.message import Signature
-    from pipegrid.transport.payload import ExpectedShape, ReceiveBuffers
+    from pipegrid.transport.messages.message import Signature
+    from pipegrid.transport.messages.payload import ExpectedShape, ReceiveBuffers
     from pipegrid.transport.spec import LaneSpec
 
 

@@ -40,9 +40,10 @@ from pipegrid.transport.backends import (
     one_loop,
     warn_of_watchdog,
 )
-from pipegrid.transport.batch import Submitter
+from pipegrid.transport.backends.wire import Wire, timedelta_of
 from pipegrid.transport.config import P2PConfig, as_config
-from pipegrid.transport.connection import Connection
+from pipegrid.transport.control.handshake import StoreCalls
+from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.errors import (
     LaneSpecError,
     P2PConfigError,
@@ -51,14 +52,13 @@ from pipegrid.transport.errors import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.handshake import StoreCalls
-from pipegrid.transport.lane import Lane
-from pipegrid.transport.lanes import Lanes
-from pipegrid.transport.message import Signature
-from pipegrid.transport.payload import flatten, signature_of
+from pipegrid.transport.lane.batch import Submitter
+from pipegrid.transport.lane.connection import Connection
+from pipegrid.transport.lane.lane import Lane
+from pipegrid.transport.messages.message import Signature
+from pipegrid.transport.messages.payload import flatten, signature_of
 from pipegrid.transport.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import current_device, new_stream
-from pipegrid.transport.wire import Wire, timedelta_of
 
 # torch hands out 32 streams per device; groups past that share one, and wait for each other.
 _MOST_STREAMS = 28

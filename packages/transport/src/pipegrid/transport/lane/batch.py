@@ -10,7 +10,7 @@ from typing import Any
 
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PUsageError
-from pipegrid.transport.handle import State, Transfer
+from pipegrid.transport.messages.handle import State, Transfer
 from pipegrid.transport.streams import current_stream, working_on
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly

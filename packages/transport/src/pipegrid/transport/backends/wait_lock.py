@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipegrid.transport.errors import P2PError
-from pipegrid.transport.handle import State, Transfer
+from pipegrid.transport.messages.handle import State, Transfer
 
 # The first question whether a transfer is done hands it to a thread, which needs a moment to see it.
 _GRACE_SECONDS = 0.0005

@@ -16,9 +16,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from pipegrid.transport.aborts import device_aborts
+from pipegrid.transport.backends.aborts import device_aborts
+from pipegrid.transport.backends.wait_lock import BackgroundThread, WaitLock
+from pipegrid.transport.backends.wire import timedelta_of
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.connection import Connection, End, end_together
 from pipegrid.transport.errors import (
     P2PError,
     P2PLaneDeadError,
@@ -29,12 +30,11 @@ from pipegrid.transport.errors import (
     relayed,
     text_of,
 )
-from pipegrid.transport.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.incoming import Incoming
+from pipegrid.transport.lane.connection import Connection, End, end_together
+from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.spec import LaneSpec, Tally
 from pipegrid.transport.streams import has_streams, mark, used_here
-from pipegrid.transport.wait_lock import BackgroundThread, WaitLock
-from pipegrid.transport.wire import timedelta_of
 
 # Past its deadline the progress thread ends a transfer, with an end notice to the other side; should it be late, the
 # backend's own timeout does so this much later, without one.
@@ -51,7 +51,7 @@ _ACTIVE, _DONE, _FAILED, _PENDING = State.ACTIVE, State.DONE, State.FAILED, Stat
 
 
 class Submit(Protocol):
-    """The part of `pipegrid.transport.batch.Submitter` that lanes use.
+    """The part of `pipegrid.transport.lane.batch.Submitter` that lanes use.
 
     Attributes:
         lock: held while transfers get their numbers and are started, so that both happen in the same order.

@@ -1,0 +1,1 @@
+"""Opening and closing lanes, and what ranks compare before they use them."""

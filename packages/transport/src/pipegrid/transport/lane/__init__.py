@@ -1,0 +1,1 @@
+"""A lane: one channel from one rank to another, first in, first out."""

@@ -89,7 +89,7 @@ def opened(plan, **options):
 
 
 def require_no_wait_but_back_pressure(syncs):
-    assert not [sync for sync in syncs if "schedules/runtime/hooks.py" not in sync.where], syncs
+    assert not [sync for sync in syncs if "schedules/runtime/stages/hooks.py" not in sync.where], syncs
     assert len(syncs) <= MICROBATCHES
 
 

@@ -24,7 +24,7 @@ from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
-from pipegrid.schedules.runtime.edge_queues import SendQueue
+from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.adapted import as_communicator

@@ -10,7 +10,7 @@ from attrs import define
 
 from pipegrid.schedules import Forwarded, PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
 from pipegrid.schedules.plan import compute_plan, parse_action
-from pipegrid.schedules.runtime.unread import Unread, is_shared
+from pipegrid.schedules.runtime.stages.unread import Unread, is_shared
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
 COUNT = 8

@@ -1,11 +1,11 @@
 """Execute a verified plan on real modules: the runtime, its stages, hooks and payloads."""
 
-from pipegrid.schedules.runtime.hooks import Hook, MessageHook, ProfilerRanges
-from pipegrid.schedules.runtime.payloads import describe, flatten, gradient_of, map_tensors, tensors_of
+from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook, ProfilerRanges
+from pipegrid.schedules.runtime.stages.payloads import describe, flatten, gradient_of, map_tensors, tensors_of
 from pipegrid.schedules.runtime.preflight import position_of
 from pipegrid.schedules.runtime.runtime import PipelineRuntime
-from pipegrid.schedules.runtime.slices import Slice
-from pipegrid.schedules.runtime.stage import Forwarded, SlicedStage, Stage
+from pipegrid.schedules.runtime.stages.slices import Slice
+from pipegrid.schedules.runtime.stages.stage import Forwarded, SlicedStage, Stage
 from pipegrid.schedules.runtime.step_failures import PipelineError
 from pipegrid.schedules.runtime.warm_up import warm_up
 

@@ -14,10 +14,10 @@ from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.plan import Action, ActionKind
-from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
-from pipegrid.schedules.runtime.stage_runner import StageRunner
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange
+from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.transport.edge import Direction, Edge
 
 Call: TypeAlias = Callable[[], None]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind
-from pipegrid.schedules.runtime.deallocation import Deallocation
-from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.hooks import Hook, MessageHook
-from pipegrid.schedules.runtime.in_flight import ActivationsInFlight
-from pipegrid.schedules.runtime.sharded import ShardedStage, stages_sharded
-from pipegrid.schedules.runtime.stage import Stage
-from pipegrid.schedules.runtime.stage_runner import StageRunner
+from pipegrid.schedules.runtime.stages.deallocation import Deallocation
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
+from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
+from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_sharded
+from pipegrid.schedules.runtime.stages.stage import Stage
+from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.schedules.verify import Dataflow, dataflow_of
 from pipegrid.transport import streams
 from pipegrid.transport.edge import Direction, Edge

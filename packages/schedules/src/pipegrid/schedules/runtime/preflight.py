@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
-from pipegrid.schedules.runtime.stage import modules_of
+from pipegrid.schedules.runtime.stages.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
 from pipegrid.topology.fields import shown
 from pipegrid.transport.adapted import AdaptedCommunicator

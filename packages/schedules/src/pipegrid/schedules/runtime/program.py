@@ -12,9 +12,9 @@ from attrs import define, frozen
 
 from pipegrid.schedules.plan import Action, ActionKind, actions_of
 from pipegrid.schedules.runtime.actions import Bound, Call, Effect, bind, in_turn
-from pipegrid.schedules.runtime.hooks import Hook, HostLead
 from pipegrid.schedules.runtime.position import BoundPosition
-from pipegrid.schedules.runtime.sharded import in_evaluation
+from pipegrid.schedules.runtime.stages.hooks import Hook, HostLead
+from pipegrid.schedules.runtime.stages.sharded import in_evaluation
 from pipegrid.transport.edge import Direction
 
 

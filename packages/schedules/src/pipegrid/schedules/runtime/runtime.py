@@ -28,7 +28,6 @@ from pipegrid.schedules.runtime.actions import Call, Effect
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
-from pipegrid.schedules.runtime.hooks import Hook
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import (
     position_of,
@@ -38,6 +37,7 @@ from pipegrid.schedules.runtime.preflight import (
     require_stages,
 )
 from pipegrid.schedules.runtime.program import Cursor, Program, programs
+from pipegrid.schedules.runtime.stages.hooks import Hook
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.schedules.simulate import simulate, unit_costs
@@ -49,7 +49,7 @@ from pipegrid.transport.streams import has_streams
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.plan import Action, Plan
-    from pipegrid.schedules.runtime.stage import Stage
+    from pipegrid.schedules.runtime.stages.stage import Stage
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload, PipelineCommunicator

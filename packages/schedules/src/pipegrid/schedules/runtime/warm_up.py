@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from pipegrid.schedules.errors import RuntimeArgumentError
-from pipegrid.schedules.runtime.payloads import flatten, map_tensors
-from pipegrid.schedules.runtime.stage import Forwarded, modules_of
+from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
+from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
     from pipegrid.schedules.runtime.position import BoundPosition
-    from pipegrid.schedules.runtime.stage import Stage
+    from pipegrid.schedules.runtime.stages.stage import Stage
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
 

@@ -20,7 +20,7 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.payloads import map_tensors, unpacked
+from pipegrid.schedules.runtime.stages.payloads import map_tensors, unpacked
 from pipegrid.transport.edge import Direction, Edge
 
 # There is no public way to ask; without this one, all are copied. Pinned by `tests/runtime/test_static_outputs.py`.

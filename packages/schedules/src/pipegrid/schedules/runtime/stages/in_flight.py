@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrid.schedules.autograd import Offload, WeightHalf, input_path_of, require_splittable
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.payloads import flatten
-from pipegrid.schedules.runtime.slices import Kept, Slice
-from pipegrid.schedules.runtime.stage import Stage, check_loss, modules_of, trainable
+from pipegrid.schedules.runtime.stages.payloads import flatten
+from pipegrid.schedules.runtime.stages.slices import Kept, Slice
+from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge

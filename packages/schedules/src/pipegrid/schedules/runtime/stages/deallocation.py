@@ -11,8 +11,8 @@ from attrs import define, field
 
 from pipegrid.schedules.autograd import require_deallocatable
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.edge_queues import PendingFree, SendQueue
-from pipegrid.schedules.runtime.payloads import flatten
+from pipegrid.schedules.runtime.stages.edge_queues import PendingFree, SendQueue
+from pipegrid.schedules.runtime.stages.payloads import flatten
 
 if TYPE_CHECKING:
     from pipegrid.transport.protocol import Payload

@@ -10,10 +10,10 @@ from attrs import define, field
 from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind
-from pipegrid.schedules.runtime.stage import modules_of
+from pipegrid.schedules.runtime.stages.stage import modules_of
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.runtime.stage import Stage
+    from pipegrid.schedules.runtime.stages.stage import Stage
 
 
 @define(eq=False)

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import CheckpointError
 from pipegrid.schedules.autograd import backward_inputs, backward_weights, run_backward
 from pipegrid.schedules.errors import PlanMismatchError, StageInputError
 from pipegrid.schedules.fsdp import is_fsdp
-from pipegrid.schedules.runtime.deallocation import Deallocation
-from pipegrid.schedules.runtime.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.in_flight import ActivationsInFlight, InFlight, differentiable
-from pipegrid.schedules.runtime.payloads import detached, flatten, gradient_of, map_tensors
-from pipegrid.schedules.runtime.reentrant import reentrant_trap
-from pipegrid.schedules.runtime.slices import Slice
-from pipegrid.schedules.runtime.stage import (
+from pipegrid.schedules.runtime.stages.deallocation import Deallocation
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
+from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors
+from pipegrid.schedules.runtime.stages.reentrant import reentrant_trap
+from pipegrid.schedules.runtime.stages.slices import Slice
+from pipegrid.schedules.runtime.stages.stage import (
     Forwarded,
     Stage,
     changed_in_place,
@@ -32,7 +32,7 @@ from pipegrid.schedules.runtime.stage import (
     modules_of,
     payloads_of,
 )
-from pipegrid.schedules.runtime.unread import Aliased, Unread, without_graph
+from pipegrid.schedules.runtime.stages.unread import Aliased, Unread, without_graph
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge

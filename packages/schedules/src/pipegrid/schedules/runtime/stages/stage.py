@@ -10,10 +10,10 @@ import torch
 from attrs import frozen
 
 from pipegrid.schedules.errors import DataEndedError, LossError, PlanMismatchError, StageInputError, StageOutputError
-from pipegrid.schedules.runtime.payloads import describe, tensors_of
+from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.runtime.slices import Slice
+    from pipegrid.schedules.runtime.stages.slices import Slice
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
 

@@ -13,7 +13,7 @@ from attrs import evolve
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.generators.registry import find_schedule
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.timeline.sources import timeline

@@ -25,7 +25,7 @@ from pipegrid.schedules.generators import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import from_text
 from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.simulate.costs import Costs

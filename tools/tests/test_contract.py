@@ -79,7 +79,12 @@ def test_a_planted_violation_is_reported(sources, package, line, contract):
         ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
         ("schedules", "gradients/reduction", "import pipegrid.schedules.gradients.clip", "gradients: from reduction"),
         ("schedules", "verify", "import pipegrid.schedules.simulate", "schedules: from a plan that runs down"),
-        ("schedules", "generators", "import pipegrid.schedules.lowering", "schedules: from a plan that runs down"),
+        (
+            "schedules",
+            "generators",
+            "import pipegrid.schedules.passes",
+            "schedules: from a plan that runs down",
+        ),
         ("schedules", "search", "import torch", "schedules: planning has no torch"),
         (
             "transport",

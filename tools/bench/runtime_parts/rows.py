@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attrs import frozen
 
 from pipegrid.schedules.generators import dualpipe_v, interleaved_1f1b, one_f_one_b, zero_bubble_v
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.plan import Plan
 
 RANKS = 4

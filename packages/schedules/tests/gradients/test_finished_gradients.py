@@ -17,13 +17,13 @@ from torch import nn
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.gradients.reduction.reduce import reduce_gradients
 from pipegrid.schedules.gradients.reduction.tied import tie_parameters, tied_stages
-from pipegrid.schedules.lowering import lower
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.schedules.search.greedy import greedy

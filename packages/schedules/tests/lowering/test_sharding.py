@@ -34,8 +34,8 @@ from pipegrid.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
+from pipegrid.schedules.passes.sharding import _swaps
 from pipegrid.schedules.plan import SHARDING, Group, actions_of
-from pipegrid.schedules.sharding import _swaps
 
 UNSHARD, RESHARD, REDUCE_GRAD = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD
 PLANS = {

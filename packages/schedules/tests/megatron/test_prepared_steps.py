@@ -25,13 +25,13 @@ from pipegrid.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
-    lowering,
 )
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.schedules.megatron import place, prepared
 from pipegrid.schedules.megatron.checks import CHECKPOINTS
 from pipegrid.schedules.megatron.stage import MegatronStage
+from pipegrid.schedules.passes import lowering
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import preflight
 from pipegrid.schedules.verify.verify import verify

@@ -8,7 +8,7 @@ import torch
 from pipegrid.schedules.errors import PlanError, RuntimeArgumentError
 from pipegrid.schedules.generators import one_f_one_b, zero_bubble_h1
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower, with_reduce
+from pipegrid.schedules.passes.lowering import lower, with_reduce
 from pipegrid.schedules.plan import ActionKind
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.actions import EFFECTS

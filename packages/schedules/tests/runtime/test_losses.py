@@ -8,7 +8,7 @@ from torch import nn
 
 from pipegrid.schedules.generators import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 
 WIDTH, MICROBATCHES = 4, 5

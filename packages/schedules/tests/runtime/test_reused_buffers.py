@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig

@@ -13,7 +13,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanMismatchError
 from pipegrid.schedules.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import parse_action
 from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges

@@ -21,7 +21,7 @@ from pipegrid.schedules.generators import (
     zero_bubble_v,
 )
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.stages.edge_queues import SendQueue

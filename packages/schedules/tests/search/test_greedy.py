@@ -14,7 +14,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b, v_half, v_min, zero_bubble_v
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Action, chain
 from pipegrid.schedules.search.greedy import candidates, greedy
 from pipegrid.schedules.search.greedy import problems as problems_of

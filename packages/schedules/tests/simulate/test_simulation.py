@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import gpipe, multi_module_1f1b, one_f_one_b
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import from_text
 from pipegrid.schedules.plan.actions import forward
 from pipegrid.schedules.plan.plan import compute_plan

@@ -6,7 +6,7 @@ import pytest
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.generators import interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_v
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.recording import Aside, Recorded, Recording, Track
 from pipegrid.schedules.simulate.simulation import simulate

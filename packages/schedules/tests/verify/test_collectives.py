@@ -10,7 +10,7 @@ from attrs import evolve
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, PlanMismatchError
 from pipegrid.schedules.generators import multi_module_1f1b
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Action, ActionKind, from_text
 from pipegrid.schedules.runtime.preflight import require_runnable
 from pipegrid.schedules.simulate import simulate

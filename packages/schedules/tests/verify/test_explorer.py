@@ -16,7 +16,7 @@ from attrs import evolve
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import from_text
 from pipegrid.schedules.verify import check_creation, default_creation, verify
 from pipegrid.transport.edge import Edge

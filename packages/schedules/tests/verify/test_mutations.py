@@ -25,7 +25,7 @@ from zlib import crc32
 import pytest
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import step_text
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.position import PositionVerifier

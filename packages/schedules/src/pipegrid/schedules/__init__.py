@@ -40,8 +40,8 @@ from pipegrid.schedules.generators import (
     zero_bubble_v,
 )
 from pipegrid.schedules.gradients import LossScale
-from pipegrid.schedules.lowering import lower, with_reduce as with_reduce
-from pipegrid.schedules.offloading import offload
+from pipegrid.schedules.passes.lowering import lower, with_reduce as with_reduce
+from pipegrid.schedules.passes.offloading import offload
 from pipegrid.schedules.megatron import PipelineConfig, step_plan
 from pipegrid.schedules.monitor import JobFailedError, Monitor
 from pipegrid.schedules.plan import (

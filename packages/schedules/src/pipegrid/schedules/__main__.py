@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import SCHEDULES, find_schedule
-from pipegrid.schedules.lowering import lower
+from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
 from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simulate

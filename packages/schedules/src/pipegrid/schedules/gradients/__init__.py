@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError
-from pipegrid.schedules.lowering import with_reduce
+from pipegrid.schedules.passes.lowering import with_reduce
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, looped_placement, schedule_for
-from pipegrid.schedules.lowering import Receives, lower
 from pipegrid.schedules.megatron.counts import require_job
+from pipegrid.schedules.passes.lowering import Receives, lower
+from pipegrid.schedules.passes.sharding import Shard
 from pipegrid.schedules.plan import Plan, as_placement, require_graph
-from pipegrid.schedules.sharding import Shard
 from pipegrid.schedules.verify.verify import Proof, verify
 from pipegrid.topology.fields import Count, Name, checked
 from pipegrid.transport.edge import Edge

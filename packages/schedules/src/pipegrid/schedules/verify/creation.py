@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan import Lane, Plan
-from pipegrid.schedules.verify.dataflow import dataflow_of
+from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.schedules.verify.deadlock import Program, Wait, cycles, play
 
 Creation: TypeAlias = Sequence[Sequence[Lane | str]]

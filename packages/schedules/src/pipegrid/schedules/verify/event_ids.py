@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipegrid.schedules.plan import Action, ActionKind, Lane, Plan, for_piece
-from pipegrid.schedules.verify.dataflow import EdgeFlow, dataflow_of
+from pipegrid.schedules.plan.dataflow import EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
 MESSAGE_KINDS = {

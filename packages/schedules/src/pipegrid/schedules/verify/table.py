@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from attrs import frozen
 
 from pipegrid.schedules.plan import Action, ActionKind, Lane
-from pipegrid.schedules.verify.dataflow import BACKWARD, FORWARD, EdgeFlow
+from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, EdgeFlow
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS, EventIds, Route
 from pipegrid.transport.edge import Direction, Edge
 

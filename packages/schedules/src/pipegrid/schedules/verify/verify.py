@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.plan import Plan, require_plan
-from pipegrid.schedules.verify.dataflow import dataflow_of
+from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.schedules.verify.deadlock import cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock

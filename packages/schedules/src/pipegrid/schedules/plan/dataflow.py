@@ -12,7 +12,8 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.schedules.plan import Lane, Plan
+from pipegrid.schedules.plan.parts import Lane
+from pipegrid.schedules.plan.plan import Plan
 from pipegrid.transport.edge import Direction, Edge
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

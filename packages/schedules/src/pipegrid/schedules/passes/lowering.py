@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.passes.sharding import Shard, sharded_stages, with_gathers
 from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
-from pipegrid.schedules.sharding import Shard, sharded_stages, with_gathers
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import Times, collector_paused, play
 from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify

@@ -1,0 +1,1 @@
+"""Passes from plan to plan: communication, gathered parameters, activations on the host."""

@@ -18,13 +18,12 @@ from pipegrid.transport import (
     P2PCommunicator,
     P2PError,
     P2PPeerError,
-    batch,
-    incoming,
     open_lanes,
 )
 from pipegrid.transport.backends import NcclTicket
 from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.backends.wire import Wire
+from pipegrid.transport.lane import batch, incoming
 from pipegrid.transport.lane import lane as lane_module
 
 from .two_ranks import DEADLINE, THERE, config, on_device_groups, until

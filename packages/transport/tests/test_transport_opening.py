@@ -18,9 +18,9 @@ from pipegrid.transport import (
     P2PMismatchError,
     P2PPeerError,
     open_lanes,
-    opening,
 )
 from pipegrid.transport.backends import GlooMover
+from pipegrid.transport.control import opening
 
 from .two_ranks import BACK, DEADLINE, THERE, Counted, config, equal, until, values
 

@@ -19,9 +19,9 @@ from pipegrid.transport import (
     P2PMismatchError,
     P2PPeerError,
     P2PTimeoutError,
-    opening,
 )
 from pipegrid.transport.backends import GlooMover
+from pipegrid.transport.control import opening
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0

@@ -21,10 +21,10 @@ from pipegrid.transport import (
     open_lanes,
 )
 from pipegrid.transport.backends import NcclTicket
-from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.lane import batch, incoming
 from pipegrid.transport.lane import lane as lane_module
+from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 from .two_ranks import DEADLINE, THERE, config, on_device_groups, until
 

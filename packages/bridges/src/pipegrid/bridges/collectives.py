@@ -13,12 +13,13 @@ from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
-from pipegrid.transport.backends import NcclTicket, aborts, lift_timeout, nccl_options
-from pipegrid.transport.backends.aborts import GroupAbortedError, device_aborts
+from pipegrid.transport.backends import NcclTicket, lift_timeout, nccl_options
 from pipegrid.transport.collectives import PendingCollectives
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.lane.transfers import BACKSTOP_SECONDS
 from pipegrid.transport.streams import has_streams
+from pipegrid.transport.waits import aborts
+from pipegrid.transport.waits.aborts import GroupAbortedError, device_aborts
 
 _LOOK_SECONDS = 0.05  # how often a wait of the host looks whether its communicator has ended
 

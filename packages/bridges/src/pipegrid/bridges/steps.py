@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipegrid.bridges.collectives import gather_flat
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Box, Completion
-from pipegrid.transport.backends.aborts import device_aborts
+from pipegrid.transport.waits.aborts import device_aborts
 
 
 def pack(tensor: torch.Tensor, boxes: Sequence[Box], dtype: torch.dtype) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.monitor import JobFailedError, device_collectives
-from pipegrid.transport.backends.aborts import GroupAbortedError, device_aborts
 from pipegrid.transport.streams import has_streams
+from pipegrid.transport.waits.aborts import GroupAbortedError, device_aborts
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor

@@ -11,8 +11,8 @@ from typing import Any
 
 from attrs import define, field
 
-from pipegrid.transport.backends.aborts import abort_device_groups, device_aborts
 from pipegrid.transport.collectives import PendingCollectives
+from pipegrid.transport.waits.aborts import abort_device_groups, device_aborts
 
 
 @define(eq=False)

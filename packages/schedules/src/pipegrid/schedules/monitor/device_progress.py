@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from pipegrid.schedules.plan.actions import Action
-from pipegrid.transport.backends.aborts import device_aborts
+from pipegrid.transport.waits.aborts import device_aborts
 
 if TYPE_CHECKING:
     import torch

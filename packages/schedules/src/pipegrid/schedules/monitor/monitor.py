@@ -28,7 +28,7 @@ from pipegrid.schedules.monitor.control import (
 from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
-from pipegrid.transport.backends.aborts import device_aborts
+from pipegrid.transport.waits.aborts import device_aborts
 
 if TYPE_CHECKING:
     import torch

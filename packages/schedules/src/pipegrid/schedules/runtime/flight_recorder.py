@@ -18,7 +18,7 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.runtime.failures import line_of
-from pipegrid.transport.backends.aborts import device_aborts
+from pipegrid.transport.waits.aborts import device_aborts
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Report

@@ -24,13 +24,13 @@ import torch
 
 from pipegrid.topology import abort_group
 from pipegrid.topology.torch_compat import set_timeout
-from pipegrid.transport.backends.aborts import device_aborts
 from pipegrid.transport.backends.base import Operation
 from pipegrid.transport.backends.kinds import BackendKind, kind_of
-from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.backends.wire import FOREVER
 from pipegrid.transport.errors import P2PUsageError, text_of
 from pipegrid.transport.streams import working_on
+from pipegrid.transport.waits.aborts import device_aborts
+from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _POLL_SECONDS = 0.0001
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pipegrid.transport.backends.base import Operation, Ticket
 from pipegrid.transport.backends.gloo import GlooMover
-from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.errors import text_of
 from pipegrid.transport.streams import current_stream, follow, mark, new_stream, pinned_like, used_here, working_on
+from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 
 class StagedSend:

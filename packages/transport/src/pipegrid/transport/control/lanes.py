@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, Self
 
 from pipegrid.topology import control_store, destroy_groups, discard_groups
-from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Submitter
@@ -21,6 +20,7 @@ from pipegrid.transport.lane.connection import Connection, End, abort_lanes, awa
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _DROPPED = (
     ": nothing held the result of open_lanes() (or its communicator) any more, or the process ended; keep it as long "

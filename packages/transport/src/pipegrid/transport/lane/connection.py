@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 
 from pipegrid.topology.torch_compat import is_destroying
 from pipegrid.transport.backends import Mover
-from pipegrid.transport.backends.aborts import Abort, device_aborts
 from pipegrid.transport.backends.wire import Wire, timedelta_of
 from pipegrid.transport.errors import P2PError, P2PLaneDeadError, relayed, text_of
 from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.waits.aborts import Abort, device_aborts
 
 if TYPE_CHECKING:
     import torch

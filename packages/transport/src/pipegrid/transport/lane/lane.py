@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends import Operation, Ticket
-from pipegrid.transport.backends.wait_lock import BackgroundThread
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.connection import Connection, abort_lanes
@@ -34,6 +33,7 @@ from pipegrid.transport.messages.message import Signature, encode
 from pipegrid.transport.messages.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
 from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
+from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 

@@ -16,8 +16,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from pipegrid.transport.backends.aborts import device_aborts
-from pipegrid.transport.backends.wait_lock import BackgroundThread, WaitLock
 from pipegrid.transport.backends.wire import timedelta_of
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import (
@@ -35,6 +33,8 @@ from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.spec import LaneSpec, Tally
 from pipegrid.transport.streams import has_streams, mark, used_here
+from pipegrid.transport.waits.aborts import device_aborts
+from pipegrid.transport.waits.wait_lock import BackgroundThread, WaitLock
 
 # Past its deadline the progress thread ends a transfer, with an end notice to the other side; should it be late, the
 # backend's own timeout does so this much later, without one.

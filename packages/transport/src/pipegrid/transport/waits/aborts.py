@@ -81,7 +81,7 @@ class DeviceAborts:
 
     def start(self, calls: Mapping[Any, Callable[[], None]], cause: str) -> list[Abort]:
         """Begin to abort all groups that ``calls`` has a call for, each in a thread; those begun before go on."""
-        from pipegrid.transport.backends.wait_lock import BackgroundThread  # torch, which planning does without
+        from pipegrid.transport.waits.wait_lock import BackgroundThread  # torch, which planning does without
 
         with self._lock:
             new = {group: Abort(cause) for group in calls if group not in self._begun}

@@ -14,7 +14,7 @@ from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.in_flight import Peaks, peaks_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout, check_rules, first_mtp_stage
 from pipegrid.layout.partition import Chain, best_partition, rightmost
-from pipegrid.layout.profile import Costs, Memories, Memory, model_layers, read_profile
+from pipegrid.layout.profile import Costs, Memories, Memory, Profile, model_layers, read_profile
 from pipegrid.layout.report import LayoutReport, measure
 from pipegrid.layout.text import write_stage
 
@@ -96,11 +96,7 @@ def balance(
     peaks = peaks_of(in_flight, pp, vpp, microbatches)
     places = _places(kinds)
     low, high = _bounds(kinds, places, pp, vpp)
-    nothing = [0] * len(kinds)
-    sizes = profile.memory or Memory(nothing, nothing, None, 1)
-    chain = Chain(
-        _cumulate(profile.cost, places), _cumulate(sizes.fixed, places), _cumulate(sizes.moving, places), low, high
-    )
+    chain, sizes = _chain(profile, places, low, high)
     ranks: list[RankLimit] = []
     if sizes.limits is None:
         partition = best_partition(chain, [{}] * stages)
@@ -117,6 +113,14 @@ def balance(
     cuts = [places[cut] for cut in found.partition.cuts]
     layout = PipelineParallelLayerLayout([kinds[start:end] for start, end in pairwise(cuts)], pp, grammar=grammar)
     return Balance(layout, measure(layout, profile, peaks), found.bottleneck_bound / profile.unit, found.optimal)
+
+
+def _chain(profile: Profile, places: Sequence[int], low: Sequence[int], high: Sequence[int]) -> tuple[Chain, Memory]:
+    """What is cut, by the places where it may be, and the memory of its layers (0 where there is no limit)."""
+    nothing = [0] * len(profile.cost)
+    sizes = profile.memory or Memory(nothing, nothing, None, 1)
+    costs, fixed, moving = (_cumulate(each, places) for each in (profile.cost, sizes.fixed, sizes.moving))
+    return Chain(costs, fixed, moving, low, high), sizes
 
 
 def _cumulate(values: Sequence[int], places: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ from pipegrid.training.check.check_stages import check_stages
 from pipegrid.training.check.made_batch import batch_for
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages import Names, prove_cut
-from pipegrid.training.stages.build import planned
+from pipegrid.training.stages.building.build import planned
 
 USAGE, DIFFERENT = 2, 1
 

@@ -15,14 +15,14 @@ from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign, require_no_shared_memory
-from pipegrid.training.stages.build import build, require_not_compiled, require_sizes
+from pipegrid.training.stages.building.build import build, require_not_compiled, require_sizes
 from pipegrid.training.stages.comparison import compare
 from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.places import places_on
 from pipegrid.training.stages.proof import Proofs, called_with, without
 from pipegrid.training.stages.shell import shell_of
-from pipegrid.training.stages.slices import forward_of_slice, require_slices
+from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.stubs import Run, first_tensor
 from pipegrid.training.stages.torch_compat import tree_map
 from pipegrid.training.stages.tree import adopt

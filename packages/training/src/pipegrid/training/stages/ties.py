@@ -14,7 +14,7 @@ from pipegrid.schedules.gradients import TiedParameters, tie_parameters
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Tie, as_layout, assign
-from pipegrid.training.stages.build import planned
+from pipegrid.training.stages.building.build import planned
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.places import pp_size
 from pipegrid.training.stages.stage import Stage

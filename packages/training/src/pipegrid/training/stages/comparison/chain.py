@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.training.stages.generators import Generators
+from pipegrid.training.stages.building.generators import Generators
 from pipegrid.training.stages.torch_compat import tensors_in, tree_map
 
 

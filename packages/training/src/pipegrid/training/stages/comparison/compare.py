@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
+from pipegrid.training.stages.building.generators import Generators, generators_as_before
 from pipegrid.training.stages.comparison.chain import Draws, Turn, forwards, gradients, trained
 from pipegrid.training.stages.comparison.differences import Compared, StageComparison
-from pipegrid.training.stages.generators import Generators, generators_as_before
 from pipegrid.training.stages.proof.operators import named_leaves
 from pipegrid.training.stages.torch_compat import tree_map
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign, within
-from pipegrid.training.stages.build import planned
+from pipegrid.training.stages.building.build import planned
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.proof.crossing import Crossing, crossings, place, returned
 from pipegrid.training.stages.proof.outline import outline

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.generators import generators_as_before
+from pipegrid.training.stages.building.generators import generators_as_before
 from pipegrid.training.stages.proof.operators import (
     OVERWRITING,
     TorchFunctionMode,

@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from pipegrid.topology.fields import shown
 from pipegrid.training.errors import CheckpointError, CutError
 from pipegrid.training.safetensors_files import Stored
-from pipegrid.training.stages.generators import generators_as_before
-from pipegrid.training.stages.origins import REMEDY, Plan, Values
-from pipegrid.training.stages.pretrained import files_read_by, loads, misfits, stored_twice
+from pipegrid.training.stages.building.generators import generators_as_before
+from pipegrid.training.stages.building.origins import REMEDY, Plan, Values
+from pipegrid.training.stages.building.pretrained import files_read_by, loads, misfits, stored_twice
 from pipegrid.training.stages.torch_compat import is_compiled_in_place
 
 

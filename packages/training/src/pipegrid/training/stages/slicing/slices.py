@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
-from pipegrid.training.stages.states import other_states, require_length
+from pipegrid.training.stages.slicing.states import other_states, require_length
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
@@ -60,7 +60,7 @@ def forward_of_slice(
     part.keep("tokens", torch.empty(tokens.shape[1], device="meta"))
     if "attention_mask" in given:
         given["attention_mask"] = part.extend("attention_mask", given["attention_mask"], dim=1)
-    from pipegrid.training.stages.slice_cache import SliceCache  # only here is Hugging Face needed
+    from pipegrid.training.stages.slicing.slice_cache import SliceCache  # only here is Hugging Face needed
 
     cache = SliceCache(part, len(assignment.layers), past)
     result = forward({**given, "past_key_values": cache, "use_cache": True})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.safetensors_files import Stored
-from pipegrid.training.stages.scratch import Scratch
+from pipegrid.training.stages.building.scratch import Scratch
 from pipegrid.training.stages.stubs import blank
 from pipegrid.training.stages.torch_compat import (
     TorchDispatchMode,

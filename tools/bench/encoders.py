@@ -35,7 +35,7 @@ from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, Plan, lower, s
 from pipegrid.schedules.plan import COMPUTES
 from pipegrid.schedules.search import Found
 from pipegrid.topology import HyperCommGrid
-from pipegrid.topology.tables import text_table
+from pipegrid.topology.job.tables import text_table
 from pipegrid.transport import Edge, P2PConfig
 from runtime_parts.emulated import sleeping
 from runtime_parts.processes import on_ranks

@@ -48,7 +48,7 @@ from pipegrid.planner.choice import Arrangement, Shape
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.planner.script import training_script
 from pipegrid.schedules import simulate, stage_places
-from pipegrid.topology.tables import text_table
+from pipegrid.topology.job.tables import text_table
 from pipegrid.training import Names, Pipeline
 from planner_parts.real import compare
 from runtime_parts.emulated import sleeping

@@ -26,7 +26,7 @@ from pipegrid.planner import Choice, Device, Job, Layers, Module, Network, Train
 from pipegrid.planner.choice import Arrangement, Shape
 from pipegrid.planner.model import CostModel, Part
 from pipegrid.schedules import Costs, Recording, position_of, stage_places
-from pipegrid.topology.tables import text_table
+from pipegrid.topology.job.tables import text_table
 from runtime_parts.processes import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))

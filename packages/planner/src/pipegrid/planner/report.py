@@ -9,7 +9,7 @@ from pipegrid.planner.choice import Choice
 from pipegrid.planner.search import Planned
 from pipegrid.planner.what_if import WhatIf
 from pipegrid.schedules.timeline import position_name, time_text
-from pipegrid.topology.tables import table, text_table
+from pipegrid.topology.job.tables import table, text_table
 
 _SAME = 1e-9  # a smaller share of a step is the rounding of a sum
 HEADINGS = ("GPUs", "schedule", "microbatch", "step", "bubble", "gradients", "memory")

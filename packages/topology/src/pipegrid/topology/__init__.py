@@ -8,8 +8,13 @@ Names outside ``__all__`` (rarer errors, parts of roles and data lanes) are impo
 from __future__ import annotations
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
-from pipegrid.topology.data_lanes import data_lane, lane_bounds as lane_bounds, lane_samples, lane_sizes as lane_sizes
-from pipegrid.topology.describe import describe
+from pipegrid.topology.job.data_lanes import (
+    data_lane,
+    lane_bounds as lane_bounds,
+    lane_samples,
+    lane_sizes as lane_sizes,
+)
+from pipegrid.topology.job.describe import describe
 from pipegrid.topology.ending import abort_group as abort_group, destroy_groups, discard_groups as discard_groups
 from pipegrid.topology.errors import (
     CoordinateError as CoordinateError,
@@ -37,8 +42,8 @@ from pipegrid.topology.groups import (
     creation_order as creation_order,
 )
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
-from pipegrid.topology.placement import place
-from pipegrid.topology.roles import (
+from pipegrid.topology.job.placement import place
+from pipegrid.topology.job.roles import (
     MIMO_LANGUAGE_MODULE_KEY as MIMO_LANGUAGE_MODULE_KEY,
     ModuleLayout as ModuleLayout,
     ModuleStageInfo as ModuleStageInfo,

@@ -12,8 +12,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pipegrid.topology.describe import describe
-from pipegrid.topology.placement import place
+from pipegrid.topology.job.describe import describe
+from pipegrid.topology.job.placement import place
 
 _MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+(,[^=,]+=\d+)*)")
 

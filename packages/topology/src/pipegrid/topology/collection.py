@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from pipegrid.topology.errors import RoleError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.roles import MIMO_LANGUAGE_MODULE_KEY
+from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

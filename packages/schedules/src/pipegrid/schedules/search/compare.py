@@ -14,7 +14,7 @@ from pipegrid.schedules.simulate import Costs, GivenCosts, OtherCutError, simula
 from pipegrid.schedules.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
-from pipegrid.topology.tables import table, text_table
+from pipegrid.topology.job.tables import table, text_table
 
 
 @frozen

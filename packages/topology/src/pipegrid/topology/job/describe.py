@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.tables import table
+from pipegrid.topology.job.tables import table
 
 _MAX_ROWS = 64
 

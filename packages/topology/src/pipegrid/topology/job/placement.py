@@ -9,7 +9,7 @@ from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.topology.grid import Grid, Relation, relation
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.tables import text_table
+from pipegrid.topology.job.tables import text_table
 from pipegrid.topology.world import resolve_world_size
 
 

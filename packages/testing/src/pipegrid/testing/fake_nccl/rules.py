@@ -1,4 +1,4 @@
-"""Settings of the watchdog that torch 2.15's ``nccl`` has; `pipegrid.testing.fake_nccl.nccl2` keeps its rules."""
+"""Settings of the watchdog of torch 2.15's ``nccl``; `pipegrid.testing.fake_nccl.groups.nccl2` keeps its rules."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from attrs import define
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
-from pipegrid.testing.fake_nccl.ending import Ending
 from pipegrid.testing.fake_nccl.entries import Entry, MismatchError, Operation
+from pipegrid.testing.fake_nccl.groups.ending import Ending
 from pipegrid.testing.fake_nccl.torch_compat import GroupBase, WorkBase, tree_map
 
 BACKEND = "fake_nccl"

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
-from pipegrid.testing.fake_nccl.group import BACKEND, FakeGroup
-from pipegrid.testing.fake_nccl.nccl2 import Nccl2Group
+from pipegrid.testing.fake_nccl.groups.group import BACKEND, FakeGroup
+from pipegrid.testing.fake_nccl.groups.nccl2 import Nccl2Group
 
 
 def register(device: FakeDevice) -> str:

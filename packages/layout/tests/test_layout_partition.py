@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.layout.branch_and_bound import RankLimit, search
-from pipegrid.layout.partition import Chain, best_partition, leftmost, rightmost
+from pipegrid.layout.balancing.branch_and_bound import RankLimit, search
+from pipegrid.layout.balancing.partition import Chain, best_partition, leftmost, rightmost
 
 
 def chain(costs, stages, *, fixed=None, moving=None, low=None, high=None) -> Chain:

@@ -8,9 +8,9 @@ from operator import mul
 
 import attrs
 
-from pipegrid.layout.in_flight import Peaks, peaks_of
+from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
+from pipegrid.layout.balancing.profile import Costs, Memories, Profile, read_profile
 from pipegrid.layout.layout import PipelineParallelLayerLayout
-from pipegrid.layout.profile import Costs, Memories, Profile, read_profile
 from pipegrid.layout.svg import draw
 from pipegrid.layout.text import align, name_layers
 

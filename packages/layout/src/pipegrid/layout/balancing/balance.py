@@ -7,15 +7,15 @@ from itertools import accumulate, pairwise
 
 import attrs
 
-from pipegrid.layout.branch_and_bound import Found, RankLimit, overdrafts, own_caps, search
+from pipegrid.layout.balancing.branch_and_bound import Found, RankLimit, overdrafts, own_caps, search
+from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
+from pipegrid.layout.balancing.partition import Chain, best_partition, rightmost
+from pipegrid.layout.balancing.profile import Costs, Memories, Memory, Profile, model_layers, read_profile
+from pipegrid.layout.balancing.report import LayoutReport, measure
 from pipegrid.layout.errors import LayoutInfeasibleError
 from pipegrid.layout.fields import integer, sizes_of_pipeline
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
-from pipegrid.layout.in_flight import Peaks, peaks_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout, check_rules, first_mtp_stage
-from pipegrid.layout.partition import Chain, best_partition, rightmost
-from pipegrid.layout.profile import Costs, Memories, Memory, Profile, model_layers, read_profile
-from pipegrid.layout.report import LayoutReport, measure
 from pipegrid.layout.text import write_stage
 
 _WORK = 100_000  # default bound of stages times nodes of a search: seconds
@@ -62,9 +62,9 @@ def balance(
     keeps the position rules: an embedding is on the first stage, a loss on the last, MTP layers are together on the
     last chunk of a rank other than the first. Of several best layouts it is the one with the earliest cuts.
 
-    The result is exact (`pipegrid.layout.partition` has the method and its proof), except with ``vpp > 1`` and a limit,
-    where the chunks of a rank share its memory: then a branch and bound runs, which is exact if it ends within
-    ``nodes`` and otherwise bounds its distance from the optimum (`Balance.gap`).
+    The result is exact (`pipegrid.layout.balancing.partition` has the method and its proof), except with ``vpp > 1``
+    and a limit, where the chunks of a rank share its memory: then a branch and bound runs, which is exact if it ends
+    within ``nodes`` and otherwise bounds its distance from the optimum (`Balance.gap`).
 
     Args:
         costs: forward plus backward time of each layer, in any unit. A mapping from kind to a number (each layer of

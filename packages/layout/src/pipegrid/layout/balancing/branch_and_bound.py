@@ -23,7 +23,7 @@ from itertools import count
 
 import attrs
 
-from pipegrid.layout.partition import (
+from pipegrid.layout.balancing.partition import (
     Caps,
     Chain,
     Partition,

@@ -193,12 +193,9 @@ def test_two_files_alone_know_the_names_of_nccl():
 def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
     """Past it, nccl2 takes the group of a device for failed, and torch's watchdog ends the process."""
     cpu_only = {
-        "bridges/collectives.py": "branch without streams",
-        "schedules/gradients/all_reduce.py": "branch without streams",
-        "schedules/monitor/monitor.py": "a work of a device comes with the device's progress, or polled",
-        "training/generation/generate.py": "branch without streams",
         "training/restart/neighbours.py": "gloo's group",
         "transport/backends/gloo.py": "gloo's payloads",
+        "transport/collectives/waiting.py": "branch without streams",
         "transport/lane/connection.py": "end notices, over gloo",
         "transport/lane/transfers.py": "headers, over gloo",
         "transport/backends/wire.py": "gloo's control channel",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.autograd.function import once_differentiable
 
-from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, gather_flat, own_groups
+from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
@@ -34,6 +34,7 @@ from pipegrid.bridges.reshard import (
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, Landed, LandingQueue, PostedReceives, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.collectives import CollectiveWaits, gather_flat
+from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
 from pipegrid.topology import GroupSpec
+from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
-from pipegrid.transport.backends import NcclTicket
+from pipegrid.transport.collectives.waiting import finish
 from pipegrid.transport.graph import ModuleGraph
 from pipegrid.transport.streams import has_streams
 
@@ -278,14 +278,11 @@ class _Texts:
         )
         if self.group is not None:
             work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
-            try:
-                if has_streams(tokens.device):  # a wait with a timeout would end the group past it, and the process
-                    NcclTicket((work,), self.group).hold(timedelta(seconds=self.deadline))
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=self.deadline))
-            except RuntimeError as error:
-                raise GenerationError(f"stages did not exchange tokens within {self.deadline:g} s: {error}") from error
+            on_device, end = has_streams(tokens.device), time.monotonic() + self.deadline
+            failed = finish(work, self.group, on_device=on_device, host=True, end=end)
+            if failed is not None:
+                late = f"stages did not exchange tokens within {self.deadline:g} s"
+                raise GenerationError(f"{late}: {failed.text or 'one of them has not come'}") from failed.error
         return tokens
 
     @property

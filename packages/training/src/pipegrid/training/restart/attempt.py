@@ -131,7 +131,7 @@ class Attempt:
         work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         if self._monitor is not None:
-            self._monitor.wait(work, f"the agreement after step {step}")
+            self._monitor.wait(work, f"the agreement after step {step}", on_device=False)
         else:
             work.wait()
         self._step = checked(step, Index, "step", ValueError)

@@ -14,13 +14,13 @@ from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import (
     DisagreementError,
     Forwarded,
+    GradientError,
     LossScale,
     LossScaler,
     Monitor,
     PipelineConfig,
     PipelineError,
     PipelineRuntime,
-    ReductionError,
     WithLoss,
     clip_grad_norm_,
     forward_backward_no_pipelining,
@@ -534,7 +534,7 @@ def test_gradients_that_fsdp2_has_averaged_are_not_divided_by_tokens(ranks):
     config = PipelineConfig(calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: None)
     stage = Stage(0, config).to(ranks.device)
     fully_shard(stage.layer, mesh=mesh)
-    with pytest.raises(ReductionError, match="divided by the tokens of the job, but fully_shard averages over them"):
+    with pytest.raises(GradientError, match="divided by the tokens of the job, but fully_shard averages over them"):
         forward_backward_no_pipelining(
             forward_step_func=lambda _, model: (model(microbatch(0)), token_loss),
             data_iterator=None,

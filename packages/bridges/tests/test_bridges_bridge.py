@@ -16,17 +16,13 @@ from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
-    LaneTotalsError,
-    NoBackwardError,
-    PendingGradientError,
     ShapeError,
-    WrongSideError,
 )
 from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, plan_reshard
 from pipegrid.topology import HyperCommGrid, lane_samples
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.opening import open_lanes
-from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
+from pipegrid.transport.errors import P2PTimeoutError, P2PUsageError
 
 from .grids import grid
 
@@ -185,7 +181,7 @@ def test_lanes_have_the_samples_that_lane_samples_says():
     rank, mine = torch.distributed.get_rank(), {}
     bridge = whole_world(src, dst)
     if bridge.is_source:  # of 10 samples lane 1 has 3 to 6, and so from both source lanes
-        with pytest.raises(LaneTotalsError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
+        with pytest.raises(BridgeError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
             bridge.send_forward(torch.zeros(5, 1, 1))
     bridge.destroy()
     for batch, lanes in ((10, {"src_lanes": (5, 5), "dest_lanes": (3, 3, 2, 2)}), (5, {"src_lanes": (3, 2)}), (8, {})):
@@ -363,14 +359,14 @@ def test_bridges_between_the_same_ranks_do_not_block_each_other():
 def test_an_edge_without_backward_carries_no_gradient():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), backward=False)
     if bridge.is_source:
-        with pytest.raises(NoBackwardError, match="requires grad; detach it"):
+        with pytest.raises(BridgeError, match="requires grad; detach it"):
             bridge.send_forward(torch.ones(1, 1, 1, requires_grad=True))
-        with pytest.raises(NoBackwardError, match="no recv_backward"):
+        with pytest.raises(BridgeError, match="no recv_backward"):
             bridge.recv_backward()
         bridge.send_forward(torch.ones(1, 1, 1))
     else:
         assert not bridge.recv_forward().requires_grad
-        with pytest.raises(NoBackwardError, match="no send_backward"):
+        with pytest.raises(BridgeError, match="no send_backward"):
             bridge.send_backward(torch.ones(1, 1, 1))
     bridge.destroy()
 
@@ -411,7 +407,7 @@ def test_a_gradient_that_is_refused_leaves_its_activation_waiting():
 def test_an_activation_that_a_lane_refuses_waits_for_no_gradient():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), shapes="variable")
     if bridge.is_source:
-        with pytest.raises(P2PPayloadError):
+        with pytest.raises(P2PUsageError):
             bridge.send_forward(torch.ones(5, 1, 1, device="meta"))
         bridge.send_forward(torch.ones(2, 1, 1))
         assert bridge.recv_backward().shape == (2, 1, 1)
@@ -425,7 +421,7 @@ def test_what_an_edge_without_backward_refuses_to_exchange_is_not_taken_for_sent
     # "auto" leaves lanes out from the second message on: a first one that was never sent must not count.
     bridge = whole_world(grid(dp=1), grid(1, tp=2), backward=False, strategy="auto")
     if bridge.is_source:
-        with pytest.raises(NoBackwardError, match="no send_forward_recv_backward"):
+        with pytest.raises(BridgeError, match="no send_forward_recv_backward"):
             bridge.send_forward_recv_backward(torch.ones(1, 1, 1))
         bridge.send_forward(torch.full((1, 1, 1), 7.0))
     else:
@@ -478,18 +474,18 @@ def test_the_wrong_side_is_told_who_it_is():
     bridge = whole_world(grid(dp=1), grid(1, dp=1)) if torch.distributed.get_rank() < 2 else None
     if bridge is None:
         outside = whole_world(grid(dp=1), grid(1, dp=1))
-        with pytest.raises(WrongSideError, match="rank 2 is on neither"):
+        with pytest.raises(BridgeError, match="rank 2 is on neither"):
             outside.send_forward(torch.ones(1, 1, 1))
         return
     if bridge.is_source:
-        with pytest.raises(WrongSideError, match=r"recv_forward is for the destination side \('dest'.*rank 0 is on"):
+        with pytest.raises(BridgeError, match=r"recv_forward is for the destination side \('dest'.*rank 0 is on"):
             bridge.recv_forward()
         with pytest.raises(ValueError, match="send_backward is for the destination side"):
             bridge.send_backward(torch.ones(1, 1, 1))
     else:
-        with pytest.raises(WrongSideError, match="send_forward is for the source side"):
+        with pytest.raises(BridgeError, match="send_forward is for the source side"):
             bridge.send_forward(torch.ones(1, 1, 1))
-        with pytest.raises(WrongSideError, match="recv_backward is for the source side"):
+        with pytest.raises(BridgeError, match="recv_backward is for the source side"):
             bridge.recv_backward()
     bridge.destroy()
     with pytest.raises(DestroyedError, match="make a new one"):
@@ -500,7 +496,7 @@ def test_the_wrong_side_is_told_who_it_is():
 def test_what_cannot_be_sent_is_refused_before_anything_is():
     bridge = whole_world(grid(dp=1), grid(1, dp=1))
     if bridge.is_source:
-        with pytest.raises(PendingGradientError, match="recv_backward on rank 0"):
+        with pytest.raises(BridgeError, match="recv_backward on rank 0"):
             bridge.recv_backward()
         with pytest.raises(ShapeError, match="carries one tensor, got NoneType; .* send a tensor without rows"):
             bridge.send_forward(None)
@@ -516,7 +512,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
         ):
             bridge.send_forward(torch.ones(2, 2, 2, dtype=torch.float16))
     else:
-        with pytest.raises(PendingGradientError, match="send_backward on rank 1"):
+        with pytest.raises(BridgeError, match="send_backward on rank 1"):
             bridge.send_backward(torch.ones(2, 2, 2))
         bridge.recv_forward()
         with pytest.raises(ShapeError, match=r"gradient is .* \(1, 2, 2\) of .*, its activation was .* \(2, 2, 2\)"):
@@ -569,9 +565,9 @@ def test_settings_that_contradict_each_other():
     for wrong in ("bfloat16", torch.int32):
         with pytest.raises(BridgeError, match=r"comm_dtype is .*; it must be a floating-point torch\.dtype"):
             whole_world(grid(dp=1), grid(1), comm_dtype=wrong)
-    with pytest.raises(LaneTotalsError, match=r"src_lanes \(3, 1\) and dest_lanes \(2, 3\) must hold the same batch"):
+    with pytest.raises(BridgeError, match=r"src_lanes \(3, 1\) and dest_lanes \(2, 3\) must hold the same batch"):
         whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))
-    with pytest.raises(LaneTotalsError, match="each destination lane some of it"):
+    with pytest.raises(BridgeError, match="each destination lane some of it"):
         whole_world(grid(dp=2), grid(2, dp=2), dest_lanes=(2, 0))
     with pytest.raises(BridgeError, match="shapes is 'sometimes'"):
         whole_world(grid(dp=1), grid(1), shapes="sometimes")

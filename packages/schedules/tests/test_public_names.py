@@ -54,7 +54,7 @@ FURTHER = {
     *("Recording", "Simulation", "Stage", "Timeline", "WithLoss"),
     *("fitting_schedules", "forward_backward_with_schedule"),
     *("find_schedule", "fresh_gradients", "u_shape_counts"),
-    *("ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
+    *("ReductionFailedError", "ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
     *("AnnouncedShapesError", "Aside", "Counter", "DataEndedError", "DeferralError", "DisagreementError", "Flow"),
     *("GradientError", "Hook", "Lane", "LossError", "LossScaleError", "MainGradError", "MessageHook", "MonitorError"),
     *("PlanFieldError", "PlanMismatchError", "Recorded", "ReductionError", "RuntimeArgumentError", "Span"),

@@ -16,7 +16,6 @@ from pipegrid.schedules.megatron import forward_backward_pipelining_with_interle
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
 from pipegrid.schedules.megatron.place import interleaved_proof
-from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.errors import P2PConfigError
@@ -304,7 +303,7 @@ def call(network, memory_communicator, **changes):
     ],
 )
 def test_bad_arguments_are_named(changes, message, network, memory_communicator):
-    with pytest.raises((StepArgumentError, AnnouncedShapesError, P2PConfigError), match=message):
+    with pytest.raises((StepArgumentError, P2PConfigError), match=message):
         call(network, memory_communicator, **changes)
     assert network.messages == 0
 

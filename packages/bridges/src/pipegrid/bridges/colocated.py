@@ -14,7 +14,7 @@ from attrs import frozen
 from torch.autograd.function import once_differentiable
 
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
+from pipegrid.bridges.errors import BridgeError, DestroyedError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
     BATCH,
@@ -248,10 +248,10 @@ class ColocatedBridgeCommunicator:
         one; for EQUAL everything.
 
         Raises:
-            LaneTotalsError: the batch is not divisible by ``scale``, or the dp sizes have no integer scale.
+            BridgeError: the batch is not divisible by ``scale``, or the dp sizes have no integer scale.
         """
         if self.scale is None or not self._by_slots:
-            raise LaneTotalsError(
+            raise BridgeError(
                 f"{self._label}: dp {self.src_dp_size} and dp {self.dest_dp_size} have no slices: neither divides the "
                 "other, or a rank is in two blocks of the batch; communicate() works all the same"
             )
@@ -263,7 +263,7 @@ class ColocatedBridgeCommunicator:
 
     def _check_divisible(self, batch_size: int) -> None:
         if self.scale is not None and batch_size % self.scale:
-            raise LaneTotalsError(f"{self._label}: a batch of {batch_size} is not divisible by scale {self.scale}")
+            raise BridgeError(f"{self._label}: a batch of {batch_size} is not divisible by scale {self.scale}")
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this rank's destination lane, from ``tensor`` of its source lane.
@@ -271,7 +271,7 @@ class ColocatedBridgeCommunicator:
         On fan-out and between equal lanes it may share memory with ``tensor``: do not change it in place.
 
         Raises:
-            LaneTotalsError: FAN_OUT by an integer scale that does not divide the batch.
+            BridgeError: FAN_OUT by an integer scale that does not divide the batch.
             ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
                 ``dim_mapping``: compared in the first call with each shape.
             CompletionError: a rank did not come before the deadline, or died; or the bridge was aborted.

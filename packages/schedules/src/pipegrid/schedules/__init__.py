@@ -174,8 +174,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "errors": "DataEndedError LossError PlanFieldError PlanMismatchError ReductionError RuntimeArgumentError "
-    "StageInputError StageOutputError StepArgumentError",
+    "errors": "AnnouncedShapesError DataEndedError DeferralError GradientError LossError LossScaleError MainGradError "
+    "PlanFieldError PlanMismatchError ReductionError ReductionFailedError ReductionPeerError ReductionTimeoutError "
+    "RuntimeArgumentError StageInputError StageOutputError StepArgumentError TyingError",
     "plan": "Lane Step actions_of",
     "generators": "UShapeCounts dualpipe_v_order forward_only_order gpipe_order interleaved_1f1b_order "
     "looped_bfs_order multi_module_1f1b_order one_f_one_b_order u_shape_order v_half_order v_min_order "
@@ -183,13 +184,12 @@ _LAZY = {
     "search": "Found Progress comparison_table",
     "simulate": "costs_from_json costs_to_json unit_costs",
     "timeline": "Aside Counter Flow Recorded Span Track scaled",
-    "gradients": "DeferralError GradientError LossScaleError LossScaler MainGradError ReductionTimeoutError "
-    "ReplicaError TiedParameters TyingError "
+    "gradients": "LossScaler ReplicaError TiedParameters "
     "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "
     "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "
     "scale_loss tie_parameters tied_stages "
     "unscale_gradients_ zero_main_grads",
-    "megatron": "AnnouncedShapesError WithLoss backward_step check_first_val_step convert_schedule_table_to_order "
+    "megatron": "WithLoss backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "

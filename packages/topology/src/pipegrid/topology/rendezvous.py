@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
-from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
+from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -68,16 +68,15 @@ def meet(
         step: the verb of the error: what the missing ranks did not do.
 
     Raises:
-        GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn
-            from then, so the same members can try again.
-        GroupStoreError: the store did not answer.
+        GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn from
+            then, so the same members can try again; the store did not answer.
     """
     limit = timeout.total_seconds() + _GRACE
     calls = BoundedCalls(f"pipegrid meeting {label}", patience=0.0)
     try:
         return calls.run(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit)
     except SilentStoreError as error:
-        raise GroupStoreError(
+        raise GroupCreationTimeoutError(
             f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
             "of the default process group did not answer"
         ) from error

@@ -22,7 +22,7 @@ from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type:
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.topology.errors import GroupSpecError
+from pipegrid.topology.errors import GridError
 
 _c10d: Any = distributed_c10d
 
@@ -46,7 +46,7 @@ def resolve_backend(backend: str | None) -> str:
         # MPI creates groups only with all ranks of the world, not among members alone.
         if name == dist.Backend.MPI or (name != dist.Backend.UNDEFINED and not dist.is_backend_available(name)):
             known = [one for one in dist.Backend.backend_list if one != dist.Backend.MPI]
-            raise GroupSpecError(f"the backend {backend!r} does not serve groups here; the known ones are {known}")
+            raise GridError(f"the backend {backend!r} does not serve groups here; the known ones are {known}")
     return str(dist.Backend(backend))
 
 
@@ -245,7 +245,7 @@ def describe_options(options: Any, *, depth: int = 0) -> str:
     if options is None:
         return "-"
     if depth > _DEEPEST or isinstance(options, (bool, int, float, str, list, tuple, dict, Tensor)):
-        raise GroupSpecError(f"pg_options is or holds {options!r:.60}; it must be a backend's options, or None")
+        raise GridError(f"pg_options is or holds {options!r:.60}; it must be a backend's options, or None")
     parts = []
     for name in sorted(dir(options)):
         if name.startswith("_") or name in _SET_BY_TORCH:

@@ -23,7 +23,7 @@ from pipegrid.bridges.bridge.tensor import TensorExchange
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring, boundary_sides, group_spec
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, NoBackwardError, WrongSideError
+from pipegrid.bridges.errors import BridgeError, DestroyedError
 from pipegrid.bridges.reshard import (
     AUTO_LEADER_BYTES,
     Choice,
@@ -105,8 +105,8 @@ class BridgeCommunicator:
             others, so that one batch can span them, and gives them to `attach`.
 
     Raises:
-        UndeclaredDimError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name.
-        LaneTotalsError: lanes of the two sides that hold different numbers of samples.
+        BridgeError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name; lanes of
+            the two sides that hold different numbers of samples.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class BridgeCommunicator:
         if is_in(here, self.rank):
             return False
         elsewhere = f"the side of {other.name!r}" if is_in(there, self.rank) else "neither"
-        raise WrongSideError(
+        raise BridgeError(
             f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
             f"on {elsewhere}"
         )
@@ -273,10 +273,9 @@ class BridgeCommunicator:
                 each of them). ``Packed(tensor, samples)`` says the same.
 
         Raises:
-            WrongSideError: this rank is not in the source grid.
-            NoBackwardError: the tensor requires grad and the edge has no backward.
-            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
-                fixed shapes, not the shape and dtype that were agreed.
+            BridgeError: this rank is not in the source grid; the tensor requires grad and the edge has no backward.
+            ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with fixed
+                shapes, not the shape and dtype that were agreed.
         """
         if (self._destroyed or not self.is_source) and not self._takes_part("source", "send_forward"):
             return None
@@ -297,9 +296,8 @@ class BridgeCommunicator:
         Of a payload, a tree of gradients, with None for leaves without.
 
         Raises:
-            WrongSideError: this rank is not in the destination grid.
-            NoBackwardError: the edge has no backward.
-            PendingGradientError: no activation is waiting for a gradient.
+            BridgeError: this rank is not in the destination grid; the edge has no backward; no activation is waiting
+                for a gradient.
             ShapeError: not the shape of that activation.
         """
         if not self._takes_part("destination", "send_backward"):
@@ -311,8 +309,8 @@ class BridgeCommunicator:
         """Start receiving the gradient of the oldest activation that has none yet.
 
         Raises:
-            WrongSideError, NoBackwardError: as `isend_backward`.
-            PendingGradientError: no activation was sent.
+            BridgeError: as `isend_backward`.
+            BridgeError: no activation was sent.
         """
         if not self._takes_part("source", "recv_backward"):
             return None
@@ -398,7 +396,7 @@ class BridgeCommunicator:
         """Send an activation and receive a gradient, which may be of an earlier one; both are posted before any wait.
 
         Raises:
-            NoBackwardError: the edge has no backward; nothing is sent then.
+            BridgeError: the edge has no backward; nothing is sent then.
         """
         if self.is_source:
             self._require_backward("send_forward_recv_backward")
@@ -424,7 +422,7 @@ class BridgeCommunicator:
     def _require_backward(self, verb: str) -> None:
         if not self.carries_gradients:
             why = "which its plan does not use" if self.backward else "being declared without backward"
-            raise NoBackwardError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+            raise BridgeError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
 
 
 def _exchanged(sending: Handle | None, receiving: ReceiveHandle | None) -> Any:

@@ -16,7 +16,7 @@ from pipegrid.bridges.bridge.shape_exchange import Announcement, PlanPair, Shape
 from pipegrid.bridges.bridge.structure import Axes, Leaf, Packed, Whole, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import PayloadWiring
-from pipegrid.bridges.errors import NoBackwardError, ShapeError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import Choice, RankPart
 from pipegrid.bridges.steps import pack
 from pipegrid.transport.edge import Direction
@@ -142,7 +142,7 @@ class PayloadExchange:
             found = kind_of(value if tensor is None else tensor)
             raise ShapeError(f"{where} is {found}; the edge declares {leaf.declared}")
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
-            raise NoBackwardError(f"{where} requires grad, but it was declared without gradient; detach it")
+            raise BridgeError(f"{where} requires grad, but it was declared without gradient; detach it")
         samples = value.samples if isinstance(value, Packed) else None
         if samples is not None and leaf.lifted:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from attrs import define, field
 
 from pipegrid.bridges.bridge.receive import BridgeReceive
-from pipegrid.bridges.errors import PendingGradientError
+from pipegrid.bridges.errors import BridgeError
 
 Activation = TypeVar("Activation")
 Plans = TypeVar("Plans")
@@ -60,11 +60,11 @@ class PendingGradients(Generic[Activation]):
         """The activation that the next gradient belongs to.
 
         Raises:
-            PendingGradientError: no gradient is due.
+            BridgeError: no gradient is due.
         """
         found = self._waiting[0] if self._waiting else self.first
         if found is None:
-            raise PendingGradientError(f"{self.call}: no {self.what} waits for its gradient")
+            raise BridgeError(f"{self.call}: no {self.what} waits for its gradient")
         return found
 
     def answer(self) -> None:

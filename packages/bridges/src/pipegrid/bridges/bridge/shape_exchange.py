@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.errors import LaneTotalsError, ShapeError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.bridges.steps import require_summed
@@ -180,7 +180,7 @@ class ShapeExchange:
 
         Raises:
             ShapeError: the shape is not the declared one, or partial sums are of a dtype that is not added up.
-            LaneTotalsError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
+            BridgeError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
         """
         src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
         if self.wiring.reductions:
@@ -195,7 +195,7 @@ class ShapeExchange:
             declares = src.lane_weights or dst.lane_weights
             if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != lane_bounds(lanes * rows, parts):
                 taken = lane_sizes(lanes * rows, parts)
-                raise LaneTotalsError(
+                raise BridgeError(
                     f"{self.name}: a batch of {lanes * rows} gives lanes of {taken}, some from two source lanes; "
                     f"declare src_lanes={(rows,) * lanes} and dest_lanes={taken}"
                 )
@@ -219,7 +219,7 @@ class ShapeExchange:
 
         Raises:
             ShapeError: as `check`, or samples that do not fit the shape.
-            LaneTotalsError: as `check`.
+            BridgeError: as `check`.
         """
         self.check(announced)
         plans = self.plans({self.wiring.rank: announced})

@@ -18,7 +18,7 @@ from pipegrid.bridges.bridge.receive import BridgeSend, Landed, PostedReceives
 from pipegrid.bridges.bridge.shape_exchange import Announcement, PlanPair, ShapeExchange
 from pipegrid.bridges.bridge.structure import Packed, kind_of
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.errors import CompletionError, NoBackwardError, ShapeError
+from pipegrid.bridges.errors import BridgeError, CompletionError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import broadcast_text
 from pipegrid.topology.fields import Index, checked
@@ -124,7 +124,7 @@ class TensorExchange:
         if self._comm_dtype is not None and not tensor.is_floating_point():
             raise ShapeError(f"{self.name} travels as {self._comm_dtype}, which rounds {tensor.dtype} values")
         if tensor.requires_grad and not self.backward:
-            raise NoBackwardError(f"{self.name} was declared without backward, but the tensor requires grad; detach it")
+            raise BridgeError(f"{self.name} was declared without backward, but the tensor requires grad; detach it")
         announced = Announcement.of(tensor, samples)
         if self._announced is not None and not self.variable and announced != self._announced:
             raise ShapeError(

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from attrs import evolve, frozen
 
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.bridges.errors import LaneTotalsError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.topology import GroupSpec, lane_sizes
 from pipegrid.transport.edge import Direction, Edge
@@ -182,7 +182,7 @@ def boundary_sides(
     Where the source alone declares its data lanes, those of the destination are `lane_sizes`.
 
     Raises:
-        LaneTotalsError: the two sides declare different numbers of samples, or a lane of the destination has none.
+        BridgeError: the two sides declare different numbers of samples, or a lane of the destination has none.
     """
     ends: tuple[End, End] = ("source", "destination")
     src, dst = (
@@ -191,7 +191,7 @@ def boundary_sides(
     )
     given, wanted = src.lane_weights, dst.lane_weights
     if len({sum(declared) for declared in (given, wanted) if declared is not None}) > 1 or not all(wanted or ()):
-        raise LaneTotalsError(
+        raise BridgeError(
             f"{src.name} > {dst.name}: src_lanes {given} and dest_lanes {wanted} must hold the same batch, and each "
             "destination lane some of it"
         )
@@ -215,14 +215,14 @@ def checked_traffic(traffic: Iterable[tuple[Edge, Direction]] | None, edges: Ite
     """The edges and directions that a plan uses, as a set.
 
     Raises:
-        StageError: an edge that is not among ``edges``.
+        BridgeError: an edge that is not among ``edges``.
     """
     if traffic is None:
         return None
     found, known = frozenset(traffic), sorted(edges)
     unknown = sorted({edge for edge, _ in found} - set(known))
     if unknown:
-        raise StageError(
+        raise BridgeError(
             f"traffic has edges {', '.join(map(str, unknown))}; the stages are joined by {', '.join(map(str, known))}"
         )
     return found

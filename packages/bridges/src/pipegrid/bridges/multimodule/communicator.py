@@ -16,7 +16,7 @@ from pipegrid.bridges.bridge import (
     renew_lanes,
 )
 from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.errors import BridgeError, DestroyedError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import EdgeOptions, module_graph, total_pipeline_stages
@@ -77,9 +77,8 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
 
     Raises:
         ModuleGraphError: a cycle, an unknown module, a module without a grid.
-        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
-            backward.
-        BridgeError: as `BridgeCommunicator`.
+        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
+            backward; as `BridgeCommunicator`.
     """
 
     exchanges = True
@@ -141,7 +140,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         """Values by module, checked to name modules of the graph."""
         named = dict(given or {})
         if unknown := sorted(set(named) - set(self.module_to_grid_map)):
-            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+            raise BridgeError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
 
     def _build_bridge_comms(self) -> None:
@@ -510,7 +509,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
-                raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
+                raise BridgeError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
         # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
         with self.lanes.batch(by_lane=True) if send and receive else self.batch():
             sending = send() if send else []
@@ -521,7 +520,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
 
     @cached_property
     def _dicts(self) -> DictExchange:
-        """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
+        """The exchange by module; `BridgeError` on all ranks where some rank cannot take part in one."""
         self._edges.require_dicts()
         return DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
 
@@ -532,9 +531,9 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             raise self._not_on(edge)
         return self._inner[edge]
 
-    def _not_on(self, edge: Edge) -> StageError:
+    def _not_on(self, edge: Edge) -> BridgeError:
         known = ", ".join(map(str, self.graph.stage_edges))
-        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
+        return BridgeError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
 
     def _require_alive(self) -> None:
         if self._destroyed:

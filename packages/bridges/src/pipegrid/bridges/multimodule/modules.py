@@ -8,7 +8,7 @@ from typing import Any
 from attrs import asdict, filters, frozen
 
 from pipegrid.bridges.bridge.structure import Declared, checked_structure
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.reshard import (
     AUTO_LEADER_BYTES,
@@ -109,5 +109,5 @@ def total_pipeline_stages(
     among = list(grids) if module_name is None else [module_name]
     holding = [name for name in among if name in grids and is_in(grids[name], rank)]
     if not holding:
-        raise StageError(f"rank {rank} is in none of the modules {among}")
+        raise BridgeError(f"rank {rank} is in none of the modules {among}")
     return max(before[name] + place_of(grids[name], rank) + 1 for name in holding)

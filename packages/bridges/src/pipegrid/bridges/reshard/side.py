@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import merge
 from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
 
@@ -139,7 +139,7 @@ class SideDim:
     placement: Placement
 
 
-@frozen(slots=False, field_transformer=checked_fields(LaneTotalsError))
+@frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class Side:
     """The ranks of one side of a boundary and what each holds.
 
@@ -160,7 +160,7 @@ class Side:
     def __attrs_post_init__(self) -> None:
         weights = self.lane_weights
         if weights is not None and (len(weights) != self.num_lanes or not any(weights)):
-            raise LaneTotalsError(
+            raise BridgeError(
                 f"side {self.name!r} has {self.num_lanes} data lanes and lane sizes {weights}; give one each, not all 0"
             )
 
@@ -191,7 +191,7 @@ class Side:
         """Which part of ``axis`` the rank holds (major first).
 
         Raises:
-            WrongSideError: the rank is not on the side.
+            BridgeError: the rank is not on the side.
         """
         coords = self._coords_at(rank)
         index = 0
@@ -201,12 +201,12 @@ class Side:
         return index
 
     def lane_of(self, rank: int) -> int:
-        """The data lane of the rank; `WrongSideError` where it is not on the side."""
+        """The data lane of the rank; `BridgeError` where it is not on the side."""
         return self.shard_of(rank, BATCH)
 
     def _coords_at(self, rank: int) -> tuple[int, ...]:
         if rank not in self.coords_of:
-            raise WrongSideError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
+            raise BridgeError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
         return self.coords_of[rank]
 
     @cached_property
@@ -221,7 +221,7 @@ class Side:
         """The shard index of the rank along each of `axes`.
 
         Raises:
-            WrongSideError: the rank is not on the side.
+            BridgeError: the rank is not on the side.
         """
         self._coords_at(rank)
         return tuple(self.shard_of(rank, axis) for axis in self.axes)
@@ -325,15 +325,15 @@ def boundary_side(
     ``stage_dim`` where it is not the last or the first (stages placed as a V).
 
     Raises:
-        UndeclaredDimError: a dim of more than one rank that neither ``placements`` nor the defaults name.
-        LaneTotalsError: not one weight for each data lane.
+        BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name; not one weight for
+            each data lane.
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end
     grid = as_grid(grid, f"the grid of side {name!r}")
     placements = placements or {}
     if unknown := sorted(set(placements) - set(grid.dim_names)):
-        raise UndeclaredDimError(f"side {name!r} has placements of dims {unknown}; its dims are {list(grid.dim_names)}")
+        raise BridgeError(f"side {name!r} has placements of dims {unknown}; its dims are {list(grid.dim_names)}")
     depth = dim_size(grid, stage_dim)
     if stage is None:
         stage = depth - 1 if end == "source" else 0
@@ -347,7 +347,7 @@ def boundary_side(
             base += stride * stage
         elif size > 1:
             if dim not in known:
-                raise UndeclaredDimError(
+                raise BridgeError(
                     f"side {name!r}: what its ranks along dim {dim!r} (size {size}) hold is not declared; give "
                     f"placements={{{dim!r}: Sharded('b')}} for data lanes, Replicated() for copies, Partial() for sums"
                 )

@@ -20,7 +20,7 @@ from pipegrid.bridges.bridge import (
     renew_lanes,
 )
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
+from pipegrid.bridges.errors import BridgeError, DestroyedError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
@@ -70,7 +70,7 @@ class VTPCommunicator(LaneCommunicator):
         traffic: the edges and directions that the plan uses (`Plan.traffic`); other lanes are not opened. None: all.
 
     Raises:
-        VTPTopologyError: the world does not fit the topology, or this rank has no place in it.
+        BridgeError: the world does not fit the topology, or this rank has no place in it.
         P2PConfigError: settings that contradict each other, the topology or the device.
         P2PTimeoutError: a rank did not come.
     """
@@ -86,7 +86,7 @@ class VTPCommunicator(LaneCommunicator):
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
     ) -> None:
         if not isinstance(topology, VTPTopology):
-            raise VTPTopologyError(f"topology is {shown(topology)}; it must be a VTPTopology")
+            raise BridgeError(f"topology is {shown(topology)}; it must be a VTPTopology")
         self.topology, self.label = topology, label
         self.rank = dist.get_rank()
         topology.check_world(dist.get_world_size())
@@ -207,7 +207,7 @@ class VTPCommunicator(LaneCommunicator):
         traffic = self._traffic.get(edge)
         used = () if traffic is None else traffic.traffic.wiring.directions
         if traffic is None or direction not in used or traffic.boundary.sends(self.rank, direction) is not sends:
-            raise StageError(
+            raise BridgeError(
                 f"rank {self.rank}, of stages {self.stages}, does not {'send' if sends else 'receive'} "
                 f"{direction.name.lower()} along edge {edge}: it has {[*map(str, self._traffic)]}, less what traffic= "
                 "leaves out"
@@ -314,7 +314,7 @@ class VTPCommunicator(LaneCommunicator):
 
         Raises:
             P2PConfigError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
-            StageError: nothing comes here: stage 0 without a ring.
+            BridgeError: nothing comes here: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
         return (receive.tensor, {_ARRIVES[_F]: receive}) if async_op else receive.result()
@@ -341,7 +341,7 @@ class VTPCommunicator(LaneCommunicator):
 
     def _there(self, edge: Edge | None, what: str) -> Edge:
         if edge is None:
-            raise StageError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
+            raise BridgeError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
         return edge
 
     def _settings(self, config: Any) -> P2PConfig:

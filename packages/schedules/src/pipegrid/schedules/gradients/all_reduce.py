@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.schedules.errors import ReductionFailedError
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, lost_ranks
 from pipegrid.transport.streams import has_streams
 
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor
 
 _REDUCTION = "a reduction of gradients"
-
-
-class ReductionTimeoutError(RuntimeError):
-    """A collective over gradients did not end within the deadline."""
-
-
-class ReductionPeerError(RuntimeError):
-    """A collective over gradients failed in its backend: a rank of its group has ended or closed its connection."""
 
 
 @frozen
@@ -43,20 +36,20 @@ class Waiting:
         """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``.
 
         Raises:
-            ReductionTimeoutError: past the deadline.
-            ReductionPeerError: the backend lost a rank of the group; on a device, also that of a collective before.
+            ReductionFailedError: past the deadline; the backend lost a rank of the group; on a device, also that of a
+                collective before.
             JobFailedError: with a monitor: another rank failed, or its deadline passed.
         """
         failed = self._finish(work, group, on_device=has_streams(tensor.device))
         if failed is None:
             return
         if failed.why == "late":
-            raise ReductionTimeoutError(
+            raise ReductionFailedError(
                 f"{_REDUCTION} did not end within the deadline of {self.deadline:.3g} s: one of the other ranks of "
                 f"{_ranks(group)} has not joined it; rebuild the process groups before the next step"
             )
         who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
-        raise ReductionPeerError(f"{_REDUCTION} failed: {who}({failed.text})") from failed.error
+        raise ReductionFailedError(f"{_REDUCTION} failed: {who}({failed.text})") from failed.error
 
     def _finish(self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool) -> NotDone | None:
         earlier = device_collectives.failed()

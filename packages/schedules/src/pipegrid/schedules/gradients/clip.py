@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of, mesh_ranks
-from pipegrid.schedules.gradients.lanes import GradientError, device_of, groups_of, ranks_of, require_groups
+from pipegrid.schedules.gradients.lanes import device_of, groups_of, ranks_of, require_groups
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
 from pipegrid.topology.fields import Rule, checked
 
@@ -57,7 +58,7 @@ def clip_grad_norm_(
     Raises:
         GradientError: a norm that is not positive; a missing group; a DTensor with partial gradients, or over some of
             the data lanes.
-        ReductionTimeoutError: past the deadline.
+        ReductionFailedError: past the deadline.
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
 from pipegrid.topology.fields import shown
 from pipegrid.transport.control.opening import resolve_device
-
-
-class GradientError(ValueError):
-    """Gradients cannot be reduced or clipped with these arguments."""
 
 
 def collection_of(collections: Any, name: str) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
-from pipegrid.schedules.plan import Action, ActionKind, Plan, actions_of, step_text
+from pipegrid.schedules.plan import Action, ActionKind, Plan, actions_of, load_json, step_text
 from pipegrid.schedules.plan.actions import parse_action
 from pipegrid.schedules.plan.csv import with_peer
 from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, dataflow_of
@@ -46,10 +46,7 @@ def orders_from_json(text: str) -> Orders:
     Raises:
         PlanError: text that is not such a document; the ``path`` of a `PlanFieldError` leads to the part.
     """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"orders are JSON: {error}") from None
+    document = load_json(text)
     if not isinstance(document, dict) or not isinstance(document.get("ranks"), list) or not document["ranks"]:
         raise PlanFieldError('orders are an object with "ranks", a list of the steps of each rank', path="ranks")
     if unknown := document.keys() - {"ranks", "placement"}:
@@ -75,8 +72,8 @@ def orders_from_json(text: str) -> Orders:
 def is_orders(text: str) -> bool:
     """Whether ``text`` is a document of orders, right or wrong: a JSON object with ``ranks``."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = load_json(text)
+    except PlanError:
         return False
     return isinstance(document, dict) and "ranks" in document
 

@@ -6,7 +6,6 @@ from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_
 from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed, required_ties
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction, reduce_gradients
 from pipegrid.schedules.gradients.reduction.replicas import ReplicaError, require_equal_replicas
-from pipegrid.schedules.gradients.reduction.tie_groups import TyingError
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, tie_parameters, tied_stages
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "GradientReduction",
     "ReplicaError",
     "TiedParameters",
-    "TyingError",
     "gradient_policy",
     "last_backwards",
     "observed",

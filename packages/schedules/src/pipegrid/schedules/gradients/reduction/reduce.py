@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, mesh_ranks
 from pipegrid.schedules.gradients.lanes import (
-    GradientError,
     collections_by_name,
     described,
     device_of,
@@ -79,7 +79,7 @@ def reduce_gradients(
         GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the data lanes,
             several modules without ``loss_lanes``, a group that is missing, a tied parameter that no ``REDUCE`` has
             summed. Nothing is sent then.
-        ReductionTimeoutError: past the deadline; gradients are undefined then, as partial sums may be among them.
+        ReductionFailedError: past the deadline; gradients are undefined then, as partial sums may be among them.
     """
     for name in dict.fromkeys(name for name, _ in named_modules(modules)):
         require_groups(collections, name)

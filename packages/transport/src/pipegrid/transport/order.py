@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-from pipegrid.transport.errors import P2PConfigError
-
 Line: TypeAlias = Literal["rank", "group", "pair", "none"]
 """What shares a line: all that a rank launches, that of one group, of one pair of ranks of a group, or nothing."""
 
@@ -57,14 +55,3 @@ ORDER_MODELS = {
     )
 }
 """The order model of each kind of backend, by name."""
-
-
-def order_model(name: str) -> OrderModel:
-    """The order model of that name.
-
-    Raises:
-        P2PConfigError: there is none.
-    """
-    if name not in ORDER_MODELS:
-        raise P2PConfigError(f"{name!r} is no order model; there are {', '.join(ORDER_MODELS)}")
-    return ORDER_MODELS[name]

@@ -17,7 +17,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from pipegrid.schedules.search.chain import Chain, Objective, Orders
+from pipegrid.schedules.search.network import Network, Objective, Orders
 from pipegrid.schedules.search.patterns import Pattern
 
 NEVER = float("inf")
@@ -36,7 +36,7 @@ class Squeeze:
     patience: float
 
 
-def squeezes(chain: Chain) -> Iterator[Squeeze]:
+def squeezes(chain: Network) -> Iterator[Squeeze]:
     """The ways to squeeze that `search` tries, the most promising first."""
     even = len(set(chain.duration)) == 1 and not any(chain.lag)
     half, whole = max(1, chain.num_positions // 2), chain.num_positions
@@ -49,7 +49,7 @@ def squeezes(chain: Chain) -> Iterator[Squeeze]:
 
 
 def squeezed(
-    chain: Chain, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan", below: float = NEVER
+    chain: Network, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan", below: float = NEVER
 ) -> tuple[float, Orders] | None:
     """The value and the orders; None if the value is not ``below``, or passes out of turn use up the memory."""
     table = _Table(chain, pattern, squeeze)
@@ -99,7 +99,7 @@ class _Position:
         "warmup",
     )
 
-    def __init__(self, chain: Chain, number: int) -> None:
+    def __init__(self, chain: Network, number: int) -> None:
         self.number, self.passes = number, chain.passes_at[number]
         self.forwards = [one for one in reversed(self.passes) if one < chain.num_stages]
         self.backwards = [one for one in self.passes if one >= chain.num_stages]
@@ -113,7 +113,7 @@ class _Position:
 class _Table:
     """Per pass: its arrivals, the microbatches done, the date of the next; and the choice of the next pass."""
 
-    def __init__(self, chain: Chain, pattern: Pattern, squeeze: Squeeze) -> None:
+    def __init__(self, chain: Network, pattern: Pattern, squeeze: Squeeze) -> None:
         passes, count = 2 * chain.num_stages, chain.num_microbatches
         self.squeeze, self.count, self.stages, self.passes = squeeze, count, chain.num_stages, passes
         self.duration, self.lag, self.held, self.limit = chain.duration, chain.lag, chain.held, chain.limit

@@ -12,10 +12,10 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.anneal import anneal
 from pipegrid.schedules.search.block_scheduler import squeezed, squeezes
-from pipegrid.schedules.search.chain import Objective, Orders, as_chain
+from pipegrid.schedules.search.bounds import lower_bound
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named, planned, problems
-from pipegrid.schedules.search.network import as_network
+from pipegrid.schedules.search.network import Objective, Orders, as_network
 from pipegrid.schedules.search.patterns import patterns
 from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import GivenCosts
@@ -157,10 +157,8 @@ class _Search:
 
     def __init__(self, problem: Problem, objective: Objective, effort: float) -> None:
         self.problem, self.objective = problem, objective
-        self.chain = as_chain(problem)
-        network = as_network(problem)
-        self.operable = network if self.chain is None else self.chain
-        self.bound = max(one.lower_bound(objective) for one in (network, self.operable))
+        self.network = as_network(problem)
+        self.bound = lower_bound(self.network, objective)
         operations = 3 * problem.graph.num_stages * problem.num_microbatches
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
@@ -207,7 +205,7 @@ class _Search:
         self.starts.setdefault(tuple(map(tuple, orders)), (value, origin))
 
     def _offer_orders(self, orders: Orders, origin: str) -> None:
-        entries: list[Entries] = [[self.operable.action(operation) for operation in order] for order in orders]
+        entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
         for written in (entries, with_whole_backwards(entries)):
             self._offer(candidate(origin, planned(self.problem, written), self.problem))
 
@@ -220,9 +218,9 @@ class _Search:
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
-                orders = self.operable.orders_of(entry.plan)
-                if all(map(self.operable.keeps_to_limit, orders)):
-                    timing = self.operable.timed(orders, self.objective)
+                orders = self.network.orders_of(entry.plan)
+                if all(map(self.network.keeps_to_limit, orders)):
+                    timing = self.network.timed(orders, self.objective)
                     if timing is not None:  # a frozen module may be farther ahead than its queue is long
                         self._start(timing.value, orders, entry.origin)
                 if source is listed:
@@ -233,14 +231,13 @@ class _Search:
 
     def _from_patterns(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
         """Each pattern squeezed in two ways, the best in all ways; first for few microbatches where there are many."""
-        if self.chain is None:
+        if not self.network.is_chain:
             return
-        found = patterns(self.chain)
+        found = patterns(self.network)
         if not found:
             return
-        few = min(self.problem.num_microbatches, max(2 * self.chain.num_positions, 24))
-        chain = as_chain(self.problem, few)
-        assert chain is not None
+        few = min(self.problem.num_microbatches, max(2 * self.network.num_positions, 24))
+        chain = as_network(self.problem, few)
         cost = SQUEEZED * chain.num_operations
         ways = list(squeezes(chain))
         share = max(self.budget / 3, self.spent + 40 * cost)
@@ -261,14 +258,14 @@ class _Search:
                     self.spent += cost
                     if result is not None:
                         kept.append((result[0], pattern, way))
-                        if chain.num_microbatches == self.chain.num_microbatches:
+                        if chain.num_microbatches == self.network.num_microbatches:
                             self._start(result[0], result[1], "pattern")
                 yield
                 if self.spent >= ends and len(kept) >= ANNEALED:
                     break
-        if chain.num_microbatches != self.chain.num_microbatches:
+        if chain.num_microbatches != self.network.num_microbatches:
             for _, pattern, way in sorted(kept)[: 2 * ANNEALED]:
-                result = squeezed(self.chain, found[pattern], ways[way], objective=self.objective)
+                result = squeezed(self.network, found[pattern], ways[way], objective=self.objective)
                 self.spent += SQUEEZED * self.operations
                 if result is not None:
                     self._start(result[0], result[1], "pattern")
@@ -279,8 +276,8 @@ class _Search:
 
     def _from_all_orders(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
         """All orders, where costs are equal and positions few."""
-        chain = self.chain
-        if chain is None or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):
+        chain = self.network
+        if not chain.is_chain or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):
             return
         assert self.best is not None
         states = int((self.budget - self.spent) / 2 / STATE)
@@ -296,7 +293,7 @@ class _Search:
 
     def _improve(self, clock: _Clock) -> Iterator[None]:
         """The best few orders, improved; then the best of them once more, with the rest of the effort."""
-        duration = sum(self.operable.duration) / len(self.operable.duration)
+        duration = sum(self.network.duration) / len(self.network.duration)
         chosen = self._best_starts(ANNEALED)
         for index, start in enumerate([*chosen, None]):
             value, orders, origin = self._best_starts(1)[0] if start is None else start
@@ -325,7 +322,7 @@ class _Search:
             return clock.stop() or best <= self.bound * (1 + 1e-9)
 
         found = anneal(
-            self.operable,
+            self.network,
             orders,
             objective=self.objective,
             tries=tries,

@@ -5,40 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.anneal import anneal
 from pipegrid.schedules.search.block_scheduler import squeezed, squeezes
 from pipegrid.schedules.search.bounds import lower_bound
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
-from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named, planned, problems
+from pipegrid.schedules.search.greedy import Found, candidate, listed, named, planned, problems
 from pipegrid.schedules.search.network import Objective, Orders, as_network
 from pipegrid.schedules.search.patterns import patterns
 from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import GivenCosts
 from pipegrid.topology.fields import Amount, Count, checked_arguments
-
-
-@frozen
-class Found:
-    """``plan`` of computes, with its figures in simulation.
-
-    ``origin``: the schedule or method it comes from. ``bound``: the objective of no plan on this placement is less.
-    ``optimal``: whether that, or a search of all orders, proves the plan the best on its placement. ``complete``:
-    False if the time limit, or the caller, stopped the search.
-    """
-
-    plan: Plan
-    origin: str
-    makespan: float
-    span: float
-    peak: float
-    bound: float
-    optimal: bool
-    complete: bool
 
 
 @frozen
@@ -147,7 +127,7 @@ class _Clock:
             self.stopped = True
 
 
-def value_of(entry: Candidate, objective: Objective) -> float:
+def value_of(entry: Found, objective: Objective) -> float:
     """The objective of a candidate."""
     return entry.makespan if objective == "makespan" else entry.span
 
@@ -163,7 +143,7 @@ class _Search:
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
         self.spent = 0.0
-        self.best: Candidate | None = None
+        self.best: Found | None = None
         self.proved = False
         # Distinct orders, each with its value and origin.
         self.starts: dict[tuple[tuple[int, ...], ...], tuple[float, str]] = {}
@@ -174,11 +154,7 @@ class _Search:
 
     def found(self, *, complete: bool) -> Found:
         assert self.best is not None
-        best = self.best
-        optimal = self.proved or value_of(best, self.objective) <= self.bound * (1 + 1e-9)
-        return Found(
-            best.plan, best.origin, best.makespan, best.span, best.peak, self.bound, optimal=optimal, complete=complete
-        )
+        return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
         for step in (self._from_schedules, self._from_patterns, self._from_all_orders, self._improve):
@@ -194,7 +170,7 @@ class _Search:
     def _is_done(self) -> bool:
         return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
 
-    def _offer(self, entry: Candidate | None) -> None:
+    def _offer(self, entry: Found | None) -> None:
         if entry is None:
             return
         key = (value_of(entry, self.objective), entry.peak)

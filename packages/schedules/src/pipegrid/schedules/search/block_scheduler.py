@@ -49,9 +49,9 @@ def squeezes(chain: Network) -> Iterator[Squeeze]:
 
 
 def squeezed(
-    chain: Network, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan", below: float = NEVER
+    chain: Network, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan"
 ) -> tuple[float, Orders] | None:
-    """The value and the orders; None if the value is not ``below``, or passes out of turn use up the memory."""
+    """The value and the orders; None if passes out of turn use up the memory."""
     table = _Table(chain, pattern, squeeze)
     positions = [_Position(chain, number) for number in range(chain.num_positions)]
     events = [(0.0, at.number) for at in positions]
@@ -71,11 +71,7 @@ def squeezed(
             continue
         end = run(at, number, now)
         left -= 1
-        reached = end if makespan else end - at.first
-        if reached > value:
-            value = reached
-            if value >= below:
-                return None
+        value = max(value, end if makespan else end - at.first)
         heapq.heappush(events, (end, place))
         if number + 1 < passes and position_of[number + 1] != place:
             heapq.heappush(events, (end + lag[number + 1], position_of[number + 1]))

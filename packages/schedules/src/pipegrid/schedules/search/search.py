@@ -157,8 +157,8 @@ class _Search:
         return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        for step in (self._from_schedules, self._from_patterns, self._from_all_orders, self._improve):
-            for _ in step(clock):
+        for step in (self._from_schedules(), self._from_patterns(), self._from_all_orders(), self._improve(clock)):
+            for _ in step:
                 clock.tell()
                 if clock.stop():
                     return
@@ -187,7 +187,7 @@ class _Search:
 
     # The four steps; each yields after a piece of work.
 
-    def _from_schedules(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002 -- the steps have one signature
+    def _from_schedules(self) -> Iterator[None]:
         """The named schedules, and the list schedules: one where all would take more than a quarter of the effort."""
         one_module = len(self.problem.graph.modules) == 1
         few = LISTED * self.operations <= self.budget / 4
@@ -205,7 +205,7 @@ class _Search:
                 if source is listed and not few and (one_module or self.spent >= self.budget / 3):
                     break
 
-    def _from_patterns(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
+    def _from_patterns(self) -> Iterator[None]:
         """Each pattern squeezed in two ways, the best in all ways; first for few microbatches where there are many."""
         if not self.network.is_chain:
             return
@@ -250,7 +250,7 @@ class _Search:
             self._offer_orders(orders, origin)
             yield
 
-    def _from_all_orders(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
+    def _from_all_orders(self) -> Iterator[None]:
         """All orders, where costs are equal and positions few."""
         chain = self.network
         if not chain.is_chain or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):

@@ -5,8 +5,11 @@ from pipegrid.schedules.search.greedy import Found, candidates, greedy
 from pipegrid.schedules.search.network import Objective
 from pipegrid.schedules.search.search import Progress, search
 
+Candidate = Found  # the older name
+
 __all__ = [
     "COMPARED",
+    "Candidate",
     "Found",
     "Objective",
     "Progress",

@@ -71,7 +71,7 @@ FURTHER = {
     "finish_embedding_wgrad_compute",
     *("forward_step", "forward_step_calc_loss", "get_pp_rank_microbatches", "get_schedule_table"),
     *("get_tensor_shapes", "position_of", "scale_loss", "scaled", "set_current_microbatch", "tied_stages"),
-    *("unit_costs", "unscale_gradients_", "multi_module_1f1b_order", "one_f_one_b_order", "zero_bubble_v_order"),
+    *("unit_costs", "unscale_gradients_"),
 }
 
 

@@ -6,9 +6,10 @@ manifest and reads plain bytes.
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -29,24 +30,57 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from pipegrid.training.checkpoint.stored import archive
-from pipegrid.training.checkpoint.stored.manifest import Chunk, Manifest, checksum_of
-from pipegrid.training.checkpoint.stored.plain import dtype_of
+from pipegrid.training.checkpoint.stored.manifest import Chunk, Manifest, TensorEntry, checksum_of
+from pipegrid.training.checkpoint.stored.plain import dtype_name, dtype_of
 from pipegrid.training.errors import CheckpointError
 
 METADATA = ".metadata"
 """The file with torch's own metadata; never read here."""
 
-Places = dict[MetadataIndex, Any]
-"""Where the boxes are: each with ``relative_path``, ``offset`` and ``length``."""
+Box = tuple[WriteItem, Tensor]
+"""A box of a named tensor, as torch's planner has it, and the memory with its values."""
+
+
+def items_of(tensors: Mapping[str, Tensor]) -> list[WriteItem]:
+    """The boxes of this rank: each tensor whole, or the part of a DTensor."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors))
+    return planner.create_local_plan().items
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and shape of this rank's part of a tensor; None without a part."""
+    for item in items_of({"tensor": tensor}):
+        if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes:
+            return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+    return None
+
+
+class _Planner(DefaultSavePlanner):
+    """Writes boxes. Of the ranks that hold the same one, one writes it: the least busy, or the lowest."""
+
+    def __init__(self, boxes: Iterable[Box], *, lowest: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=lowest)
+        self._values = {item.index: values for item, values in boxes}
+        self.plan = SavePlan([item for item, _ in boxes])
+
+    def create_local_plan(self) -> SavePlan:
+        """The boxes of this rank."""
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The values of a box."""
+        return self._values[write_item.index]
 
 
 class _Writer(FileSystemWriter):
-    """Keeps the places of what this rank writes; says what failed on the disk, which `torch.save` hides."""
+    """Keeps where this rank has written each box; says what failed on the disk, which `torch.save` hides."""
 
-    places: Places
+    written: list[tuple[WriteItem, Any]]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As torch's."""
@@ -59,7 +93,8 @@ class _Writer(FileSystemWriter):
             if cause is None:
                 raise
             raise cause from None
-        self.places = {result.index: result.storage_data for result in written.value()}
+        places = {result.index: result.storage_data for result in written.value()}
+        self.written = [(item, places[item.index]) for item in plan.items]
         return written
 
 
@@ -122,14 +157,35 @@ class _Reader(StorageReader):
         return True
 
 
-def save(path: Path, planner: SavePlanner, group: dist.ProcessGroup | None) -> tuple[Metadata, Places]:
-    """Write the files of a checkpoint and sync them; all ranks of ``group`` together, or this process alone."""
+def save(
+    path: Path, boxes: Sequence[Box], group: dist.ProcessGroup | None, *, lowest: bool
+) -> tuple[dict[str, TensorEntry], list[tuple[WriteItem, Any]]]:
+    """Write the files of a checkpoint and sync them; all ranks of ``group`` together, or this process alone.
+
+    Args:
+        path: the folder.
+        boxes: of this rank.
+        group: of the ranks.
+        lowest: the lowest of the ranks that hold a box writes it, or else the least busy.
+
+    Returns:
+        The tensors of all ranks by key, without their chunks; the boxes that this rank has written, for `chunks`.
+    """
     writer = _Writer(path)
     with _told():
-        written: Any = state_dict_saver.save(
-            {}, storage_writer=writer, planner=planner, process_group=group, no_dist=_alone(group)
+        metadata: Any = state_dict_saver.save(
+            {},
+            storage_writer=writer,
+            planner=_Planner(boxes, lowest=lowest),
+            process_group=group,
+            no_dist=_alone(group),
         )
-    return written, writer.places
+    tensors = {
+        key: TensorEntry(dtype_name(stored.properties.dtype), tuple(stored.size), ())
+        for key, stored in sorted(metadata.state_dict_metadata.items())
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    return tensors, writer.written
 
 
 def load(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
@@ -139,13 +195,12 @@ def load(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
         state_dict_loader.load(tensors, storage_reader=_Reader(path, manifest), planner=planner, no_dist=_alone(None))
 
 
-def chunks(path: Path, places: Places, items: list[WriteItem]) -> list[tuple[str, Chunk]]:
-    """The bytes that each of ``items`` has in the files of ``path``, read back for their checksums."""
+def chunks(path: Path, written: Iterable[tuple[WriteItem, Any]]) -> list[tuple[str, Chunk]]:
+    """The bytes of each written box in the files of ``path``, read back for their checksums."""
     found = []
-    for item in items:
+    for item, stored in written:
         if item.tensor_data is None:
             raise TypeError(f"{item.index.fqn} is no tensor")
-        stored = places[item.index]
         file, start, length = stored.relative_path, stored.offset, stored.length
         box = item.tensor_data.chunk
         crc32 = checksum_of(path / file, start, length)

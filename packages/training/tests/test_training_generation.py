@@ -83,7 +83,7 @@ def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
         sampling=sampling,
         eos_token_id=end,
     )
-    assert all(stage.training and stage.memories is None for stage in stages)
+    assert all(stage.training and stage.kv_caches is None for stage in stages)
     for number, tokens in enumerate(found):
         batch = prompts(coords["dp"], number)
         of_job = coords["dp"] * microbatches + number

@@ -143,8 +143,7 @@ def _fill_rank(
         for key, entry in found.tensors.items()
         if same_layout and key.startswith(prefix)
     }
-    with torch.no_grad():
-        dcp.load(path, found, {**own.now(), **targets, **randoms})
+    dcp.load(path, found, {**own.now(), **targets, **randoms})
     optimizer.restore_states(states)
     for group in groups:
         group.restore()

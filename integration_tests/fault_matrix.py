@@ -212,6 +212,7 @@ TYPED = {
     "P2PPeerError",
     "P2PLaneDeadError",
     "ReductionFailedError",
+    "GroupStoreError",
     "GroupConnectionError",
     "GroupCreationTimeoutError",
     "CompletionError",

@@ -23,6 +23,10 @@ class GroupCreationTimeoutError(RuntimeError):
     """Members of a group did not come to create it or to connect before the deadline, or their store is silent."""
 
 
+class GroupStoreError(GroupCreationTimeoutError):
+    """The store at which the members of a group meet did not answer; no member is known to be missing."""
+
+
 class GroupConnectionError(RuntimeError):
     """The backend did not connect the members of a group, or the store at which they meet has failed."""
 
@@ -35,5 +39,4 @@ class PlacementError(ValueError):
 GridShapeError = CoordinateError = UnknownDimensionError = ViewError = GroupSpecError = GridError
 GridSpanError = WorldSizeUnknownError = RankNotInGridError = WorldError
 UnknownViewError = GroupExistsError = GroupMissingError = GridKeyError
-GroupStoreError = GroupCreationTimeoutError
 RoleError = PlacementError

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.topology.ending import discard_groups
-from pipegrid.topology.errors import GridError, GroupConnectionError, GroupCreationTimeoutError
+from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.rendezvous import meet, named_errors, not_connected
 from pipegrid.topology.world import require_default_group
@@ -289,7 +289,7 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
         timeout: for the connection to the process that has the default group's store, which may have ended.
 
     Raises:
-        GroupCreationTimeoutError: that process did not answer in time.
+        GroupStoreError: that process did not answer in time.
         GroupConnectionError: the connection failed.
     """
     rank, _ = require_default_group()
@@ -300,7 +300,7 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     try:
         return calls.run(compat.own_store, prefix, seconds=seconds)
     except SilentStoreError:
-        raise GroupCreationTimeoutError(
+        raise GroupStoreError(
             f"rank {rank}: the default group's store took no connection for {label!r} within {seconds:g} s; the "
             "process that holds it may have ended"
         ) from None

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
-from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError
+from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -69,14 +69,15 @@ def meet(
 
     Raises:
         GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn from
-            then, so the same members can try again; the store did not answer.
+            then, so the same members can try again.
+        GroupStoreError: the store did not answer.
     """
     limit = timeout.total_seconds() + _GRACE
     calls = BoundedCalls(f"pipegrid meeting {label}", patience=0.0)
     try:
         return calls.run(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit)
     except SilentStoreError as error:
-        raise GroupCreationTimeoutError(
+        raise GroupStoreError(
             f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
             "of the default process group did not answer"
         ) from error

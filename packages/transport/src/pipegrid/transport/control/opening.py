@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,
+    GroupStoreError,
     control_store,
     create_groups,
     discard_groups,
@@ -301,7 +302,7 @@ def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds:
     except P2PError:
         raise
     except RuntimeError as error:
-        if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupCreationTimeoutError):
+        if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupStoreError):
             named = [spec for spec in groups if repr(spec.label) in str(error)]
             spec = [*named, *groups][0]
             raise _not_opened(groups[spec][0], rank, spec.ranks[1 - spec.ranks.index(rank)], seconds) from error

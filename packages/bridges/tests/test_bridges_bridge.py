@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.bridge import BridgeCommunicator, Packed
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
+    NoBackwardError,
+    PendingGradientError,
     ShapeError,
+    WrongSideError,
 )
-from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, plan_reshard
+from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
 from pipegrid.topology import HyperCommGrid, lane_samples
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.opening import open_lanes
@@ -92,13 +95,13 @@ CASES = {
     "cp2 zigzag to sequence-parallel tp2": (
         grid(cp=2),
         grid(2, tp=2),
-        {"src_placements": {"cp": Sharded("s", order="zigzag")}, "dest_placements": {"tp": Sharded("s")}},
+        {"src_placements": {"cp": Shard("s", order="zigzag")}, "dest_placements": {"tp": Shard("s")}},
     ),
     "partial gradients of cp": (grid(tp=2), grid(2, tp=1, cp=2), {"dest_placements": {"cp": Partial()}}),
     "partial activations": (grid(tp=2), grid(2, dp=2), {"src_placements": {"tp": Partial()}}),
     "partial cp beside tp copies": (grid(dp=2), grid(2, tp=2, cp=2), {"dest_placements": {"cp": Partial()}}),
-    "ep as data lanes": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Sharded("b")}}),
-    "ep holds copies": (grid(ep=2), grid(2, dp=2), {"src_placements": {"ep": Replicated()}}),
+    "ep as data lanes": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Shard("b")}}),
+    "ep holds copies": (grid(ep=2), grid(2, dp=2), {"src_placements": {"ep": Replicate()}}),
     "pipelined sides": (grid(tp=2, pp=2), grid(4, tp=1, dp=2, pp=2), {}),
     "equal": (grid(tp=2, dp=2), grid(tp=2, dp=2), {}),
     "equal ranks, other layout": (grid(tp=2, dp=2), grid(dp=4), {}),
@@ -359,14 +362,14 @@ def test_bridges_between_the_same_ranks_do_not_block_each_other():
 def test_an_edge_without_backward_carries_no_gradient():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), backward=False)
     if bridge.is_source:
-        with pytest.raises(BridgeError, match="requires grad; detach it"):
+        with pytest.raises(NoBackwardError, match="requires grad; detach it"):
             bridge.send_forward(torch.ones(1, 1, 1, requires_grad=True))
-        with pytest.raises(BridgeError, match="no recv_backward"):
+        with pytest.raises(NoBackwardError, match="no recv_backward"):
             bridge.recv_backward()
         bridge.send_forward(torch.ones(1, 1, 1))
     else:
         assert not bridge.recv_forward().requires_grad
-        with pytest.raises(BridgeError, match="no send_backward"):
+        with pytest.raises(NoBackwardError, match="no send_backward"):
             bridge.send_backward(torch.ones(1, 1, 1))
     bridge.destroy()
 
@@ -421,7 +424,7 @@ def test_what_an_edge_without_backward_refuses_to_exchange_is_not_taken_for_sent
     # "auto" leaves lanes out from the second message on: a first one that was never sent must not count.
     bridge = whole_world(grid(dp=1), grid(1, tp=2), backward=False, strategy="auto")
     if bridge.is_source:
-        with pytest.raises(BridgeError, match="no send_forward_recv_backward"):
+        with pytest.raises(NoBackwardError, match="no send_forward_recv_backward"):
             bridge.send_forward_recv_backward(torch.ones(1, 1, 1))
         bridge.send_forward(torch.full((1, 1, 1), 7.0))
     else:
@@ -474,18 +477,18 @@ def test_the_wrong_side_is_told_who_it_is():
     bridge = whole_world(grid(dp=1), grid(1, dp=1)) if torch.distributed.get_rank() < 2 else None
     if bridge is None:
         outside = whole_world(grid(dp=1), grid(1, dp=1))
-        with pytest.raises(BridgeError, match="rank 2 is on neither"):
+        with pytest.raises(WrongSideError, match="rank 2 is on neither"):
             outside.send_forward(torch.ones(1, 1, 1))
         return
     if bridge.is_source:
-        with pytest.raises(BridgeError, match=r"recv_forward is for the destination side \('dest'.*rank 0 is on"):
+        with pytest.raises(WrongSideError, match=r"recv_forward is for the destination side \('dest'.*rank 0 is on"):
             bridge.recv_forward()
         with pytest.raises(ValueError, match="send_backward is for the destination side"):
             bridge.send_backward(torch.ones(1, 1, 1))
     else:
-        with pytest.raises(BridgeError, match="send_forward is for the source side"):
+        with pytest.raises(WrongSideError, match="send_forward is for the source side"):
             bridge.send_forward(torch.ones(1, 1, 1))
-        with pytest.raises(BridgeError, match="recv_backward is for the source side"):
+        with pytest.raises(WrongSideError, match="recv_backward is for the source side"):
             bridge.recv_backward()
     bridge.destroy()
     with pytest.raises(DestroyedError, match="make a new one"):
@@ -496,7 +499,7 @@ def test_the_wrong_side_is_told_who_it_is():
 def test_what_cannot_be_sent_is_refused_before_anything_is():
     bridge = whole_world(grid(dp=1), grid(1, dp=1))
     if bridge.is_source:
-        with pytest.raises(BridgeError, match="recv_backward on rank 0"):
+        with pytest.raises(PendingGradientError, match="recv_backward on rank 0"):
             bridge.recv_backward()
         with pytest.raises(ShapeError, match="carries one tensor, got NoneType; .* send a tensor without rows"):
             bridge.send_forward(None)
@@ -512,7 +515,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
         ):
             bridge.send_forward(torch.ones(2, 2, 2, dtype=torch.float16))
     else:
-        with pytest.raises(BridgeError, match="send_backward on rank 1"):
+        with pytest.raises(PendingGradientError, match="send_backward on rank 1"):
             bridge.send_backward(torch.ones(2, 2, 2))
         bridge.recv_forward()
         with pytest.raises(ShapeError, match=r"gradient is .* \(1, 2, 2\) of .*, its activation was .* \(2, 2, 2\)"):
@@ -582,3 +585,16 @@ def test_a_receive_that_nobody_answers_ends_at_the_deadline():
     torch.distributed.barrier()
     bridge.destroy()
     assert not [thread for thread in threading.enumerate() if thread.name == "pipegrid-progress"]
+
+
+@pytest.mark.ranks(2)
+def test_packed_samples_of_a_fixed_shape_are_sent_again_and_again():
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, dp=1), tensor_ndim=2, config=CONFIG)
+    rows = torch.arange(12.0).view(4, 3)
+    for _ in range(3):
+        if bridge.is_source:
+            bridge.send_forward(Packed(rows, (1, 3)))
+            assert torch.equal(bridge.recv_backward(), 2 * rows)
+        else:
+            bridge.send_backward(2 * bridge.recv_forward().detach())
+    bridge.destroy()

@@ -22,14 +22,16 @@ from pipegrid.bridges import (
     ModuleGraphError,
     MultiModulePipelineCommunicator,
     Partial,
-    Replicated,
+    Replicate,
     ShapeError,
-    Sharded,
+    Shard,
     Side,
     Sizes,
     SliceInfo,
+    StageError,
     VTPCommunicator,
     VTPTopology,
+    WrongSideError,
     axis_names,
     boundary_side,
     plan_reshard,
@@ -76,7 +78,7 @@ NOT_DENSE = [
     X.as_subclass(type("DTensor", (torch.Tensor,), {"to_local": torch.Tensor.detach})),
 ]
 NO_EDGE = [None, "0>1", (0, 1), Edge(1, 2)]
-NO_PLACEMENTS = [{"dp": None}, {"dp": "b"}, {"dp": Sharded}, {"x": Sharded("b")}]
+NO_PLACEMENTS = [{"dp": None}, {"dp": "b"}, {"dp": Shard}, {"x": Shard("b")}]
 
 
 def made(call, **given):
@@ -162,8 +164,8 @@ REFUSED = [
         BridgeError,
     ),
     ("positions", positions, "grids", [{}, {"a": ONE}], BridgeError),
-    ("sharded", Sharded, "axis", NO_TEXT, BridgeError),
-    ("sharded", made(Sharded, axis="b"), "order", [*NO_TEXT, "x", "zigzag"], BridgeError),
+    ("sharded", Shard, "axis", NO_TEXT, BridgeError),
+    ("sharded", made(Shard, axis="b"), "order", [*NO_TEXT, "x", "zigzag"], BridgeError),
     (
         "side",
         made(Side, name="s", base=0, dims=SRC.dims),
@@ -171,8 +173,8 @@ REFUSED = [
         [*NO_INTEGERS[1:], (1,), (0, 0), (1, -1)],
         BridgeError,
     ),
-    ("side", SRC.lane_of, "rank", [-1, 2], BridgeError),
-    ("side", DST.class_of, "rank", [-1, 0], BridgeError),
+    ("side", SRC.lane_of, "rank", [-1, 2], WrongSideError),
+    ("side", DST.class_of, "rank", [-1, 0], WrongSideError),
     ("boundary_side", a_side, "grid", NO_GRID, BridgeError),
     ("boundary_side", a_side, "end", ["src", None], BridgeError),
     ("boundary_side", a_side, "placements", NO_PLACEMENTS, BridgeError),
@@ -194,8 +196,8 @@ REFUSED = [
     ("plan_reshard", a_plan, "strategy", NO_STRATEGY, BridgeError),
     ("plan_reshard", a_plan, "itemsize", NO_SIZE, BridgeError),
     ("plan_reshard", a_plan, "leader_below", NO_COUNT, BridgeError),
-    ("plan", PLAN.source_shape, "rank", [-1, 2], BridgeError),
-    ("plan", PLAN.destination_spans, "rank", [-1, 0], BridgeError),
+    ("plan", PLAN.source_shape, "rank", [-1, 2], WrongSideError),
+    ("plan", PLAN.destination_spans, "rank", [-1, 0], WrongSideError),
     ("edge options", EdgeOptions, "strategy", NO_STRATEGY, BridgeError),
     ("edge options", EdgeOptions, "leader_below", NO_COUNT, BridgeError),
     ("edge options", EdgeOptions, "tensor_ndim", NO_INTEGER, BridgeError),
@@ -259,15 +261,15 @@ REFUSED = [
     ),
     ("network", a_network, "dim_mapping", NO_MAPPING[:5], BridgeError),
     ("network", a_network, "module_output_ndim", [{"x": 3}, {"a": 0}, {"a": 1}], BridgeError),
-    ("network", a_network, "edges", [{"a": EdgeOptions()}, {("b", "a"): EdgeOptions()}, {("a", "b"): {}}], BridgeError),
-    ("network", a_network, "placements", [{"x": {}}, {"a": {"x": Sharded("b")}}], BridgeError),
+    ("network", a_network, "edges", [{"a": EdgeOptions()}, {("b", "a"): EdgeOptions()}, {("a", "b"): {}}], StageError),
+    ("network", a_network, "placements", [{"x": {}}, {"a": {"x": Shard("b")}}], BridgeError),
     ("network", a_network, "stage_placement", [{"x": [0]}, {"a": [1]}], BridgeError),
     ("network", a_network, "stage_placement", [{"a": []}], ModuleGraphError),
     ("network", a_network, "config", [5, "x", {}, [1]], P2PConfigError),
     ("network stages", total, "topology", [{}, {"a": ["x"]}], ModuleGraphError),
     ("network stages", total, "module_to_grid_map", [{}, {"a": ONE}], ModuleGraphError),
-    ("network stages", total, "rank", [-1, 1], BridgeError),
-    ("network stages", made(total, rank=0), "module_name", ["x", 5], BridgeError),
+    ("network stages", total, "rank", [-1, 1], StageError),
+    ("network stages", made(total, rank=0), "module_name", ["x", 5], StageError),
     (
         "network send",
         made(of_network("isend"), edge=Edge(0, 1), direction=Direction.FORWARD),
@@ -275,8 +277,8 @@ REFUSED = [
         NO_TENSOR,
         ShapeError,
     ),
-    ("network send", made(of_network("isend"), payload=X, direction=Direction.FORWARD), "edge", NO_EDGE, BridgeError),
-    ("network receive", made(of_network("irecv"), direction=Direction.FORWARD), "edge", NO_EDGE, BridgeError),
+    ("network send", made(of_network("isend"), payload=X, direction=Direction.FORWARD), "edge", NO_EDGE, StageError),
+    ("network receive", made(of_network("irecv"), direction=Direction.FORWARD), "edge", NO_EDGE, StageError),
     (
         "network receive",
         made(of_network("irecv"), edge=Edge(0, 1), direction=Direction.FORWARD),
@@ -289,9 +291,9 @@ REFUSED = [
         made(of_network("collective"), payload=X, direction=Direction.FORWARD),
         "edge",
         NO_EDGE,
-        BridgeError,
+        StageError,
     ),
-    ("network ranks", of_network("neighbours"), "edges", [[None], [(0, 1)], [Edge(1, 2)]], BridgeError),
+    ("network ranks", of_network("neighbours"), "edges", [[None], [(0, 1)], [Edge(1, 2)]], StageError),
     ("network verb", of_module("send_forward"), "output_dict", [None, X, [X], 5], ShapeError),
     ("network verb", of_module("send_forward"), "output_dict", [{"x": X}, {5: X}], MissingTensorError),
     ("network verb", of_module("send_backward"), "grad_dict", [None, X, [X], 5], ShapeError),
@@ -314,7 +316,7 @@ def test_what_an_argument_cannot_be_is_refused_in_words(call, argument, values, 
 
 
 def test_placements_are_values_and_directions_are_named():
-    assert (Replicated(), Partial()) == (Replicated(), Partial())
+    assert (Replicate(), Partial()) == (Replicate(), Partial())
     with pytest.raises(ValueError, match="'x' is not a valid BridgeDirection"):
         BridgeDirection("x")
 

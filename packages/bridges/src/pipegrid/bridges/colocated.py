@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -355,30 +355,10 @@ class ColocatedBridgeCommunicator:
         return both[0], both[1]
 
     def _move(self, plan: ReshardPlan, tensor: torch.Tensor) -> torch.Tensor:
-        """Run a plan in which every rank of the grids takes part at once: one all-to-all, then completions."""
-        part, ranks, dtype = RankPart(plan, self._rank), ranks_of(self.src_grid), tensor.dtype
-        receives = self._rank in plan.dst.coords_of
-        shape = part.destination_shape if receives else _without_rows(plan, self.dim_mapping[BATCH])
-        out = torch.empty(shape, dtype=dtype, device=tensor.device)
-        given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
-        taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
-        arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
-        group = self._group("messages")
-        sizes = [piece.numel() for piece in given]
-        work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=group, async_op=True)
-        self._waits.wait(work, ranks, group)
-        for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
-            unpack(piece, part.receives.get(peer, ()), out)
-        completing = start_completions(part.completions, out, self._completion_group, rank=self._rank, dtype=dtype)
-        for step, made in zip(part.completions, completing, strict=True):
-            self._waits.wait(made.work, step.ranks, made.group)
-            made.write()
-        return out
-
-    def _completion_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group = self._group("complete", ranks)
-        assert group is not None
-        return group
+        """Run a plan in which every rank of the grids takes part at once."""
+        groups = {spec.ranks: group for spec, group in self._groups.items() if spec.label.endswith("/complete")}
+        axis = self.dim_mapping[BATCH]
+        return _moved(plan, tensor, self._rank, self._group("messages"), groups, self._waits, batch_axis=axis)
 
 
 class _ColocatedCommunicate(torch.autograd.Function):
@@ -403,6 +383,37 @@ class _ColocatedCommunicate(torch.autograd.Function):
         if comm._by_slots:  # noqa: SLF001
             return (comm._narrow(grad) if comm.is_fan_in() else comm._gather(grad)), None  # noqa: SLF001
         return comm._move(ctx.back, grad.contiguous()), None  # noqa: SLF001
+
+
+def _moved(
+    plan: ReshardPlan,
+    tensor: torch.Tensor,
+    rank: int,
+    messages: dist.ProcessGroup | None,
+    copies: Mapping[tuple[int, ...], dist.ProcessGroup],
+    waits: CollectiveWaits,
+    *,
+    batch_axis: int,
+) -> torch.Tensor:
+    """One all-to-all in the group ``messages``, then completions in the groups of ``copies``, by their ranks."""
+    assert messages is not None
+    part, ranks, dtype = RankPart(plan, rank), dist.get_process_group_ranks(messages), tensor.dtype
+    receives = rank in plan.dst.coords_of
+    shape = part.destination_shape if receives else _without_rows(plan, batch_axis)
+    out = torch.empty(shape, dtype=dtype, device=tensor.device)
+    given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
+    taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
+    arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
+    sizes = [piece.numel() for piece in given]
+    work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=messages, async_op=True)
+    waits.wait(work, ranks, messages)
+    for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
+        unpack(piece, part.receives.get(peer, ()), out)
+    completing = start_completions(part.completions, out, lambda ranks: copies[tuple(ranks)], rank=rank, dtype=dtype)
+    for step, made in zip(part.completions, completing, strict=True):
+        waits.wait(made.work, step.ranks, made.group)
+        made.write()
+    return out
 
 
 def _all_gather_along_batch_dim(

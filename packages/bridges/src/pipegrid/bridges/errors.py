@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BridgeError(ValueError):
-    """Sides, samples, stages or verbs that do not fit each other or this rank; the base of the errors of bridges."""
+    """Sides, samples or stages that do not fit each other; the base of the errors of bridges."""
 
 
 class ShapeError(BridgeError):
@@ -23,6 +23,14 @@ class DestroyedError(RuntimeError):
     """A communicator used after `destroy`."""
 
 
+class StageError(BridgeError):
+    """A call that a rank, an edge or the state of a step does not have.
+
+    An edge, a stage, a side or a verb that this rank does not have; a gradient, or an activation that requires one, on
+    an edge without backward; a gradient for which no activation is in flight.
+    """
+
+
 class MissingTensorError(BridgeError, KeyError):
     """A dict of tensors lacks a module that this rank sends for, or names one that it does not."""
 
@@ -33,4 +41,4 @@ class MissingTensorError(BridgeError, KeyError):
 
 # Names of one thing each that no caller handled differently; for this version.
 UndeclaredDimError = LaneTotalsError = TilingError = VTPTopologyError = BridgeError
-WrongSideError = StageError = NoBackwardError = PendingGradientError = BridgeError
+WrongSideError = NoBackwardError = PendingGradientError = StageError

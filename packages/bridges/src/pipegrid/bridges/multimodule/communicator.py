@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
+    EdgeOptions,
     checked_traffic,
     lane_config,
     renew_lanes,
 )
 from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError
+from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
-from pipegrid.bridges.multimodule.modules import EdgeOptions, module_graph, total_pipeline_stages
+from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, edge_between, positions_of
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
@@ -77,8 +79,9 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
 
     Raises:
         ModuleGraphError: a cycle, an unknown module, a module without a grid.
-        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
-            backward; as `BridgeCommunicator`.
+        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
+            backward.
+        BridgeError: as `BridgeCommunicator`.
     """
 
     exchanges = True
@@ -140,7 +143,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         """Values by module, checked to name modules of the graph."""
         named = dict(given or {})
         if unknown := sorted(set(named) - set(self.module_to_grid_map)):
-            raise BridgeError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
 
     def _build_bridge_comms(self) -> None:
@@ -158,12 +161,15 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             self.bridge_comms.append(
                 BridgeCommunicator(
                     *grids,
-                    dim_mapping=option.dim_mapping or self._mapping(ndim),
                     src_module_name=src,
                     dest_module_name=dst,
-                    tensor_ndim=ndim,
-                    src_placements=of_source,
-                    dest_placements=of_destination,
+                    options=evolve(
+                        option,
+                        tensor_ndim=ndim,
+                        dim_mapping=option.dim_mapping or self._mapping(ndim),
+                        src_placements=of_source,
+                        dest_placements=of_destination,
+                    ),
                     directions=self._edges.directions(edge_between(self.graph, src, dst), backward=option.backward),
                     config=self.config,
                     backend=self._backend,
@@ -171,7 +177,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
                     src_stage=last,
                     dest_stage=first,
                     open=False,
-                    **option.of_bridge(),
                 )
             )
 
@@ -367,10 +372,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
         return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
 
-    def sender(self, edge: Edge, direction: Direction) -> Callable[[Any], Handle]:
-        """`isend` for one edge and direction, as of `port`."""
-        return self.port(edge, direction).isend
-
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving the next message of ``edge`` in that direction; errors as of `BridgeCommunicator`."""
         self._require_alive()
@@ -509,7 +510,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
-                raise BridgeError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
+                raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
         # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
         with self.lanes.batch(by_lane=True) if send and receive else self.batch():
             sending = send() if send else []
@@ -520,7 +521,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
 
     @cached_property
     def _dicts(self) -> DictExchange:
-        """The exchange by module; `BridgeError` on all ranks where some rank cannot take part in one."""
+        """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
         self._edges.require_dicts()
         return DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
 
@@ -531,9 +532,9 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             raise self._not_on(edge)
         return self._inner[edge]
 
-    def _not_on(self, edge: Edge) -> BridgeError:
+    def _not_on(self, edge: Edge) -> StageError:
         known = ", ".join(map(str, self.graph.stage_edges))
-        return BridgeError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
+        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
 
     def _require_alive(self) -> None:
         if self._destroyed:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import Traffic, boundary_sides, checked_structure, directions_of
-from pipegrid.bridges.errors import BridgeError
+from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
+from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.multimodule.modules import EdgeOptions
 from pipegrid.bridges.multimodule.positions import alike, edge_between
 from pipegrid.bridges.reshard import GridLike, Placement, Side, dim_size, ranks_of
 from pipegrid.topology.fields import checked, instance
@@ -26,20 +25,20 @@ def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph
     """The options of every edge of ``graph``.
 
     Raises:
-        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
+        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
             backward.
     """
     edges = dict(given or {})
     if unknown := [edge for edge in edges if edge not in graph.edges]:
-        raise BridgeError(f"options for edges {unknown}, but the topology has {list(graph.edges)}")
+        raise StageError(f"options for edges {unknown}, but the topology has {list(graph.edges)}")
     options: dict[Ends, EdgeOptions] = {
-        edge: checked(edges.get(edge, EdgeOptions()), _OPTIONS, f"the options of edge {edge}", BridgeError)
+        edge: checked(edges.get(edge, EdgeOptions()), _OPTIONS, f"the options of edge {edge}", StageError)
         for edge in graph.edges
     }
     trained = modules_with_backward(graph, options)
     for (src, dst), option in options.items():
         if option.backward and not trained[dst]:
-            raise BridgeError(f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}")
+            raise StageError(f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}")
     return options
 
 
@@ -93,7 +92,7 @@ class ModuleEdges:
                 stages=self.stages(ends),
                 lanes=(option.src_lanes, option.dest_lanes),
             )
-            structure = None if option.payload is None else checked_structure(option.payload, option.strategy, None)
+            structure = option.structure
             for sides in (
                 [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]
             ):
@@ -103,19 +102,19 @@ class ModuleEdges:
         """Raise, on every rank alike, unless each rank can exchange dicts by module.
 
         Raises:
-            BridgeError: a module with several stages on one place; or a rank that holds a module and one that depends
-                on it, and so would wait for a tensor before it sends what that is made of.
+            StageError: a module with several stages on one place; or a rank that holds a module and one that depends on
+                it, and so would wait for a tensor before it sends what that is made of.
         """
         needs: dict[str, set[str]] = {}
         for name in self.graph.order:
             stages, places = len(self.stage_placement[name]), dim_size(self.grids[name], "pp")
             if stages > places:
-                raise BridgeError(f"module {name!r} has {stages} stages on {places} places: use isend with edges")
+                raise StageError(f"module {name!r} has {stages} stages on {places} places: use isend with edges")
             feeding = {src for src, dst in self.graph.edges if dst == name}
             needs[name] = feeding.union(*(needs[src] for src in feeding))
             for source in sorted(needs[name]):
                 if shared := sorted({*ranks_of(self.grids[source])} & {*ranks_of(self.grids[name])}):
-                    raise BridgeError(
+                    raise StageError(
                         f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
                         "itself: use isend and irecv with edges"
                     )

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
-from pipegrid.bridges.errors import BridgeError
+from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
@@ -58,7 +58,7 @@ class ModuleChain:
     def _lane(self, edge: Edge, direction: Direction) -> Any:
         spec = self.spec(edge, direction)
         if self._lanes is None or spec not in self._lanes:
-            raise BridgeError(
+            raise StageError(
                 f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
                 f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
             )

@@ -96,8 +96,8 @@ class Sizes:
 
     Raises:
         ShapeError: a shape of another number of axes, or with a negative extent.
-        BridgeError: axes without names, or without a batch; lanes or samples do not add up to the extent of the batch
-            axis.
+        BridgeError: axes without names, or without a batch.
+        BridgeError: lanes or samples do not add up to the extent of the batch axis.
     """
 
     shape: tuple[Index, ...]

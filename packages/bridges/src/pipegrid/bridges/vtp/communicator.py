@@ -20,7 +20,7 @@ from pipegrid.bridges.bridge import (
     renew_lanes,
 )
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError
+from pipegrid.bridges.errors import BridgeError, DestroyedError, StageError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
@@ -207,7 +207,7 @@ class VTPCommunicator(LaneCommunicator):
         traffic = self._traffic.get(edge)
         used = () if traffic is None else traffic.traffic.wiring.directions
         if traffic is None or direction not in used or traffic.boundary.sends(self.rank, direction) is not sends:
-            raise BridgeError(
+            raise StageError(
                 f"rank {self.rank}, of stages {self.stages}, does not {'send' if sends else 'receive'} "
                 f"{direction.name.lower()} along edge {edge}: it has {[*map(str, self._traffic)]}, less what traffic= "
                 "leaves out"
@@ -314,17 +314,17 @@ class VTPCommunicator(LaneCommunicator):
 
         Raises:
             P2PConfigError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
-            BridgeError: nothing comes here: stage 0 without a ring.
+            StageError: nothing comes here: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
-        return (receive.tensor, {_ARRIVES[_F]: receive}) if async_op else receive.result()
+        return (receive.value, {_ARRIVES[_F]: receive}) if async_op else receive.result()
 
     def vtp_recv_backward(
         self, tensor_shape: Sequence[int], config: Any = None, async_op: bool = False, **named: Unpack[Named]
     ) -> Any:
         """Receive a gradient from the next stage. As `vtp_recv_forward`; the work is under ``"recv_next"``."""
         receive = self._start_receive(tensor_shape, self._settings(config), _B, self._peers.next(**named))
-        return (receive.tensor, {_ARRIVES[_B]: receive}) if async_op else receive.result()
+        return (receive.value, {_ARRIVES[_B]: receive}) if async_op else receive.result()
 
     def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:
         self._require_alive()
@@ -341,7 +341,7 @@ class VTPCommunicator(LaneCommunicator):
 
     def _there(self, edge: Edge | None, what: str) -> Edge:
         if edge is None:
-            raise BridgeError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
+            raise StageError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
         return edge
 
     def _settings(self, config: Any) -> P2PConfig:
@@ -402,7 +402,7 @@ class VTPCommunicator(LaneCommunicator):
             receive = self._start_receive(shape, settings, direction, edge)
             if wait_on_reqs:
                 return receive.result(), None
-        return receive.tensor, {_ARRIVES[direction]: receive}
+        return receive.value, {_ARRIVES[direction]: receive}
 
     def send_forward(
         self,

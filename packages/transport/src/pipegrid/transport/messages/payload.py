@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.messages.message import Signature, TensorSpec, Tree, leaves
+from pipegrid.transport.messages.message import Signature, TensorSpec, Tree, leaves, unflatten
 from pipegrid.transport.spec import Tally
 from pipegrid.transport.streams import follow
 
@@ -68,19 +68,6 @@ def _flatten(payload: Any, tensors: list[Tensor], levels: int) -> Tree:
         f"a payload contains a {type(payload).__name__}{keys}; it must consist of tensors, None, and lists, tuples and "
         "dicts (not subclasses, keys strings or integers) of them"
     )
-
-
-def unflatten(tree: Tree, tensors: Sequence[Tensor]) -> Any:
-    """The payload of a tree and its tensors."""
-    if isinstance(tree, int):
-        return tensors[tree]
-    if tree is None:
-        return None
-    kind, children = tree
-    if kind == "dict":
-        return {key: unflatten(child, tensors) for key, child in children}
-    parts = [unflatten(child, tensors) for child in children]
-    return parts if kind == "list" else tuple(parts)
 
 
 def signature_of(tensors: Sequence[Tensor], tree: Tree, note: str = "") -> Signature:

@@ -1,11 +1,12 @@
-"""What both ends of a bridge know of a message: the source announces its shape, and the plans follow from it."""
+"""Plans of a bridge's messages: the source announces what it sends, and the reshard plans follow on both ends."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -44,14 +45,27 @@ class Announcement:
         packed = "" if self.samples is None else f", packed in samples of {shown(self.samples)}"
         return f"shape {self.shape} of {self.dtype}{packed}"
 
-    def encode(self) -> str:
-        """The announcement as text; equal announcements have equal texts."""
-        return json.dumps((self.shape, self.dtype, self.samples), separators=(",", ":"))
 
-    @classmethod
-    def decode(cls, text: str) -> Announcement:
-        """The announcement that `encode` wrote."""
-        return cls(*json.loads(text))
+@frozen
+class Number:
+    """A value of a `Whole` leaf that travels with the shapes: an int, a float or a bool."""
+
+    value: float
+
+
+LeafNote: TypeAlias = Announcement | Number
+"""What a source rank announces of one leaf, in the note of a message."""
+
+
+def encode(notes: Iterable[LeafNote]) -> str:
+    """What is announced of each leaf as text; equal announcements have equal texts."""
+    forms = [(one.shape, one.dtype, one.samples) if isinstance(one, Announcement) else one.value for one in notes]
+    return json.dumps(forms, separators=(",", ":"))
+
+
+def decode(text: str) -> list[LeafNote]:
+    """What `encode` wrote."""
+    return [Announcement(*form) if isinstance(form, list) else Number(form) for form in json.loads(text)]
 
 
 @frozen
@@ -152,7 +166,7 @@ _Key = tuple[tuple[int, Announcement], ...]
 
 
 @define(eq=False)
-class ShapeExchange:
+class ShapePlans:
     """The plans of the edge ``name``, by announced shapes.
 
     Attributes:
@@ -167,7 +181,7 @@ class ShapeExchange:
     choice: Choice
     comm_dtype: torch.dtype | None
     variable: bool
-    shape: tuple[int | None, ...] | None = None
+    shape: Sequence[int | None] | None = None
     _cached: Callable[[_Key], PlanPair] = field(init=False)
 
     def __attrs_post_init__(self) -> None:

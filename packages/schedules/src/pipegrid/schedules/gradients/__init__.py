@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipegrid.schedules.errors import (
+    DeferralError as DeferralError,
+    GradientError,
+    LossError,
+    LossScaleError as LossScaleError,
+    MainGradError as MainGradError,
+    ReductionFailedError,
+    ReductionTimeoutError as ReductionTimeoutError,
+    TyingError as TyingError,
+)
 from pipegrid.schedules.gradients.loss_scale import LossScale
 from pipegrid.schedules.passes.lowering import with_reduce
 from pipegrid.topology.lazy import lazy_names

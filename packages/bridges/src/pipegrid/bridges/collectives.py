@@ -14,6 +14,7 @@ from attrs import define, field
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
 from pipegrid.transport.backends import lift_timeout, nccl_options
+from pipegrid.transport.collectives.gathering import gather_text
 from pipegrid.transport.collectives.waiting import NotDone, PendingCollectives, finish
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import text_of
@@ -115,6 +116,14 @@ class CollectiveWaits:
             self.pending.add(ranks, work, group)
         if failed is not None:
             raise self._error(ranks, failed, end - began, task) from failed.error
+
+    def gather_text(
+        self, text: str, ranks: Sequence[int], group: dist.ProcessGroup, *, task: str | None = None
+    ) -> dict[int, str]:
+        """What each of ``ranks`` says, by rank; the host waits for it, as in `wait`."""
+        return gather_text(
+            text, group, self.device, lambda work, _: self.wait(work, ranks, group, host=True, task=task)
+        )
 
     def check(self) -> None:
         """Raise if a collective that was waited for on a device has ended with an error.

@@ -33,12 +33,12 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
+from pipegrid.topology.differences import difference
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
-_TEXT = 160  # bytes in which ranks compare what they give
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
@@ -316,13 +316,9 @@ class ColocatedBridgeCommunicator:
         group, ranks = self._group("shapes"), ranks_of(self.src_grid)
         assert group is not None
         mine = f"shape {tuple(tensor.shape)} of {tensor.dtype}, dim_mapping {self.dim_mapping}"
-        own = torch.tensor([*mine.encode()[:_TEXT].ljust(_TEXT)], dtype=torch.uint8, device=tensor.device)
-        every = own.new_empty(len(ranks) * _TEXT)
-        self._waits.wait(gather_flat(every, own, group, async_op=True), ranks, group, host=True)
-        for rank, row in zip(ranks, every.view(-1, _TEXT).tolist(), strict=True):
-            if row != own.tolist():
-                there = bytes(row).decode(errors="replace").rstrip()
-                raise ShapeError(f"{self._label}: rank {self._rank} gives {mine}; rank {rank} gives {there}")
+        found = difference(self._waits.gather_text(mine, ranks, group))
+        if found is not None:
+            raise ShapeError(f"{self._label}: the ranks give different tensors: {found}")
         self._agreed.add((tensor.shape, tensor.dtype))
 
     # -- moving -------------------------------------------------------------------------------------------

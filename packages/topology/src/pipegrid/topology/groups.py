@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
+from pipegrid.topology.bounded_calls import SilentStoreError, bounded
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
@@ -296,9 +296,9 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     from pipegrid.topology import torch_compat as compat
 
     prefix = f"pipegrid/control/{checked(label, Name, 'label', GridError)}"
-    seconds, calls = timeout.total_seconds(), BoundedCalls("pipegrid-connect")
+    seconds = timeout.total_seconds()
     try:
-        return calls.run(compat.own_store, prefix, seconds=seconds)
+        return bounded(compat.own_store, prefix, seconds=seconds, name="pipegrid-connect")
     except SilentStoreError:
         raise GroupStoreError(
             f"rank {rank}: the default group's store took no connection for {label!r} within {seconds:g} s; the "
@@ -308,5 +308,3 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
         raise GroupConnectionError(
             f"rank {rank}: the default group's store took no connection for {label!r}: {str(error).splitlines()[0]}"
         ) from error
-    finally:
-        calls.close()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipegrid.topology.bounded_calls import BoundedCalls
+from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.errors import GridError
 
 _c10d: Any = distributed_c10d
@@ -202,14 +202,12 @@ def make_group(
         return connect()
 
     default.bound_device_id = None
-    calls = BoundedCalls("pipegrid-connect")
     try:
         if len(ranks) > 1 and _is_of_device(backend):
-            group = calls.run(connect_beside, seconds=creation_timeout.total_seconds())
+            group = bounded(connect_beside, seconds=creation_timeout.total_seconds(), name="pipegrid-connect")
         else:
             group = connect()
     finally:
-        calls.close()
         default.bound_device_id = bound
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
     if timeout != creation_timeout:

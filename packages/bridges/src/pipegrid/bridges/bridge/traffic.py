@@ -6,7 +6,6 @@ of the variable-TP pipeline differ in how they learn it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -21,7 +20,6 @@ from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
 from pipegrid.topology import GroupSpec
-from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction
@@ -178,12 +176,10 @@ class EdgeTraffic:
             ShapeError: on each of these ranks, they announce something else.
         """
         for ranks in self.wiring.reductions:
-            own = torch.tensor([zlib.crc32(announced.encode())], device=self.device)
-            every = own.new_empty(len(ranks))
             group = self.groups[self.wiring.reduction_group(ranks, _FORWARD)]
-            work = gather_flat(every, own, group, async_op=True)
-            self.waits.wait(work, ranks, group, host=True, task="ranks {} did not say what their partial sums are of")
-            others = [rank for rank, found in zip(ranks, every.tolist(), strict=True) if found != own.item()]
+            task = "ranks {} did not say what their partial sums are of"
+            every = self.waits.gather_text(announced, ranks, group, task=task)
+            others = [rank for rank, text in every.items() if text != announced]
             if others:
                 raise ShapeError(
                     f"{self.name}: rank {self.wiring.rank} sends {said}, and ranks {others} send another; partial sums "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.errors import ReductionFailedError
+from pipegrid.transport.collectives.gathering import gather_text
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, lost_ranks
 from pipegrid.transport.streams import has_streams
 
@@ -32,15 +33,17 @@ class Waiting:
     deadline: float | None = None
     monitor: Monitor | None = None
 
-    def wait(self, work: dist.Work, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``.
+    def wait(
+        self, work: dist.Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False
+    ) -> None:
+        """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``; ``host`` holds the host in any case.
 
         Raises:
             ReductionFailedError: past the deadline; the backend lost a rank of the group; on a device, also that of a
                 collective before.
             JobFailedError: with a monitor: another rank failed, or its deadline passed.
         """
-        failed = self._finish(work, group, on_device=has_streams(tensor.device))
+        failed = None if work is None else self._finish(work, group, on_device=has_streams(tensor.device), host=host)
         if failed is None:
             return
         if failed.why == "late":
@@ -51,15 +54,17 @@ class Waiting:
         who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
         raise ReductionFailedError(f"{_REDUCTION} failed: {who}({failed.text})") from failed.error
 
-    def _finish(self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool) -> NotDone | None:
+    def _finish(
+        self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool
+    ) -> NotDone | None:
         earlier = device_collectives.failed()
         if earlier is not None:
             _, error = earlier
             return NotDone.of(error)
         if self.monitor is not None:
-            return self.monitor.finish(work, group, _REDUCTION, on_device=on_device)
+            return self.monitor.finish(work, group, _REDUCTION, on_device=on_device, host=host)
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        return finish(work, group, on_device=on_device, end=end)
+        return finish(work, group, on_device=on_device, host=host, end=end)
 
 
 def all_reduce(
@@ -74,23 +79,12 @@ def all_reduce(
     if work is not None and has_streams(tensor.device):
         device_collectives.add(_REDUCTION, work, group)
 
-    def wait(waiting: Waiting) -> None:
-        if work is not None:
-            waiting.wait(work, tensor, group)
-
-    return wait
+    return lambda waiting: waiting.wait(work, tensor, group)
 
 
-def gathered(
-    row: Sequence[int] | torch.Tensor, device: torch.device, group: dist.ProcessGroup, waiting: Waiting
-) -> list[list[int]]:
-    """The rows of 64-bit integers of all ranks of ``group``, by its order; the host waits once, at the end."""
-    own = torch.as_tensor(row, dtype=torch.int64, device=device)
-    rows = torch.zeros((group.size(), own.numel()), dtype=torch.int64, device=device)
-    rows[group.rank()] = own
-    all_reduce(rows, group)(waiting)
-    found: list[list[int]] = rows.tolist()
-    return found
+def texts_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> dict[int, str]:
+    """What each rank of ``group`` says, by rank of the world; the host waits for it."""
+    return gather_text(text, group, device, lambda work, every: waiting.wait(work, every, group, host=True))
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

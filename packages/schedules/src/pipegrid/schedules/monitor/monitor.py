@@ -239,10 +239,13 @@ class Monitor:
         if failed is not None and failed.error is not None:
             raise failed.error
 
-    def finish(self, work: Any, group: ProcessGroup | None, what: str, *, on_device: bool) -> NotDone | None:
+    def finish(
+        self, work: Any, group: ProcessGroup | None, what: str, *, on_device: bool, host: bool = False
+    ) -> NotDone | None:
         """As `wait`, for a collective of ``group`` (None: the default one); how it failed, if it did.
 
-        Where its tensors are on a device with streams whose progress is not watched, the host waits as well.
+        Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
+        device's progress.
 
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
@@ -254,7 +257,7 @@ class Monitor:
             work,
             group,
             on_device=on_device,
-            host=self.progress is None,
+            host=host or self.progress is None,
             end=None if self.deadline is None else began + self.deadline,
             given_up=lambda: None if self._failure is None else self._failure.text,
         )

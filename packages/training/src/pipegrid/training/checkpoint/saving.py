@@ -87,7 +87,7 @@ class Saver:
             return made.name
 
         path = self._directory / str(self._job.first(what, begin))
-        self._job.together(what, lambda: _require_seen(path))
+        self._job.each(what, lambda: _require_seen(path))
         return path
 
     def _write_files(self, path: Path, snapshot: Snapshot, what: str) -> None:

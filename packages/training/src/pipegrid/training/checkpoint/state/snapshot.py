@@ -103,9 +103,10 @@ class Snapshots:
         )
 
     def _found(self) -> tuple[StateTensors, dict[str, Any]]:
-        """The model's tensors, with boxes for them and those of optimizers; entries of optimizer states without one.
+        """What the state has of the model, and the entries of optimizer states that are no tensors.
 
-        What the state has is read again where its objects, or the shapes of their tensors, are others than before.
+        It is read again where the objects of the state, or the shapes of its tensors, are others than before; after
+        that the boxes are those of all its tensors.
         """
         if self._model is not None and self._model.are_of(self.state):
             tensors, values = self._read(self._model)

@@ -57,7 +57,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
 class _Planner(DefaultSavePlanner):
     """Writes boxes. Of the ranks that hold the same one, one writes it: the least busy, or the lowest."""
 
-    def __init__(self, boxes: Iterable[Box], *, lowest: bool) -> None:
+    def __init__(self, boxes: Sequence[Box], *, lowest: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=lowest)
         self._values = {item.index: values for item, values in boxes}
         self.plan = SavePlan([item for item, _ in boxes])

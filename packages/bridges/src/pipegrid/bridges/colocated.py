@@ -33,8 +33,8 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
-from pipegrid.topology.differences import difference
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
 

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 from attrs import define, field, frozen
 
 from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.topology.differences import by_text, listed
+from pipegrid.transport.collectives.differences import by_text, listed
 
 _POLL_SECONDS = 0.02
 _UNHEARD = "nothing was heard of it"

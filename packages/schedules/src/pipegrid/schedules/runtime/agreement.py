@@ -13,7 +13,7 @@ from attrs import define, field
 
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.bounded_calls import SilentStoreError
-from pipegrid.topology.differences import by_text
+from pipegrid.transport.collectives.differences import by_text
 from pipegrid.transport.errors import P2PLaneDeadError
 
 if TYPE_CHECKING:

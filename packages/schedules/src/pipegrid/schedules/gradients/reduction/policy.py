@@ -25,9 +25,9 @@ from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
 from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.topology.differences import difference
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.collectives.differences import difference
 
 Models = Mapping[int, torch.nn.Module]
 """This rank's models by stage."""

@@ -25,7 +25,7 @@ from pipegrid.schedules.gradients.lanes import (
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules
 from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
 from pipegrid.schedules.gradients.reduction.checksum import checksums
-from pipegrid.topology.differences import by_text, difference
+from pipegrid.transport.collectives.differences import by_text, difference
 
 _SHOWN = 4  # checksums in an error
 

@@ -23,8 +23,8 @@ from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dty
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan import chain
 from pipegrid.topology import HyperCommGrid, create_groups
-from pipegrid.topology.differences import by_text
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
+from pipegrid.transport.collectives.differences import by_text
 
 _CHUNK = 2**22
 """Elements compared at a time: bounds the memory of the check beside a large embedding."""

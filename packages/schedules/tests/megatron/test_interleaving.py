@@ -12,11 +12,10 @@ from torch import nn
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
-from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
+from pipegrid.schedules.megatron import AnnouncedShapesError, forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
 from pipegrid.schedules.megatron.place import interleaved_proof
-from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.errors import P2PConfigError

@@ -103,7 +103,7 @@ def test_the_second_call_constructs_nothing(constructions, monkeypatch):
     made = dict(constructions)
     assert made["PipelineRuntime"] == made["PreparedStep"] == 2
     with monkeypatch.context() as patch:
-        for name in ("gradient_policy", "required_ties", "PreparedStep", "StageSettings"):
+        for name in ("gradient_policy", "required_ties", "PreparedStep", "MegatronStage"):
             patch.setattr(prepared, name, None)
         assert alone(model) == first
         alone(model, forward_only=True)

@@ -85,5 +85,12 @@ class LossError(ValueError):
     """A loss function returned a value that cannot be a loss."""
 
 
-class ReductionError(ValueError):
-    """Arguments with which gradients cannot be reduced correctly. Nothing was sent."""
+class GradientError(ValueError):
+    """Gradients cannot come out right with these arguments, process groups, models or values.
+
+    Where a reduction raises it, no gradient was sent.
+    """
+
+
+AnnouncedShapesError = StepArgumentError
+DeferralError = LossScaleError = MainGradError = ReductionError = TyingError = GradientError

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError
+from pipegrid.schedules.errors import DeferralError, GradientError, LossScaleError, MainGradError, TyingError
+from pipegrid.schedules.gradients.loss_scale import LossScale
 from pipegrid.schedules.passes.lowering import with_reduce
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.clip import clip_grad_norm_
     from pipegrid.schedules.gradients.all_reduce import ReductionTimeoutError
-    from pipegrid.schedules.gradients.lanes import GradientError, collection_of
+    from pipegrid.schedules.gradients.lanes import collection_of
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.gradients.main_grad import (
-        MainGradError,
         accumulate_in_main_grad,
         fresh_gradients,
         zero_main_grads,
     )
     from pipegrid.schedules.gradients.output_layer import (
-        DeferralError,
         clear_embedding_activation_buffer,
         deferred_weight_gradients,
         finish_embedding_wgrad_compute,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from pipegrid.schedules.gradients.reduction import (
         ReplicaError,
         TiedParameters,
-        TyingError,
         reduce_gradients,
         require_equal_replicas,
         required_ties,
@@ -70,12 +68,12 @@ __all__ = [
 _LAZY = {
     "clip": "clip_grad_norm_",
     "loss_scaler": "LossScaler scale_loss unscale_gradients_",
-    "main_grad": "MainGradError accumulate_in_main_grad fresh_gradients zero_main_grads",
-    "output_layer": "DeferralError clear_embedding_activation_buffer deferred_weight_gradients "
+    "main_grad": "accumulate_in_main_grad fresh_gradients zero_main_grads",
+    "output_layer": "clear_embedding_activation_buffer deferred_weight_gradients "
     "finish_embedding_wgrad_compute output_linear",
     "all_reduce": "ReductionTimeoutError",
-    "lanes": "GradientError collection_of",
-    "reduction": "ReplicaError TiedParameters TyingError reduce_gradients require_equal_replicas required_ties "
+    "lanes": "collection_of",
+    "reduction": "ReplicaError TiedParameters reduce_gradients require_equal_replicas required_ties "
     "tie_parameters tied_stages",
 }
 

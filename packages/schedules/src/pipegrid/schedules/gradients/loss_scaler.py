@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of
 from pipegrid.schedules.gradients.lanes import device_of
-from pipegrid.schedules.gradients.loss_scale import LossScale, LossScaleError, Positive, from_state, to_state, updated
+from pipegrid.schedules.gradients.loss_scale import LossScale, Positive, from_state, to_state, updated
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
 from pipegrid.topology.fields import Index, checked, checked_fields
 
@@ -35,10 +36,10 @@ def unscale_gradients_(
     host reads; ``deadline``: seconds that it waits.
 
     Raises:
-        LossScaleError: a scale that is not positive and finite.
+        GradientError: a scale that is not positive and finite.
         ReductionTimeoutError: past the deadline.
     """
-    scale = checked(scale, Positive, "scale", LossScaleError)
+    scale = checked(scale, Positive, "scale", GradientError)
     gradients = [local_of(g) for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
     found = torch.zeros((), dtype=torch.float32, device=device_of(modules, job_group))
     foreach.scale_(gradients, 1.0 / scale)
@@ -50,7 +51,7 @@ def unscale_gradients_(
     return bool(found.item())
 
 
-@define(field_transformer=checked_fields(LossScaleError))
+@define(field_transformer=checked_fields(GradientError))
 class LossScaler:
     """Holds the loss scale from step to step. The same on every rank, because every rank learns of every overflow.
 
@@ -90,8 +91,8 @@ class LossScaler:
         """Continue from a checkpoint, with the settings of this scaler.
 
         Raises:
-            LossScaleError: values that no checkpoint of a scaler has.
+            GradientError: values that no checkpoint of a scaler has.
         """
         state = from_state(self.state, saved)
-        self.skipped = checked(saved.get("skipped", 0), Index, "skipped", LossScaleError)
+        self.skipped = checked(saved.get("skipped", 0), Index, "skipped", GradientError)
         self.state = state

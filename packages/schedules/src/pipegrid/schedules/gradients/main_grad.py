@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.errors import GradientError, StepArgumentError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.dtensors import local_of, sharded_like
 from pipegrid.topology.fields import checked, instance
@@ -22,10 +22,6 @@ Module: TypeAlias = Annotated[torch.nn.Module, instance(torch.nn.Module, "a torc
 Stages: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 Modules: TypeAlias = Mapping[str, Stages] | Stages
 """This rank's stages, as the step functions take them: of one module, or by module; one each, or several."""
-
-
-class MainGradError(ValueError):
-    """Gradients cannot accumulate as asked."""
 
 
 def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -60,16 +56,16 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
         One handle per parameter; ``remove()`` ends it. What is in ``main_grad`` then stays.
 
     Raises:
-        MainGradError: ``dtype`` is narrower than a parameter's, or a parameter keeps a ``main_grad`` already.
+        GradientError: ``dtype`` is narrower than a parameter's, or a parameter keeps a ``main_grad`` already.
     """
     parameters = [parameter for _, parameter in parameters_of(modules)]
     for parameter in parameters:
         if torch.promote_types(parameter.dtype, dtype) != dtype:
-            raise MainGradError(
+            raise GradientError(
                 f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, which {dtype} cannot hold"
             )
         if keeps_main_grad(parameter):
-            raise MainGradError(f"a parameter of shape {tuple(parameter.shape)} keeps a main_grad already")
+            raise GradientError(f"a parameter of shape {tuple(parameter.shape)} keeps a main_grad already")
     handles = []
     for parameter in parameters:
         parameter.main_grad = None  # type: ignore[attr-defined]

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.main_grad import add_gradient
 
 _BUFFERS = ("embedding_activation_buffer", "grad_output_buffer")
-
-
-class DeferralError(ValueError):
-    """A model lacks the buffers, or the weight, of deferred weight gradients."""
 
 
 def output_linear(
@@ -55,7 +52,7 @@ def output_linear(
         ``(..., vocabulary / tp)``.
 
     Raises:
-        DeferralError: deferral is set, and ``module`` lacks a buffer.
+        GradientError: deferral is set, and ``module`` lacks a buffer.
     """
     deferred = bool(getattr(config, "defer_embedding_wgrad_compute", False))
     if deferred and not _has_buffers(module):
@@ -148,7 +145,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
         The module with the buffers, for `finish_embedding_wgrad_compute`; None without deferral.
 
     Raises:
-        DeferralError: deferral is set, and neither the model nor a module it wraps has the buffers.
+        GradientError: deferral is set, and neither the model nor a module it wraps has the buffers.
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
@@ -179,13 +176,13 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         tp_group: None is one rank.
 
     Raises:
-        DeferralError: there is no weight, or the buffers hold different numbers of microbatches.
+        GradientError: there is no weight, or the buffers hold different numbers of microbatches.
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     if len(inputs) != len(gradients):
-        raise DeferralError(
+        raise GradientError(
             f"{type(embedding_module).__name__} has {len(inputs)} inputs of its output layer in {_BUFFERS[0]} and "
             f"{len(gradients)} gradients in {_BUFFERS[1]}; each input needs its gradient"
         )
@@ -216,8 +213,8 @@ def _has_buffers(module: Any) -> bool:
     return all(isinstance(getattr(module, name, None), list) for name in _BUFFERS)
 
 
-def _without_buffers(module: Any) -> DeferralError:
-    return DeferralError(
+def _without_buffers(module: Any) -> GradientError:
+    return GradientError(
         f"model {type(module).__name__} has no lists {' and '.join(_BUFFERS)}; with defer_embedding_wgrad_compute the "
         "module of the output layer has both, empty at first"
     )
@@ -228,7 +225,7 @@ def _weight_of(module: Any) -> torch.nn.Parameter:
     if weight is None:
         weight = getattr(module, "shared_embedding_or_output_weight", lambda: None)()
     if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
-        raise DeferralError(f"{type(module).__name__} has no Parameter as output_layer.weight, nor a shared one")
+        raise GradientError(f"{type(module).__name__} has no Parameter as output_layer.weight, nor a shared one")
     return weight
 
 

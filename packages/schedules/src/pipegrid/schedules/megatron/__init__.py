@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipegrid.schedules.errors import AnnouncedShapesError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import (
     check_first_val_step,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         set_current_microbatch,
     )
     from pipegrid.schedules.megatron.prepared import describe_steps
-    from pipegrid.schedules.megatron.shapes import AnnouncedShapesError
     from pipegrid.schedules.megatron.step_functions import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -63,7 +63,6 @@ _LAZY = {
     "backward": "backward_step custom_backward deallocate_output_tensor",
     "forward": "WithLoss forward_step forward_step_calc_loss set_current_microbatch",
     "prepared": "describe_steps",
-    "shapes": "AnnouncedShapesError",
     "step_functions": "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
     "forward_backward_pipelining_without_interleaving forward_backward_with_schedule get_forward_backward_func",
 }

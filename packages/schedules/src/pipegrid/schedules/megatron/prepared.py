@@ -39,7 +39,7 @@ from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import Models, StepKind
 from pipegrid.schedules.megatron.place import Place, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
-from pipegrid.schedules.megatron.stage import MegatronStage, StageSettings
+from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, checked
@@ -177,22 +177,20 @@ class PreparedStep:
         shapes = announced or (None if plan.num_slices > 1 else _expected_shape(call, self._place, config))
         return {
             stage: MegatronStage(
-                plan.graph,
-                stage,
-                StageSettings(
-                    plan.num_microbatches,
-                    plan.num_slices,
-                    cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
-                    forward_only=call.forward_only,
-                    collect_non_loss_data=call.collect_non_loss_data,
-                    shapes=shapes,
-                    per_token=bool(option(config, "calculate_per_token_loss")),
-                    loss_factor=factors.get(stage, 1.0),
-                    partly_checkpointed=option(config, CHECKPOINTS),
-                    window=_window(plan, self.position),
-                    forwards=_forwards(plan, self.position, stage),
-                    vp_stage=chunks.get(stage),
-                ),
+                graph=plan.graph,
+                stage=stage,
+                num_microbatches=plan.num_microbatches,
+                num_slices=plan.num_slices,
+                cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
+                forward_only=call.forward_only,
+                collect_non_loss_data=call.collect_non_loss_data,
+                shapes=shapes,
+                per_token=bool(option(config, "calculate_per_token_loss")),
+                loss_factor=factors.get(stage, 1.0),
+                partly_checkpointed=option(config, CHECKPOINTS),
+                window=_window(plan, self.position),
+                forwards=_forwards(plan, self.position, stage),
+                vp_stage=chunks.get(stage),
             )
             for stage in models
         }

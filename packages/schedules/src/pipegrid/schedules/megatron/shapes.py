@@ -16,10 +16,6 @@ from pipegrid.topology.fields import Count, checked
 Shape: TypeAlias = tuple[int, ...]
 
 
-class AnnouncedShapesError(ValueError):
-    """``adjust_tensor_shapes_fn`` returned no shapes."""
-
-
 @frozen
 class AnnouncedShapes:
     """Shapes of a stage's received and sent tensors by ``adjust_tensor_shapes_fn``, checked against the messages.
@@ -49,7 +45,7 @@ def announced_shapes(adjust: Callable[..., Any], shapes: Sequence[Shape]) -> Ann
         received, sent = adjusted
         return AnnouncedShapes(_as_shapes(received), _as_shapes(sent))
     except (TypeError, ValueError):
-        raise AnnouncedShapesError(
+        raise StepArgumentError(
             f"adjust_tensor_shapes_fn returned {adjusted!r}; expected (receive shapes, send shapes)"
         ) from None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.errors import PlanMismatchError, ReductionError, RuntimeArgumentError
+from pipegrid.schedules.errors import GradientError, PlanMismatchError, RuntimeArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stages.stage import modules_of
@@ -169,14 +169,14 @@ def require_right_wrappers(plan: Plan, position: int, stages: Mapping[int, Any])
     It decides in each forward whether the next backward reduces, and knows no halves.
 
     Raises:
-        ReductionError: there is one.
+        GradientError: there is one.
     """
     for number, stage in stages.items():
         if number in plan.forward_only or _one_at_a_time(plan, position, number):
             continue
         for name, module in modules_of(stage):
             if isinstance(module, DistributedDataParallel):
-                raise ReductionError(
+                raise GradientError(
                     f"stage {number} has a DistributedDataParallel ({name}), which would reduce the wrong gradients: "
                     "in this plan other forwards come before a backward, or it is split. Give the stage the bare "
                     "module, and call reduce_gradients(...) after the step"

@@ -234,7 +234,7 @@ class PipelineRuntime:
             DisagreementError: a neighbour (with a monitor, any rank) runs another plan, or evaluates.
             PipelineError: the step failed, or an earlier one did.
             JobFailedError: with a monitor, another rank failed before this step; nothing was sent.
-            ReductionError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
+            GradientError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
         if not self._wrappers_checked:
             require_right_wrappers(self.plan, self.position, self._stages)

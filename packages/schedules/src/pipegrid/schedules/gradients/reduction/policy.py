@@ -15,15 +15,15 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import ReductionError
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.all_reduce import Waiting, gathered
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
-from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
+from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
-from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
+from pipegrid.schedules.gradients.reduction.tied import TiedParameters
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.adapted import as_communicator
@@ -176,9 +176,9 @@ def gradient_policy(
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
     that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
     Gradients that would not be the sum over the data lanes of their module, divided by the lanes of the loss or by the
-    tokens of the job, are a `ReductionError`. A group that the sizes of a collection's grid demand, and that it lacks,
-    is a `GradientError`: where `reduce_gradients` reduces, that of the data lanes, and with the loss cp (losses are
-    shares of a mean) and tp (the first rank counts tokens).
+    tokens of the job, are a `GradientError`; so is a group that the sizes of a collection's grid demand, and that it
+    lacks: where `reduce_gradients` reduces, that of the data lanes, and with the loss cp (losses are shares of a mean)
+    and tp (the first rank counts tokens).
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
@@ -200,21 +200,21 @@ def gradient_policy(
             require_groups(pg_collection, name, counts)
             found = size_of(lanes_group(collection, name))
             if own not in (None, found):
-                raise ReductionError(
+                raise GradientError(
                     f"module {name!r} has {own} data lanes (dp x cp), but their group in pg_collection has {found}"
                 )
             continue
         whole = grids is not None and _size(grids[name], ("tp",)) == 1
         fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=graph.num_stages == 1)
         if fault is not None:
-            raise ReductionError(
+            raise GradientError(
                 f"gradients of module {name!r} must be summed over its data lanes (dp x cp: {own or 'unknown'}) and "
                 f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "
                 "set finalize_model_grads_func"
             )
     ways = {(names[stage], hasattr(model, "no_sync")) for stage, model in models.items()}
     if not by_hand and len(ways) > len(set(names.values())):  # chunks may share a parameter, which is finished once
-        raise ReductionError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
+        raise GradientError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
     loss_factors: dict[int, float] = {}
     if of_loss is not None and not by_hand and not per_token:
         loss_factors = {stage: of_loss / lanes[name] for stage, name in names.items()}
@@ -240,7 +240,7 @@ def _fault(
         return "fully_shard averages over them (set_gradient_divide_factor(1.0) leaves sums)"
     if by_hand:
         return None
-    part = next((parameter for parameter in model.parameters() if not whole and partial_over_tp(parameter)), None)
+    part = next((parameter for parameter in model.parameters() if not whole and marks_of(parameter).partial), None)
     if part is not None:
         return f"a parameter of shape {tuple(part.shape)} is marked as partial over tp, and nothing sums it over tp"
     if not hasattr(model, "no_sync"):
@@ -262,7 +262,7 @@ def required_ties(
     """The ties whose ``REDUCE`` the plan of a step needs, checked against this rank's ``models``, which are ``stages``.
 
     Raises:
-        ReductionError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config
+        GradientError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config
             does not have, or one whose wrapper would sum over data lanes what its ``REDUCE`` sums as well.
     """
     ties: tuple[TiedParameters, ...] = tuple(getattr(config, "tied_parameters", ()))
@@ -270,20 +270,20 @@ def required_ties(
     for tie in ties:
         held = sorted(set(tie.stages) & set(stages))
         if held and not any(id(copy) in parameters for copy in tie.copies):
-            raise ReductionError(
+            raise GradientError(
                 f"tied parameter {tie.name!r} is on stage {held[0]}, whose model trains none of its copies"
             )
     names = {tie.name for tie in ties}
     if getattr(config, "finalize_model_grads_func", None) is None:
         _require_declared_ties(models, names)
-    for mark in filter(None, map(mark_of, parameters.values())):
+    for mark in filter(None, (marks_of(parameter).tie for parameter in parameters.values())):
         if mark.name not in names:
-            raise ReductionError(
+            raise GradientError(
                 f"a parameter is tied as {mark.name!r}, which config.tied_parameters does not have ({sorted(names)}): "
                 "nothing sums its copies"
             )
         if mark.over_lanes and any(hasattr(model, "no_sync") for model in models):
-            raise ReductionError(
+            raise GradientError(
                 f"tied parameter {mark.name!r} is summed over data lanes by its REDUCE, and by the model's wrapper as "
                 "well; tie it with group=collection.embd in place of grids=..., or pass the bare module"
             )
@@ -300,7 +300,7 @@ def _require_declared_ties(models: Sequence[torch.nn.Module], names: Collection[
             if tie.name in names or model.number not in copies or here.issuperset(copies):
                 continue
             if model.get_parameter(copies[model.number]).requires_grad:
-                raise ReductionError(
+                raise GradientError(
                     f"{tie.name!r} is one parameter on the stages {sorted(copies)}, and config.tied_parameters does "
                     f"not have it ({sorted(names)}): nothing sums its copies; set it to "
                     "tie_stage_parameters(stage.ties, stage, grid)"
@@ -325,8 +325,5 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         for _, inner in fsdp_modules(model) if sharded else ():
             found += (id(inner), divide_factor(inner))
         for parameter in model.parameters():
-            found += (None if sharded else id(parameter), parameter.requires_grad)
-            if vars(parameter):  # most parameters carry no mark
-                mark = mark_of(parameter)
-                found += (mark and (mark.name, mark.over_lanes), partial_over_tp(parameter))
+            found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
     return tuple(found)

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import GradientError
 from pipegrid.topology import GroupSpec
 
 _LANE_DIMS = ("dp", "cp")
@@ -15,10 +16,6 @@ _STAGE_DIM = "pp"
 
 Shard = tuple[tuple[str, int], ...]
 """Coordinates of a shard in the dims that shard or replicate a parameter."""
-
-
-class TyingError(ValueError):
-    """The stages, grids or values of tied parameters do not match."""
 
 
 @frozen
@@ -48,7 +45,7 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
     for stage in sorted(stages):
         for rank, shard in _holders(stage, graph, grids):
             if shard_of.setdefault(rank, shard) != shard and alike:
-                raise TyingError(
+                raise GradientError(
                     f"tied parameter {name!r}: rank {rank} holds two of the stages {sorted(stages)}, but the shard "
                     f"{dict(shard_of[rank])} of one and {dict(shard)} of another; use one order of dims in their grids"
                 )
@@ -83,7 +80,7 @@ def _holders(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Iterat
     grid = _grid_of(stage, graph, grids)
     depth = grid.dim_size(_STAGE_DIM) if _STAGE_DIM in grid.dim_names else 1
     if depth != graph.depth(module):
-        raise TyingError(
+        raise GradientError(
             f"module {module!r} has {graph.depth(module)} stages in the graph and pp {depth} in its grid; a tied "
             "parameter needs one stage per pp rank"
         )
@@ -97,7 +94,9 @@ def _holders(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Iterat
 def _grid_of(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Any:
     module, _ = graph.module_of(stage)
     if module not in grids:
-        raise TyingError(f"stage {stage} is of module {module!r}, which has no grid; there are grids of {list(grids)}")
+        raise GradientError(
+            f"stage {stage} is of module {module!r}, which has no grid; there are grids of {list(grids)}"
+        )
     return grids[module]
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, frozen
+from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor
+from pipegrid.schedules.gradients.layout import TieMark, marks_of
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
-from pipegrid.schedules.gradients.reduction.tie_groups import TyingError, shards_alike, stages_here, tie_groups
+from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan import chain
 from pipegrid.topology import HyperCommGrid, create_groups
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
@@ -30,22 +31,7 @@ _FORM_BYTES = 256
 """Of a copy's dtype and shape as text."""
 
 
-@define
-class TieMark:
-    """The mark of a tied parameter (``parameter.tied``), read by the reductions of its gradient.
-
-    Attributes:
-        name: of the tie.
-        over_lanes: its ``REDUCE`` also sums over data lanes; the data-parallel reduction must not repeat that.
-        summed: the ``REDUCE`` of this step is done, and its result not yet used.
-    """
-
-    name: str
-    over_lanes: bool
-    summed: bool = False
-
-
-@frozen(eq=False, field_transformer=checked_fields(TyingError))
+@frozen(eq=False, field_transformer=checked_fields(GradientError))
 class TiedParameters:
     """This rank's part in a tied parameter; made by `tie_parameters` on every rank of the pipeline.
 
@@ -81,12 +67,7 @@ class TiedParameters:
             all_reduce(total, self.group)(waiting or Waiting())
         for copy in self.copies:
             set_accumulated(copy, total)
-            mark_of(copy).summed = True
-
-
-def mark_of(parameter: torch.nn.Parameter) -> Any:
-    """The parameter's `TieMark`; None for a parameter that is not tied."""
-    return getattr(parameter, "tied", None)
+            copy.tied.summed = True  # type: ignore[attr-defined]
 
 
 def tie_parameters(
@@ -120,16 +101,18 @@ def tie_parameters(
         timeout: of the group's creation and its operations; None is the backend's default.
 
     Raises:
-        TyingError: stages, grids and copies do not match; copies differ in shape, dtype or value (raised on every rank
-            with a copy); a copy is already tied under another name.
+        GradientError: stages, grids and copies do not match; copies differ in shape, dtype or value (raised on every
+            rank with a copy); a copy is already tied under another name.
     """
-    stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", TyingError)))
+    stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", GradientError)))
     if len(set(stages)) != len(stages) or len(stages) < 2:
-        raise TyingError(f"tied parameter {name!r} has the stages {list(stages)}; name two or more stages, each once")
+        raise GradientError(
+            f"tied parameter {name!r} has the stages {list(stages)}; name two or more stages, each once"
+        )
     if grids is None and group is None and copies:
-        raise TyingError(f"tied parameter {name!r} has copies here, and neither grids nor a group to sum them over")
+        raise GradientError(f"tied parameter {name!r} has copies here, and neither grids nor a group to sum them over")
     if grids is not None and group is not None:
-        raise TyingError(f"tied parameter {name!r} has grids and a group; give one of the two")
+        raise GradientError(f"tied parameter {name!r} has grids and a group; give one of the two")
     if grids is not None:
         tied = _over_grids(name, copies, stages, *_by_module(grids, graph), timeout)
     else:
@@ -150,7 +133,7 @@ def _by_module(
     if graph is None and isinstance(grids, HyperCommGrid):
         graph = grids.dim_size("pp") if "pp" in grids.dim_names else 1
     if graph is None:
-        raise TyingError("grids of several modules are tied along their graph; pass graph=...")
+        raise GradientError("grids of several modules are tied along their graph; pass graph=...")
     graph = chain(graph) if isinstance(graph, int) else graph
     return graph, dict.fromkeys(graph.order, grids) if isinstance(grids, HyperCommGrid) else grids
 
@@ -166,9 +149,9 @@ def _over_grids(
     """This rank's part of a sum over stages and data lanes together."""
     rank = dist.get_rank()
     found = tie_groups(name, stages, graph, grids)
-    sharded = any(getattr(copy, "tensor_model_parallel", False) for copy in copies.values())
+    sharded = any(marks_of(copy).sharded for copy in copies.values())
     if sharded and not shards_alike(stages, graph, grids):
-        raise TyingError(
+        raise GradientError(
             f"tied parameter {name!r} is sharded over tp, and the modules that hold it have different tp sizes; use "
             "equal tp sizes, or hold it whole on every tp rank"
         )
@@ -188,15 +171,15 @@ def _distinct(copies: Mapping[int, torch.nn.Parameter]) -> tuple[torch.nn.Parame
 def _require_copies(name: str, copies: Mapping[int, torch.nn.Parameter], held: Sequence[int]) -> None:
     """One plain parameter for each stage here: a detached tensor would add zero to every sum."""
     if set(copies) != set(held):
-        raise TyingError(
+        raise GradientError(
             f"tied parameter {name!r}: this rank holds its stages {sorted(held)}, but copies are for {sorted(copies)}"
         )
     for stage, copy in copies.items():
         if not isinstance(copy, torch.nn.Parameter) or is_dtensor(copy):
-            raise TyingError(f"tied parameter {name!r}: the copy of stage {stage} is no plain Parameter")
-        mark = mark_of(copy)
+            raise GradientError(f"tied parameter {name!r}: the copy of stage {stage} is no plain Parameter")
+        mark = marks_of(copy).tie
         if mark is not None and mark.name != name:
-            raise TyingError(f"tied parameter {name!r}: the copy of stage {stage} is already tied as {mark.name!r}")
+            raise GradientError(f"tied parameter {name!r}: the copy of stage {stage} is already tied as {mark.name!r}")
 
 
 def _require_equal(tied: TiedParameters) -> None:
@@ -205,10 +188,10 @@ def _require_equal(tied: TiedParameters) -> None:
     forms = _forms(tied)
     if len(set(forms)) > 1 or " beside " in forms[0]:
         found = ", ".join(f"{each} on rank {ranks[forms.index(each)]}" for each in dict.fromkeys(forms))
-        raise TyingError(f"the copies of tied parameter {tied.name!r} differ: {found}")
+        raise GradientError(f"the copies of tied parameter {tied.name!r} differ: {found}")
     apart = [f"rank {rank} by {value:.6g}" for rank, value in zip(ranks, _differences(tied), strict=True) if value]
     if apart:
-        raise TyingError(
+        raise GradientError(
             f"the copies of tied parameter {tied.name!r} differ from that of rank {ranks[0]}: {', '.join(apart)}; "
             "initialize them with the same seed, or broadcast one of them first"
         )
@@ -256,5 +239,5 @@ def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, .
     """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`."""
     pairs = tuple((each.name, each.stages) for each in tied)
     if len(dict(pairs)) != len(pairs):
-        raise TyingError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")
+        raise GradientError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")
     return pairs

@@ -34,6 +34,7 @@ class StageCall:
         sliced: modules with a ``current_slice``, in a plan with slices.
         set_input_tensor: the model's, looked up through wrappers.
         set_is_first_microbatch: likewise; None where it is not to be called.
+        shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
         context: makes the autocast context of each forward, where there is one.
     """
 
@@ -45,6 +46,7 @@ class StageCall:
     sliced: tuple[torch.nn.Module, ...]
     set_input_tensor: Any
     set_is_first_microbatch: Any
+    shapes: AnnouncedShapes | ExpectedShape | None
     context: Callable[[], AbstractContextManager[Any]] | None
 
 
@@ -60,7 +62,7 @@ class MegatronStage:
         forwards: per microbatch, the number of forwards of any chunk on this rank before this one.
         vp_stage: chunk of the module, on a rank with several.
         cp_group: context-parallel ranks of the module.
-        shapes: expected shapes of messages.
+        expected: the shape of sent messages, where the arguments fix it.
         per_token: losses are sums over tokens.
         loss_factor: factor of the stage's loss, for a mean over its own data lanes.
         partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
@@ -79,7 +81,7 @@ class MegatronStage:
     cp_group: Any
     forward_only: bool
     collect_non_loss_data: bool
-    shapes: AnnouncedShapes | ExpectedShape | None
+    expected: ExpectedShape | None
     per_token: bool
     loss_factor: float
     partly_checkpointed: int | None
@@ -105,6 +107,7 @@ class MegatronStage:
         model: torch.nn.Module,
         config: Any,
         first_val_step: bool | None,
+        announced: AnnouncedShapes | None,
     ) -> None:
         """Look up, before a step runs, what its forwards need of the model and the config."""
         starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
@@ -118,6 +121,7 @@ class MegatronStage:
             numbered_modules(model, "current_slice") if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
+            announced or self.expected,
             autocast_of(config, model),
         )
 
@@ -135,9 +139,9 @@ class MegatronStage:
         """See `pipegrid.schedules.Stage.forward`; with slices, an item of the iterator is a slice."""
         call = self.call
         assert call is not None  # set by `begin`, before the runtime runs
-        if self.shapes is not None:
+        if call.shapes is not None:
             for payload in inputs.values():
-                self.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
+                call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         for module in call.numbered:
             module.current_microbatch = microbatch  # type: ignore[assignment]
         if part is not None:
@@ -161,12 +165,13 @@ class MegatronStage:
             not self.outgoing,
         )
         if self.outgoing:
-            return self._passed_on(received, output, microbatch)
+            return self._passed_on(call.shapes, received, output, microbatch)
         return self._with_loss(call, output, loss_func, part)
 
-    def _passed_on(self, received: Any, output: Any, microbatch: int) -> Forwarded:
+    def _passed_on(
+        self, shapes: AnnouncedShapes | ExpectedShape | None, received: Any, output: Any, microbatch: int
+    ) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
-        shapes = self.shapes
         if output is None and self._one_module:  # the next stage would read data of its own, as a first stage does
             raise StageOutputError(
                 f"stage {self.stage} returned None for microbatch {microbatch}; it must return what stage "

@@ -30,7 +30,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     prepared = prepared_step(kind, call)
     models, policy = prepared.models(), prepared.policy
     config = config_of(next(iter(models.values())))
-    data_iterators = prepared.iterators(call.data_iterator)
+    data_iterators, announced = prepared.iterators(call.data_iterator), prepared.announced(call, config)
     require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
     with prepared.running(config), contextlib.ExitStack() as outside:
         deferred: Sequence[Callable[[], None]] = ()
@@ -46,7 +46,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
             outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
         for stage, model in models.items():
             prepared.stages[stage].begin(
-                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step
+                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced
             )
         if policy is None:
             prepared.runtime.eval()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from attrs import define, field, frozen, setters
 
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.dtensors import fsdp_divisors, is_dtensor, may_be_partial, mesh_ranks
+from pipegrid.schedules.gradients.dtensors import fsdp_divisors, is_dtensor, mesh_ranks, replicating_groups
 from pipegrid.schedules.gradients.lanes import (
     collection_of,
     lanes_group,
@@ -88,6 +88,7 @@ class ParameterGradient:
         tensor: the tensor-parallel ranks, likewise.
         module_lanes: the number of data lanes of the module.
         mesh: the ranks that hold the shards of a DTensor; none of another parameter.
+        alike: the groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
         by_fsdp: whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1.
         dtype: in which it accumulates.
     """
@@ -100,6 +101,7 @@ class ParameterGradient:
     tensor: dist.ProcessGroup | None
     module_lanes: int
     mesh: frozenset[int]
+    alike: tuple[dist.ProcessGroup, ...]
     by_fsdp: bool
     divided: float
     dtype: torch.dtype
@@ -119,10 +121,9 @@ class ParameterGradient:
     @property
     def bucket(self) -> tuple[object, ...]:
         """What the parameters of one bucket have in common; a tied one is alone."""
-        return (
-            *(self.dtype, self.parameter.device, self.marks.expert, self.marks.partial, may_be_partial(self.parameter)),
-            *(self.by_fsdp, self.divided, None if self.marks.tie is None else id(self.parameter)),
-        )
+        alone = None if self.marks.tie is None else id(self.parameter)
+        form = self.dtype, self.parameter.device, self.marks.expert, self.marks.partial
+        return *form, bool(self.alike), self.by_fsdp, self.divided, alone
 
     def __str__(self) -> str:
         return f"a parameter of shape {tuple(self.parameter.shape)} in module {self.module!r}"
@@ -198,6 +199,7 @@ def _gradients(modules: Modules, collections: Any, divided: dict[int, float | No
                 tensor,
                 size_of(own),
                 mesh_ranks(parameter),
+                tuple(replicating_groups(parameter)),
                 by_fsdp,
                 (divided[id(parameter)] or size_of(lanes)) if by_fsdp else 1.0,
                 accumulation_dtype(parameter),

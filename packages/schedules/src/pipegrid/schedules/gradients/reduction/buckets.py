@@ -13,7 +13,6 @@ from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import (
     local_of,
-    may_be_partial,
     partial_groups,
     summed_like,
     unlike_its_parameter,
@@ -72,7 +71,7 @@ class Bucket:
     @property
     def perhaps_partial(self) -> bool:
         """Whether gradients may be partial sums over a mesh; the same on every lane, even without a gradient."""
-        return may_be_partial(self.parameters[0])
+        return bool(self.layouts[0].alike)
 
     def fault(self) -> str | None:
         """What is wrong with a gradient; None: nothing."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, gathered
-from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of, replicating_groups
+from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.schedules.gradients.lanes import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
@@ -139,7 +139,7 @@ def _known_whole(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None
         yield layout.lanes
     if not layout.mesh and layout.marks.partial:
         yield layout.tensor
-    yield from replicating_groups(layout.parameter)
+    yield from layout.alike
 
 
 def _plain_and_trained(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None]:

@@ -166,6 +166,11 @@ class PacedLanes(dict[LaneSpec, PacedLane]):
         })  # fmt: skip
 
     @property
+    def failed(self) -> bool:
+        """See `Lanes.failed`."""
+        return self._lanes.failed
+
+    @property
     def headers(self) -> int:
         """Announcements that this rank has sent or received beside payloads."""
         return sum(lane.stats.headers for lane in self._lanes.values())

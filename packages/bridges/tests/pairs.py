@@ -14,16 +14,16 @@ from types import SimpleNamespace
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, axis_names, boundary_side
+from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, axis_names, boundary_side
 
 MOST = 8
 DIMS = ("tp", "cp", "dp", "pp", "ep")
 SHAPES = [shape for shape in itertools.product(range(1, MOST + 1), repeat=len(DIMS)) if math.prod(shape) <= MOST]
 PLACEMENTS = [
     {"ep": ep, "cp": cp, "tp": tp}
-    for ep in (Sharded("b"), Replicated(), Partial(), Sharded("h"))
-    for cp in (Sharded("s"), Sharded("s", order="zigzag"), Partial())
-    for tp in (Replicated(), Sharded("s"))
+    for ep in (Shard("b"), Replicate(), Partial(), Shard("h"))
+    for cp in (Shard("s"), Shard("s", order="zigzag"), Partial())
+    for tp in (Replicate(), Shard("s"))
 ]
 
 

@@ -12,21 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.bridge import BridgeCommunicator, Packed
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
-    LaneTotalsError,
     NoBackwardError,
     PendingGradientError,
     ShapeError,
     WrongSideError,
 )
-from pipegrid.bridges.reshard import Partial, Replicated, Sharded, Sizes, plan_reshard
+from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
 from pipegrid.topology import HyperCommGrid, lane_samples
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.opening import open_lanes
-from pipegrid.transport.errors import P2PPayloadError, P2PTimeoutError
+from pipegrid.transport.errors import P2PTimeoutError, P2PUsageError
 
 from .grids import grid
 
@@ -96,13 +95,13 @@ CASES = {
     "cp2 zigzag to sequence-parallel tp2": (
         grid(cp=2),
         grid(2, tp=2),
-        {"src_placements": {"cp": Sharded("s", order="zigzag")}, "dest_placements": {"tp": Sharded("s")}},
+        {"src_placements": {"cp": Shard("s", order="zigzag")}, "dest_placements": {"tp": Shard("s")}},
     ),
     "partial gradients of cp": (grid(tp=2), grid(2, tp=1, cp=2), {"dest_placements": {"cp": Partial()}}),
     "partial activations": (grid(tp=2), grid(2, dp=2), {"src_placements": {"tp": Partial()}}),
     "partial cp beside tp copies": (grid(dp=2), grid(2, tp=2, cp=2), {"dest_placements": {"cp": Partial()}}),
-    "ep as data lanes": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Sharded("b")}}),
-    "ep holds copies": (grid(ep=2), grid(2, dp=2), {"src_placements": {"ep": Replicated()}}),
+    "ep as data lanes": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Shard("b")}}),
+    "ep holds copies": (grid(ep=2), grid(2, dp=2), {"src_placements": {"ep": Replicate()}}),
     "pipelined sides": (grid(tp=2, pp=2), grid(4, tp=1, dp=2, pp=2), {}),
     "equal": (grid(tp=2, dp=2), grid(tp=2, dp=2), {}),
     "equal ranks, other layout": (grid(tp=2, dp=2), grid(dp=4), {}),
@@ -185,7 +184,7 @@ def test_lanes_have_the_samples_that_lane_samples_says():
     rank, mine = torch.distributed.get_rank(), {}
     bridge = whole_world(src, dst)
     if bridge.is_source:  # of 10 samples lane 1 has 3 to 6, and so from both source lanes
-        with pytest.raises(LaneTotalsError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
+        with pytest.raises(BridgeError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
             bridge.send_forward(torch.zeros(5, 1, 1))
     bridge.destroy()
     for batch, lanes in ((10, {"src_lanes": (5, 5), "dest_lanes": (3, 3, 2, 2)}), (5, {"src_lanes": (3, 2)}), (8, {})):
@@ -411,7 +410,7 @@ def test_a_gradient_that_is_refused_leaves_its_activation_waiting():
 def test_an_activation_that_a_lane_refuses_waits_for_no_gradient():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), shapes="variable")
     if bridge.is_source:
-        with pytest.raises(P2PPayloadError):
+        with pytest.raises(P2PUsageError):
             bridge.send_forward(torch.ones(5, 1, 1, device="meta"))
         bridge.send_forward(torch.ones(2, 1, 1))
         assert bridge.recv_backward().shape == (2, 1, 1)
@@ -569,9 +568,9 @@ def test_settings_that_contradict_each_other():
     for wrong in ("bfloat16", torch.int32):
         with pytest.raises(BridgeError, match=r"comm_dtype is .*; it must be a floating-point torch\.dtype"):
             whole_world(grid(dp=1), grid(1), comm_dtype=wrong)
-    with pytest.raises(LaneTotalsError, match=r"src_lanes \(3, 1\) and dest_lanes \(2, 3\) must hold the same batch"):
+    with pytest.raises(BridgeError, match=r"src_lanes \(3, 1\) and dest_lanes \(2, 3\) must hold the same batch"):
         whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))
-    with pytest.raises(LaneTotalsError, match="each destination lane some of it"):
+    with pytest.raises(BridgeError, match="each destination lane some of it"):
         whole_world(grid(dp=2), grid(2, dp=2), dest_lanes=(2, 0))
     with pytest.raises(BridgeError, match="shapes is 'sometimes'"):
         whole_world(grid(dp=1), grid(1), shapes="sometimes")
@@ -586,3 +585,16 @@ def test_a_receive_that_nobody_answers_ends_at_the_deadline():
     torch.distributed.barrier()
     bridge.destroy()
     assert not [thread for thread in threading.enumerate() if thread.name == "pipegrid-progress"]
+
+
+@pytest.mark.ranks(2)
+def test_packed_samples_of_a_fixed_shape_are_sent_again_and_again():
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, dp=1), tensor_ndim=2, config=CONFIG)
+    rows = torch.arange(12.0).view(4, 3)
+    for _ in range(3):
+        if bridge.is_source:
+            bridge.send_forward(Packed(rows, (1, 3)))
+            assert torch.equal(bridge.recv_backward(), 2 * rows)
+        else:
+            bridge.send_backward(2 * bridge.recv_forward().detach())
+    bridge.destroy()

@@ -20,7 +20,6 @@ from pipegrid.bridges.errors import (
     BridgeError,
     CompletionError,
     DestroyedError,
-    LaneTotalsError,
     NotReplicatedError,
     ShapeError,
 )
@@ -133,7 +132,7 @@ def test_gather_groups_keep_the_order_of_lanes_even_where_ranks_descend():
 @pytest.mark.ranks(4)
 def test_batches_that_do_not_divide():
     fan_out = ColocatedBridgeCommunicator(grid(tp=2, dp=2), grid(dp=4))
-    with pytest.raises(LaneTotalsError, match="batch of 3 is not divisible by scale 2"):
+    with pytest.raises(BridgeError, match="batch of 3 is not divisible by scale 2"):
         fan_out.get_slice_info(3)
     with pytest.raises(ValueError, match="not divisible by scale 2"):
         fan_out.communicate(torch.ones(3, 1, 1))
@@ -150,7 +149,7 @@ def test_batches_that_do_not_divide():
 def test_a_ratio_that_is_no_integer_has_no_slices_but_works():
     bridge = ColocatedBridgeCommunicator(grid(tp=2, dp=3), grid(tp=3, dp=2))
     assert (bridge.scale, bridge.direction) == (None, BridgeDirection.FAN_IN)
-    with pytest.raises(LaneTotalsError, match=r"dp 3.*dp 2.*communicate\(\) works all the same"):
+    with pytest.raises(BridgeError, match=r"dp 3.*dp 2.*communicate\(\) works all the same"):
         bridge.get_slice_info(6)
     bridge.destroy()
 
@@ -172,7 +171,7 @@ def test_copies_that_differ_are_found_when_asked_for():
 @pytest.mark.ranks(2)
 def test_lanes_of_different_sizes_are_found_when_asked_for():
     checked = ColocatedBridgeCommunicator(grid(dp=2), grid(tp=2), check_replicated=True)
-    with pytest.raises(LaneTotalsError, match="hold between 2 and 3 rows"):
+    with pytest.raises(BridgeError, match="hold between 2 and 3 rows"):
         checked.communicate(torch.ones(2 + dist.get_rank(), 1, 1))
     checked.destroy()
 
@@ -185,7 +184,7 @@ def test_tensors_that_differ_between_ranks_are_named_on_all_of_them(pair):
     shapes = [(2, 2, 4), (2, 4, 2)], [(2, 4, 2), (4, 2, 2)], [(2, 2, 4), (4, 4)], [(2, 2, 4), (4, 2, 4)]
     for ours, theirs in [*shapes, *[both[::-1] for both in shapes]]:
         given, other = (ours, theirs) if rank == 0 else (theirs, ours)
-        with pytest.raises(ShapeError, match="rank . gives shape .*; rank . gives shape") as failure:
+        with pytest.raises(ShapeError, match="ranks? .*: shape .*; ranks? .*: shape") as failure:
             bridge.communicate(torch.ones(given))
         assert str(given) in str(failure.value)
         assert str(other) in str(failure.value)

@@ -88,7 +88,7 @@ def test_an_abort_ends_messages_and_completions_together(ranks, late):
         bridge.isend_forward(torch.zeros(2, 2, 2))
     if ranks.rank == 1:
         receive = bridge.irecv_forward()
-        receive.let_land()  # starts its completion, for which rank 2 never comes
+        receive.wait_filled()  # starts its completion, for which rank 2 never comes
         bridge.irecv_forward()
         began = time.monotonic()
         threading.Timer(0.2, bridge.abort, ["rank 2 raised ValueError"]).start()

@@ -21,7 +21,7 @@ from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommuni
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
 from pipegrid.bridges.multimodule.modules import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
-from pipegrid.bridges.reshard import Replicated
+from pipegrid.bridges.reshard import Replicate
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import PipelineCommunicator
@@ -540,7 +540,7 @@ def test_declarations_that_contradict_each_other():
     with pytest.raises(StageError, match="no gradient ever reaches 'mid'"):
         make(grids, flow, edges={("mid", "llm"): EdgeOptions(backward=False)})
     with pytest.raises(StageError, match=r"placements names modules \['llmm'\]"):
-        make(grids, flow, placements={"llmm": {"ep": Replicated()}})
+        make(grids, flow, placements={"llmm": {"ep": Replicate()}})
     with pytest.raises(BridgeError, match="stages on places"):
         make(grids, flow, stage_placement={"llm": (0, 1)})
     with pytest.raises(ModuleGraphError, match="cycle"):

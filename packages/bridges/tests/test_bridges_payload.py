@@ -77,7 +77,7 @@ def test_a_structure_takes_a_payload_apart_and_puts_it_together(tree):
     structure = Structure(tree)
     assert len(structure.leaves) == count(tree)
     values = list(range(count(tree)))
-    payload = structure.payload(iter(values))
+    payload = structure.payload(values)
     assert structure.values(payload, name="edge") == values
     for leaf, value in zip(structure.leaves, values, strict=True):
         assert eval(f"payload{leaf.path}", {"payload": payload}) == value
@@ -406,7 +406,7 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
         ):
             with pytest.raises(ShapeError, match=text):
                 bridge.send_backward(grads)
-        bridge.send_backward(back)
+        bridge.send_backward({**back, "n": 2})  # a stage may give back the number that it was given
     bridge.destroy()
 
 

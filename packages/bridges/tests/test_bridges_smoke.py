@@ -22,8 +22,8 @@ PUBLIC = [
     "MultiModulePipelineCommunicator",
     "Packed",
     "Partial",
-    "Replicated",
-    "Sharded",
+    "Replicate",
+    "Shard",
     "Sizes",
     "VTPCommunicator",
     "VTPTopology",
@@ -42,31 +42,38 @@ FURTHER = [
     "Completion",
     "CompletionError",
     "DestroyedError",
-    "LaneTotalsError",
     "Message",
     "MissingTensorError",
     "ModuleGraphError",
-    "NoBackwardError",
     "NotReplicatedError",
-    "PendingGradientError",
     "Positions",
     "RankModuleInfo",
     "ReshardPlan",
     "ShapeError",
     "SliceInfo",
     "StageError",
-    "TilingError",
-    "UndeclaredDimError",
-    "VTPTopologyError",
-    "WrongSideError",
     "routes",
 ]
+# Names of an earlier version.
+OLD = {
+    "LaneTotalsError": "BridgeError",
+    "NoBackwardError": "StageError",
+    "PendingGradientError": "StageError",
+    "Replicated": "Replicate",
+    "Sharded": "Shard",
+    "TilingError": "BridgeError",
+    "UndeclaredDimError": "BridgeError",
+    "VTPTopologyError": "BridgeError",
+    "WrongSideError": "StageError",
+}
 
 
 def test_the_public_names_are_these():
     assert pipegrid.bridges.__all__ == sorted(PUBLIC)
     for name in PUBLIC + FURTHER:
         assert getattr(pipegrid.bridges, name).__name__ == name
+    for old, new in OLD.items():
+        assert getattr(pipegrid.bridges, old) is getattr(pipegrid.bridges, new)
     with pytest.raises(AttributeError, match="no attribute 'Brigde'"):
         _ = pipegrid.bridges.Brigde
 

@@ -83,7 +83,7 @@ MISTAKES = {
     ),
     "an edge of three": (lambda: job(edges=[("a", "b", "c")]), r"Job.edges\[0\] is .* it must be a pair of names"),
     "a result for a choice": (lambda: dry_run(planned()), "choice is Planned.* it must be a Choice, such as plan"),
-    "JSON without an end": (lambda: parse_job("[" * 100_000, form="json"), "not JSON: maximum recursion"),
+    "JSON without an end": (lambda: parse_job("[" * 100_000, form="json"), "not JSON: brackets nest too deeply"),
     "an edge to nothing": (lambda: job(edges=[("language", "sound")]), "edges: .*unknown module 'sound'"),
     "a schedule alone": (
         lambda: Training(schedules="1f1b"),

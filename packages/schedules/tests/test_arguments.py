@@ -16,24 +16,20 @@ from torch import nn
 import pipegrid.schedules
 from pipegrid.schedules import (
     Costs,
-    DeferralError,
     Forwarded,
     GradientError,
-    LossScaleError,
+    LossError,
     LossScaler,
-    MainGradError,
     Monitor,
     MonitorError,
     PipelineConfig,
     PipelineRuntime,
     Plan,
     PlanError,
-    PlanMismatchError,
     RuntimeArgumentError,
     StepArgumentError,
     TiedParameters,
     Timeline,
-    TyingError,
 )
 from pipegrid.transport import Edge
 
@@ -238,11 +234,11 @@ CALLS = {
     "LossScaler.unscale": Call(LossScaler().unscale, StepArgumentError, modules=("modules", linear())),
     "unscale_gradients_": Call(
         public.unscale_gradients_,
-        (LossScaleError, StepArgumentError),
+        (LossError, StepArgumentError),
         modules=("modules", linear()),
         scale=("positive", 2.0),
     ),
-    "accumulate_in_main_grad": Call(accumulate, (MainGradError, StepArgumentError), modules=("modules", [])),
+    "accumulate_in_main_grad": Call(accumulate, (GradientError, StepArgumentError), modules=("modules", [])),
     "zero_main_grads": Call(public.zero_main_grads, StepArgumentError, modules=("modules", linear())),
     "Monitor": Call(
         watch,
@@ -259,12 +255,12 @@ CALLS = {
         lambda model: public.clear_embedding_activation_buffer(
             PipelineConfig(defer_embedding_wgrad_compute=True), model, is_last_stage=True
         ),
-        DeferralError,
+        GradientError,
         model=("module", Output()),
     ),
     "PipelineRuntime": Call(
         PipelineRuntime,
-        (RuntimeArgumentError, PlanMismatchError),
+        (RuntimeArgumentError, StepArgumentError),
         plan=("plan", LOWERED),
         stages=("mapping", {0: Stage()}),
         communicator=("maybe other", SimpleNamespace(isend=print, irecv=print, batch=print)),
@@ -272,7 +268,7 @@ CALLS = {
         deadline=("maybe positive", None),
         loss_scale=("function", lambda loss: loss),
     ),
-    "position_of": Call(lambda plan: public.position_of(plan, [0]), PlanMismatchError, plan=("plan", PLAN)),
+    "position_of": Call(lambda plan: public.position_of(plan, [0]), StepArgumentError, plan=("plan", PLAN)),
     "backward_step": Call(
         backward,
         StepArgumentError,
@@ -282,13 +278,13 @@ CALLS = {
     ),
     "TiedParameters": Call(
         TiedParameters,
-        TyingError,
+        GradientError,
         name=("text", "t"),
         stages=("integers", (0, 1)),
     ),
     "tie_parameters": Call(
         lambda **arguments: public.tie_parameters(copies={}, **arguments),
-        TyingError,
+        GradientError,
         name=("text", "t"),
         stages=("integers", [0, 1]),
     ),

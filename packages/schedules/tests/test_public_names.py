@@ -35,7 +35,7 @@ FURTHER = {
     *("Recording", "Simulation", "Stage", "Timeline", "WithLoss"),
     *("fitting_schedules", "forward_backward_with_schedule"),
     *("find_schedule", "fresh_gradients", "u_shape_counts"),
-    *("ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
+    *("ReductionFailedError", "ReductionTimeoutError", "ReplicaError", "require_equal_replicas"),
     *("AnnouncedShapesError", "Aside", "Counter", "DataEndedError", "DeferralError", "DisagreementError", "Flow"),
     *("GradientError", "Hook", "Lane", "LossError", "LossScaleError", "MainGradError", "MessageHook", "MonitorError"),
     *("PlanFieldError", "PlanMismatchError", "Recorded", "ReductionError", "RuntimeArgumentError", "Span"),
@@ -52,7 +52,7 @@ FURTHER = {
     "finish_embedding_wgrad_compute",
     *("forward_step", "forward_step_calc_loss", "get_pp_rank_microbatches", "get_schedule_table"),
     *("get_tensor_shapes", "position_of", "scale_loss", "scaled", "set_current_microbatch", "tied_stages"),
-    *("unit_costs", "unscale_gradients_", "multi_module_1f1b_order", "one_f_one_b_order", "zero_bubble_v_order"),
+    *("unit_costs", "unscale_gradients_"),
 }
 
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.topology import (
-    CoordinateError,
-    GridShapeError,
+    GridError,
     HyperCommGrid,
     data_lane,
     lane_bounds,
@@ -78,13 +77,13 @@ def test_uneven_shares_may_be_given():
 def test_shares_that_do_not_fit_are_errors():
     grid = HyperCommGrid([3], ["dp"], world_size=3)
     for sizes in ((5, 5), (5, 4, 2)):
-        with pytest.raises(GridShapeError, match="do not share 10 samples among 3 lanes"):
+        with pytest.raises(GridError, match="do not share 10 samples among 3 lanes"):
             lane_samples(10, grid, 0, sizes=sizes)
-    with pytest.raises(GridShapeError, match=r"sizes\[2\] is -1; it must be an integer of at least 0"):
+    with pytest.raises(GridError, match=r"sizes\[2\] is -1; it must be an integer of at least 0"):
         lane_samples(10, grid, 0, sizes=(11, 0, -1))
-    with pytest.raises(GridShapeError, match="num_samples is -1"):
+    with pytest.raises(GridError, match="num_samples is -1"):
         lane_sizes(-1, 2)
-    with pytest.raises(GridShapeError, match="lanes is 0; it must be an integer of at least 1"):
+    with pytest.raises(GridError, match="lanes is 0; it must be an integer of at least 1"):
         lane_sizes(1, 0)
-    with pytest.raises(CoordinateError, match="rank 3 is not in the ranks of"):
+    with pytest.raises(GridError, match="rank 3 is not in the ranks of"):
         data_lane(grid, 3)

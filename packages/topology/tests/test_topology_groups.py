@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.topology import GroupSpec, GroupSpecError, creation_order
+from pipegrid.topology import GridError, GroupSpec, creation_order
 
 CYCLE = {0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]}
 
@@ -84,6 +84,6 @@ def test_ranks_are_kept_in_group_rank_order():
     ],
 )
 def test_a_spec_that_is_none_says_why(arguments, text):
-    with pytest.raises(GroupSpecError, match=text) as caught:
+    with pytest.raises(GridError, match=text) as caught:
         GroupSpec(*arguments)
     assert isinstance(caught.value, ValueError)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.topology import GridShapeError, PlacementError, describe, place
+from pipegrid.topology import GridError, PlacementError, describe, place
 from pipegrid.topology.__main__ import main
 
 ENCODER = {"tp": 1, "dp": 2}
@@ -93,9 +93,9 @@ def test_the_error_has_a_table_of_the_modules():
 def test_no_modules_and_no_dims_are_errors():
     with pytest.raises(PlacementError, match=r"a world of 4 ranks: ranks 0\.\.3 are left over"):
         place({}, world_size=4)
-    with pytest.raises(GridShapeError, match=r"shape\[0\] is 0"):
+    with pytest.raises(GridError, match=r"shape\[0\] is 0"):
         place({"images": {"tp": 0}}, world_size=4)
-    with pytest.raises(GridShapeError, match=r"shape \[\] and dim_names \[\] must be .*, at least one"):
+    with pytest.raises(GridError, match=r"shape \[\] and dim_names \[\] must be .*, at least one"):
         place({"images": {}}, world_size=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +10,6 @@ import torch
 import torch._dynamo
 from attrs import field, frozen
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, get_forward_backward_func, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
@@ -19,9 +17,10 @@ from pipegrid.training import compile_layers, generate, pipeline_stage, tie_stag
 from pipegrid.transport import P2PCommunicator
 
 from .compatibility_family import Family
+from .kit.gradients import gradient_errors, named_in
+from .kit.models import loss_of
+from .kit.parallel import sharded
 from .test_training_cut import step as through_stages
-from .training_models import loss_of
-from .training_parallel import sharded
 
 MICROBATCHES, NEW_TOKENS = 3, 4
 SECONDS = (
@@ -83,26 +82,10 @@ def require_equal_losses(found: list[float], expected: list[float]) -> None:
 
 def require_equal_gradients(family: Family, stages: list[nn.Module], whole: nn.Module) -> None:
     """Raise unless every parameter of the stages has the gradient of one process, by the error measure of the docs."""
-    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    held = [gradient for gradient in expected.values() if gradient is not None]
-    floor = 1e-3 * torch.stack([gradient.norm() for gradient in held]).norm() / len(held) ** 0.5
-    worst, where = 0.0, ""
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            ours, theirs = _full(parameter.grad), expected[name]
-            if ours is None and theirs is None:
-                continue
-            ours = torch.zeros_like(theirs) if ours is None else ours
-            theirs = torch.zeros_like(ours) if theirs is None else theirs
-            error = ((ours - theirs).norm() / torch.maximum(theirs.norm(), floor)).nan_to_num(math.inf).item()
-            if error > worst:
-                worst, where = error, name
+    errors = gradient_errors(named_in(stages), whole)
+    worst, where = max(((error, name) for name, _, _, error in errors), default=(0.0, ""))
     if worst > TOLERANCE[family.dtype]:
         raise WrongNumbersError(f"gradient of {where}: error {worst:.3g}")
-
-
-def _full(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 # -- A step over ranks.

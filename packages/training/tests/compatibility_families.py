@@ -1,6 +1,6 @@
 """The rows of the compatibility table: for each family a tiny random model, its microbatches and its prompts.
 
-Texts have padding and masks, and labels skip it. What tests of single families have is taken from `training_models`.
+Texts have padding and masks, and labels skip it. What tests of single families have is taken from `kit.models`.
 A family is imported when one of its models is made.
 """
 
@@ -17,7 +17,7 @@ from pipegrid.training import Names
 
 from .compatibility_family import LAYOUTS, LAYOUTS_OF_TWO, ROWS, Family
 from .compatibility_seen import SEEN
-from .training_models import MAKERS, TWO_LISTS, WORDS, batch_of, llama, phi3, text_model
+from .kit.models import MAKERS, TWO_LISTS, WORDS, batch_of, llama, phi3, text_model
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -55,7 +55,7 @@ def spoken(seed):
 
 
 def text(model, config, *, names=None, batch=None, generates=True, **options):
-    """A family of texts, of the width of `training_models`."""
+    """A family of texts, of the width of `kit.models`."""
     made = text_model(model, config, **options)
     prompt = padded_left if generates else None
     layers = None if names is None else Names(names)

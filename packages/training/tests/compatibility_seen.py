@@ -13,7 +13,7 @@ import transformers
 from pipegrid.training import Names
 
 from .compatibility_family import ROWS, Family
-from .training_models import WORDS
+from .kit.models import WORDS
 
 IMAGE = 9
 _WIDE = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipegrid.training import CutError, Names, cut
 
-from .stage_chain import gradients, step
+from .kit.chain import gradients, step
 
 WIDTH, WORDS, LAYERS = 6, 20, 5
 NAMES = Names("blocks", embedding=("embed", "other"), head=("scale", "head"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 
 import pytest
@@ -22,13 +21,6 @@ def _no_launcher(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def shared_directory():
-    """A new directory of the first rank's, known to all."""
-    said = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
-
-
 def watched(ranks, deadline=20.0):
     return Monitor(
         control_store("attempt"), rank=dist.get_rank(), ranks=range(ranks.world_size), deadline=deadline, interval=0.1
@@ -37,7 +29,7 @@ def watched(ranks, deadline=20.0):
 
 @pytest.mark.ranks(3)
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks):
-    directory = shared_directory()
+    directory = ranks.shared_path / "run"
     with Attempt(directory) as attempt:
         assert attempt.exit_code == 0
         for step in range(attempt.begin(4) + 1, 100):
@@ -56,7 +48,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks):
 
 @pytest.mark.ranks(3)
 def test_an_exception_outside_of_a_step_is_the_first_failure_on_every_rank(ranks):
-    directory = shared_directory()
+    directory = ranks.shared_path / "run"
     expected = ValueError if dist.get_rank() == 1 else JobFailedError
     began = time.monotonic()
     with (
@@ -75,7 +67,7 @@ def test_an_exception_outside_of_a_step_is_the_first_failure_on_every_rank(ranks
 
 @pytest.mark.ranks(2)
 def test_a_restart_without_progress_ends_on_every_rank_before_a_step(ranks, monkeypatch):
-    directory = shared_directory()
+    directory = ranks.shared_path / "run"
     for restart in range(3):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
         dist.barrier()
@@ -100,7 +92,7 @@ def test_a_restart_without_progress_ends_on_every_rank_before_a_step(ranks, monk
 @pytest.mark.parametrize("watching", [True, False])
 def test_a_rank_whose_process_dies_between_steps_is_named_on_every_other_rank(ranks, watching):
     """Also where ranks wait outside of a collective, of which nothing would end: here in the store, for each other."""
-    directory = shared_directory()
+    directory = ranks.shared_path / "run"
     monitor = watched(ranks, deadline=60.0) if watching else None
     plan = gpipe(3, 1)
     began = time.monotonic()

@@ -20,7 +20,7 @@ from pipegrid.training.__main__ import main
 from pipegrid.transport import P2PCommunicator
 
 from . import looped_models as looped
-from .training_models import batch_of, llama
+from .kit.models import batch_of, llama
 
 PLAIN = (("none", "tanh"),) * looped.LAYERS
 LAYOUT = "Ettt|ttL"

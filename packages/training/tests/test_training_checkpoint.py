@@ -26,6 +26,8 @@ from pipegrid.training import (
     whole_names,
 )
 
+from .kit.checkpoints import require_same, values_of
+
 WIDTH, LAYERS = 6, 4
 
 
@@ -77,29 +79,13 @@ def train(stages, optimizer, steps):
         optimizer.step()
 
 
-def values_of(stages, optimizer):
-    found = {}
-    for stage in stages.values():
-        found |= {name: tensor.clone() for name, tensor in stage.state_dict().items()}
-        for name, parameter in stage.named_parameters():
-            for entry, value in optimizer.state.get(parameter, {}).items():
-                found[name, entry] = value.clone()
-    return found
-
-
-def require_same(found, expected):
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
-
-
 ONE = {0: range(LAYERS)}
 
 
 def test_one_process_loads_what_it_saved(tmp_path):
     state, stages, optimizer = made(ONE)
     train(stages, optimizer, 3)
-    expected = values_of(stages, optimizer)
+    expected = values_of(stages.values(), optimizer)
     Checkpoints(tmp_path).save(state, step=3)
     other, others, fresh = made(ONE, seed=2, lr=5.0)
     with pytest.warns(
@@ -107,13 +93,13 @@ def test_one_process_loads_what_it_saved(tmp_path):
     ):
         found = Checkpoints(tmp_path).load(other)
     assert (found.step, found.same_layout, found.skipped, found.plan) == (3, True, (), None)
-    require_same(values_of(others, fresh), expected)
+    require_same(values_of(others.values(), fresh), expected)
     assert [group["lr"] for group in fresh.param_groups] == [1e-2, 1e-2]
     assert [group["weight_decay"] for group in fresh.param_groups] == [0.1, 0.0]
     assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
     train(stages, optimizer, 2)
     train(others, fresh, 2)
-    require_same(values_of(others, fresh), values_of(stages, optimizer))
+    require_same(values_of(others.values(), fresh), values_of(stages.values(), optimizer))
 
 
 def test_a_directory_without_checkpoints_has_nothing_to_load(tmp_path):
@@ -156,13 +142,13 @@ def test_a_parameter_without_optimizer_state_has_none_after_a_load(tmp_path):
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    expected = values_of(stages, optimizer)
+    expected = values_of(stages.values(), optimizer)
     assert ("head.weight", "exp_avg") not in expected
     Checkpoints(tmp_path).save(state, step=1)
     other, others, fresh = made(ONE, seed=2)
     train(others, fresh, 1)
     Checkpoints(tmp_path).load(other)
-    require_same(values_of(others, fresh), expected)
+    require_same(values_of(others.values(), fresh), expected)
 
 
 @pytest.mark.ranks(2)
@@ -179,11 +165,11 @@ def test_a_checkpoint_of_two_stages_is_loaded_by_one_rank_and_back(ranks):
     train(references, trained, 3)
     found = checkpoints.load(whole)
     assert (found.step, found.same_layout) == (3, False)
-    require_same(values_of(wholes, fresh), values_of(references, trained))
+    require_same(values_of(wholes.values(), fresh), values_of(references.values(), trained))
     checkpoints.save(whole, step=4)
     back, backs, other = made(split, seed=3)
     assert checkpoints.load(back).step == 4
-    require_same(values_of(backs, other), values_of(stages, optimizer))
+    require_same(values_of(backs.values(), other), values_of(stages.values(), optimizer))
     assert [group["lr"] for group in other.param_groups] == [1e-2, 1e-2]
     checkpoints.close()
 
@@ -284,11 +270,11 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path):
     train(stages, optimizer, 1)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state, step=1, blocking=False)
-    expected = values_of(stages, optimizer)
+    expected = values_of(stages.values(), optimizer)
     train(stages, optimizer, 3)
     checkpoints.wait()
     checkpoints.load(state)
-    require_same(values_of(stages, optimizer), expected)
+    require_same(values_of(stages.values(), optimizer), expected)
     checkpoints.close()
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipegrid.training import (
@@ -18,6 +17,9 @@ from pipegrid.training import (
     export_safetensors,
     load_safetensors,
 )
+
+from .kit.checkpoints import require_same, values_of
+from .kit.gradients import full
 
 KINDS = ("whole", "tp", "fsdp", "hsdp", "fsdp+tp")
 
@@ -56,25 +58,6 @@ def train(net, optimizer):
     optimizer.zero_grad()
 
 
-def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def values_of(net, optimizer):
-    found = {}
-    for name, parameter in net.named_parameters():
-        found[name] = full(parameter)
-        for entry, value in optimizer.state[parameter].items():
-            found[name, entry] = full(value)
-    return found
-
-
-def require_same(found, expected):
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("source", "targets"),
@@ -83,7 +66,7 @@ def require_same(found, expected):
 def test_a_sharding_is_loaded_by_every_other(ranks, source, targets):
     net, optimizer, state = made(source, seed=1)
     train(net, optimizer)
-    expected = values_of(net, optimizer)
+    expected = values_of([net], optimizer)
     checkpoints = Checkpoints(ranks.shared_path / "run")
     checkpoints.save(state, step=1, blocking=False)
     train(net, optimizer)
@@ -100,7 +83,7 @@ def test_a_sharding_is_loaded_by_every_other(ranks, source, targets):
             {n: expected[n] for n in dict(net.named_parameters())},
         )
         checkpoints.load(state)
-        require_same(values_of(other, trained), expected)
+        require_same(values_of([other], trained), expected)
     checkpoints.close()
 
 

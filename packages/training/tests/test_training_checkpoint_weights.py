@@ -19,7 +19,7 @@ from pipegrid.training import (
 )
 from pipegrid.training.__main__ import main
 
-from .training_models import llama
+from .kit.models import llama
 
 MAKE = llama(tie_word_embeddings=True)
 

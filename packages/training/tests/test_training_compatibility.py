@@ -14,7 +14,7 @@ import torch
 
 from pipegrid.schedules import JobFailedError, PipelineError
 from pipegrid.training import CutError
-from pipegrid.transport import P2PPayloadError, P2PPeerError
+from pipegrid.transport import P2PPeerError, P2PUsageError
 
 from .compatibility import BEGIN, END, Outcome, first_sentence, outcome_of_error, table, together
 from .compatibility_cells import COLUMNS, WrongNumbersError, require_equal_gradients, require_equal_losses, whole_model
@@ -161,7 +161,7 @@ def raised(error, cause):
     ("error", "word"),
     [
         (CutError("a value crosses"), "refused"),
-        (raised(PipelineError("rank 0"), P2PPayloadError("not contiguous")), "refused"),
+        (raised(PipelineError("rank 0"), P2PUsageError("not contiguous")), "refused"),
         (raised(PipelineError("rank 0"), raised(CutError("no"), RuntimeError("meta"))), "refused"),
         (raised(PipelineError("rank 0"), RuntimeError("sizes differ")), "crash"),
         (raised(PipelineError("rank 0"), TimeoutError("10 s")), "crash"),

@@ -9,8 +9,8 @@ from torch import nn
 
 from pipegrid.training import CutError, Names, cut
 
-from .stage_chain import gradients, step
-from .training_models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
+from .kit.chain import gradients, step
+from .kit.models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
 
 CUTS = ("Et|tt|tL", "Et||ttt|L", "E|tttt|L", "EttttL", "Etttt|L")
 CUTS_OF_TWO = ("Eee|eet|tttL", "Eeee|e|tt||t|tL", "Eeeee|tttt|L", "E|eeeettttL")

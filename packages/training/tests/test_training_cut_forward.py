@@ -10,8 +10,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from pipegrid.training import CutError, Names, cut
 
+from .kit.models import WORDS, batch_of, llama
 from .test_training_cut import require_equal
-from .training_models import WORDS, batch_of, llama
 
 SMALL = {"vocab_size": WORDS, "num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16}
 TEXT = SMALL | {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}

@@ -13,7 +13,7 @@ import torch
 
 from pipegrid.training import CutError, Names, cut
 
-from .stage_chain import gradients, step
+from .kit.chain import gradients, step
 from .training_fuzz import WORDS, random_case
 
 SECONDS = float(os.environ.get("PIPEGRID_FUZZ_SECONDS", "1800"))

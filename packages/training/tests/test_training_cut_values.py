@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipegrid.training import CutError, Names, cut
 from pipegrid.training.stages import torch_compat
 
-from .training_models import llama
+from .kit.models import llama
 
 WIDTH = 32
 

@@ -8,7 +8,7 @@ import transformers
 
 from pipegrid.training import CutError, DropoutMasks, cut
 
-from .training_models import MAKERS, WORDS, batch_of
+from .kit.models import MAKERS, WORDS, batch_of
 
 LAYOUTS = ("Et*4L", "Et|t*3L", "E|tt|t|tL")
 

@@ -21,7 +21,7 @@ from pipegrid.training import (
 )
 from pipegrid.training.__main__ import main
 
-from .training_models import llama, text_model
+from .kit.models import llama, text_model
 
 MOE = text_model("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2)
 MODELS = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipegrid.layout import LayoutError
-from pipegrid.schedules import PipelineConfig, ReductionError
+from pipegrid.schedules import GradientError, PipelineConfig
 from pipegrid.schedules.gradients import required_ties
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import (
@@ -125,7 +125,7 @@ def test_a_tie_that_a_script_forgets_is_an_error_before_the_first_step():
     first, last = cut(Tied, "Et|tttL", [0, 1], names=Names("layers"))
     for stages in ([first], [last]):
         with pytest.raises(
-            ReductionError, match=r"'word.weight' is one .* stages \[0, 1\].* tie_stage_parameters\(stage.ties,"
+            GradientError, match=r"'word.weight' is one .* stages \[0, 1\].* tie_stage_parameters\(stage.ties,"
         ):
             required_ties(models=stages, config=PipelineConfig(), stages=[0])
     assert required_ties(models=[first, last], config=PipelineConfig(), stages=[0, 1]) == ()  # one parameter

@@ -12,8 +12,8 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import GenerationError, Names, Sampling, cut, generate
 
 from .compatibility_families import FAMILIES
-from .training_models import MAKERS, WORDS, llama, text_model
-from .training_vlm import VISION, Tower, image_batch, language_with, seen_and_text
+from .kit.models import MAKERS, WORDS, llama, text_model
+from .kit.vlm import VISION, Tower, image_batch, language_with, read_images, seen_and_text
 
 NEW, ROWS = 9, 3
 CASES = [
@@ -83,7 +83,7 @@ def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
         sampling=sampling,
         eos_token_id=end,
     )
-    assert all(stage.training and stage.memories is None for stage in stages)
+    assert all(stage.training and stage.kv_caches is None for stage in stages)
     for number, tokens in enumerate(found):
         batch = prompts(coords["dp"], number)
         of_job = coords["dp"] * microbatches + number
@@ -234,13 +234,7 @@ def test_an_encoder_gives_its_images_once(ranks):
         batch = next(batches)
         if stage.module == "vision":
             return stage(batch["pixel_values"].chunk(2)[lane]), None
-        text = {key: batch[key] for key in ("input_ids", "attention_mask")}
-        if stage.is_first:
-            return stage(
-                **seen_and_text(stage.get_submodule("model.embed_tokens"), stage.received["vision"], text)
-            ), None
-        mask = torch.cat((torch.ones(4, 5, dtype=torch.long), text["attention_mask"]), dim=1)
-        return stage(attention_mask=mask), None
+        return read_images(stage, batch), None
 
     found = generate(
         forward_step_func=forward_step,

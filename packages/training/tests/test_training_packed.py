@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from pipegrid.training import CutError, Names, cut
 
-from .stage_chain import sent, step
-from .training_models import WORDS, batch_of, llama, loss_of
+from .kit.chain import sent, step
+from .kit.models import WORDS, batch_of, llama, loss_of
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -13,30 +13,20 @@ from pipegrid.training import Pipeline, PipelineModule
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 
-from .training_models import MAKERS, WORDS, batch_of, llama
-from .training_vlm import Tower, seen_and_text
+from .kit.gradients import require_gradients
+from .kit.models import MAKERS, WORDS, batch_of, llama, next_words
+from .kit.vlm import Tower, after_image, read_images, seen_and_text
 
 ROWS = 6
 
 
 def texts(lane, *, rows=ROWS):
-    """Texts of unequal lengths, padded on the right."""
-    generator = torch.Generator().manual_seed(lane)
-    ids = torch.randint(1, WORDS, (rows, 7), generator=generator)
-    mask = (torch.arange(7) < torch.randint(2, 8, (rows, 1), generator=generator)).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return batch_of("llama", seed=lane, rows=rows)
 
 
 def joined(*batches):
     """All lanes as one batch."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def next_words(output, batch):
-    """The sum over following words, and how many they are, in float64."""
-    labels = batch["labels"][:, 1:].flatten()
-    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
-    return loss, (labels != -100).sum()
 
 
 def whole_of(make):
@@ -48,18 +38,6 @@ def whole_of(make):
 def made(make):
     """A function that makes the same values on every rank."""
     return lambda: whole_of(make)
-
-
-def require_gradients(pipeline, whole):
-    """Gradients of this rank's parameters are those of ``whole``, by the error measure of the house."""
-    expected = {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
-    held = [gradient for gradient in expected.values() if gradient is not None]
-    floor = 1e-3 * torch.stack([gradient.norm() for gradient in held]).norm() / len(held) ** 0.5
-    found = dict(pipeline.named_parameters())
-    assert found
-    for name, parameter in found.items():
-        error = (parameter.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), floor)
-        assert error < 1e-10, (name, error.item())
 
 
 SCHEDULES = [
@@ -87,11 +65,11 @@ def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
         found = pipeline.step(texts(pipeline.lane))
         for each in (evaluated, found):
             torch.testing.assert_close(each, (loss / count).detach(), rtol=1e-12, atol=0.0)
-        require_gradients(pipeline, whole)
+        require_gradients(pipeline.named_parameters(), whole)
         norm = torch.stack([parameter.grad.norm() for parameter in whole.parameters()]).norm()
         torch.testing.assert_close(pipeline.clip(norm.item() / 2), norm, rtol=1e-10, atol=0.0)
         torch.nn.utils.clip_grad_norm_(whole.parameters(), norm.item() / 2)
-        require_gradients(pipeline, whole)
+        require_gradients(pipeline.named_parameters(), whole)
 
 
 @pytest.mark.ranks(4)
@@ -278,18 +256,6 @@ def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
     unlabeled = microbatch({"input_ids": labels}, Share(), torch.device("cpu"))
     with pytest.raises(LossError, match="its own loss needs `labels` in the batch"):
         OwnLoss()(Output(None, logits), unlabeled)
-
-
-def after_image(output, batch):
-    return next_words(Output(None, output.logits[:, -batch["input_ids"].shape[1] :]), batch)
-
-
-def read_images(stage, batch):
-    """Image tokens before the text, on the first stage; their mask on the others."""
-    if stage.is_first:
-        return stage(**seen_and_text(stage.get_submodule("model.embed_tokens"), stage.received["images"], batch))
-    image = torch.ones(len(batch["input_ids"]), 5, dtype=torch.long)
-    return stage(attention_mask=torch.cat((image, batch["attention_mask"]), dim=1))
 
 
 @pytest.mark.ranks(4)

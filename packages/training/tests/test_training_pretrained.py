@@ -13,8 +13,8 @@ from torch import nn
 from pipegrid.training import CorruptCheckpointError, CutError, cut
 from pipegrid.training.safetensors_files import Stored
 
+from .kit.models import llama, text_model
 from .test_training_cut_values import Peak
-from .training_models import llama, text_model
 
 LAYOUT = "Et|tttL"
 

@@ -15,7 +15,8 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
 from pipegrid.transport import P2PCommunicator
 
-from .training_models import MAKERS, WORDS, batch_of, llama, phi3, text_model
+from .kit.gradients import named_in, require_gradients
+from .kit.models import MAKERS, WORDS, batch_of, llama, phi3, text_model
 
 LENGTHS = (3, 1, 3)
 FAMILIES = ("llama", "llama tied", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt")
@@ -90,16 +91,6 @@ def exact(whole, batch):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def require_gradients(stages, whole, error=1e-10):
-    """Of every parameter on this rank those of one process; a small gradient is held to a part of the mean norm."""
-    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    floor = 1e-3 * torch.stack([gradient.norm() for gradient in expected.values()]).norm() / len(expected) ** 0.5
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            difference = (parameter.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), floor)
-            assert difference < error, (name, difference.item())
-
-
 def require_a_family(ranks, name, schedule, *, checkpointed=False):
     make = MAKERS[name]
     stages, run = rank_setup(ranks, make, schedule, LENGTHS)
@@ -114,7 +105,7 @@ def require_a_family(ranks, name, schedule, *, checkpointed=False):
     whole, losses = whole_model(make, batches, exact)
     slices = [part for batch in batches for part in sequence_slices(batch, LENGTHS)]
     infos = run(slices, own_loss)
-    require_gradients(stages, whole, 1e-6 if "gemma" in name else 1e-10)  # Gemma's norms are in float32
+    require_gradients(named_in(stages), whole, 1e-6 if "gemma" in name else 1e-10)  # Gemma's norms are in float32
     if stages[-1].is_last:
         parts = torch.tensor(infos).view(3, len(LENGTHS)).sum(1)
         torch.testing.assert_close(parts, torch.tensor(losses), rtol=1e-6, atol=0.0)
@@ -162,7 +153,7 @@ def test_the_loss_of_the_model_over_slices_is_its_mean(ranks):
     stages, run = rank_setup(ranks, make, "seq1f1b", LENGTHS)
     whole, losses = whole_model(make, batches, lambda model, batch: model(**batch).loss)
     infos = run([part for batch in batches for part in sequence_slices(batch, LENGTHS)], model_loss)
-    require_gradients(stages, whole, 1e-5)
+    require_gradients(named_in(stages), whole, 1e-5)
     if infos:
         torch.testing.assert_close(torch.tensor(infos).view(2, 3).sum(1), torch.tensor(losses), rtol=1e-5, atol=0.0)
 
@@ -178,7 +169,7 @@ def test_the_loss_of_the_model_over_slices_is_its_mean(ranks):
     whole.zero_grad()
     for batch, count in zip(batches, counts, strict=True):
         (whole(**batch).loss * (count / sum(counts))).backward()
-    require_gradients(stages, whole, 1e-5)
+    require_gradients(named_in(stages), whole, 1e-5)
 
 
 def slices_of(stage, *, count=2, **given):

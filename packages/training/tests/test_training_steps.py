@@ -10,8 +10,6 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.schedules import (
@@ -25,9 +23,10 @@ from pipegrid.schedules import (
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import compile_layers, cut, tie
 
-from .training_models import WORDS, batch_of, llama
-from .training_parallel import sequence_parallel, sharded, tensor_parallel
-from .training_vlm import VISION, Tower, seen_and_text
+from .kit.gradients import named_in, require_gradients
+from .kit.models import WORDS, batch_of, llama, next_words
+from .kit.parallel import sequence_parallel, sharded, tensor_parallel
+from .kit.vlm import VISION, Tower, after_image, read_images, seen_and_text
 
 MICROBATCHES, ROWS = 5, 2
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
@@ -60,10 +59,9 @@ def microbatch(number, lane, *, ragged):
 
 
 def next_word_loss(batch, output):
-    """The sum over predicted words, and how many they are."""
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
-    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    return loss, (labels != -100).sum(), loss.item()
+    """The sum over predicted words, and how many they are; the sum as a number."""
+    loss, count = next_words(output, batch)
+    return loss, count, loss.item()
 
 
 def prepared(stages, variant, grid):
@@ -97,27 +95,6 @@ def replicated(grid):
     """The data lanes of each stage as two replicas of shards (HSDP); every rank calls it."""
     _, dp, pp = grid.shape
     return init_device_mesh("cpu", (pp, 2, dp // 2), mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"]
-
-
-def whole_of(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def require_gradients(stages, whole, ties):
-    """Of every parameter on this rank those of one process, by the error measure of the house."""
-    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    held = [gradient for gradient in expected.values() if gradient is not None]
-    norm = torch.stack([gradient.norm() for gradient in held]).norm()
-    floor = 1e-3 * norm / len(held) ** 0.5
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if not parameter.requires_grad:
-                assert parameter.grad is None, name
-                continue
-            difference = whole_of(parameter.grad) - expected[name]
-            error = difference.norm() / torch.maximum(expected[name].norm(), floor)
-            assert error < 1e-10, (name, error.item())
-    assert {each.name for each in ties} <= set(expected)
 
 
 # Dynamo compiles a forward a few times, and then leaves it in eager mode without a word.
@@ -183,7 +160,8 @@ def require_a_step(ranks, schedule, variant, dp):
     for parameter in whole.parameters():
         if parameter.grad is not None:
             parameter.grad /= tokens
-    require_gradients(stages, whole, ties)
+    require_gradients(named_in(stages), whole)
+    assert {each.name for each in ties} <= set(dict(whole.named_parameters(remove_duplicate=False)))
     norm = torch.stack([p.grad.norm() for p in whole.parameters() if p.grad is not None]).norm()
     clipped = clip_grad_norm_(nn.ModuleList(stages), groups, 1e9)
     torch.testing.assert_close(clipped, norm, rtol=1e-10, atol=0.0)
@@ -270,11 +248,6 @@ def test_layers_sharded_over_other_ranks_than_the_data_lanes_are_an_error_before
     communicator.destroy()
 
 
-def after_image(batch, output):
-    output.logits = output.logits[:, -batch["input_ids"].shape[1] :]
-    return next_word_loss(batch, output)
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "frozen"),
@@ -322,11 +295,12 @@ def test_a_vision_tower_before_a_language_model(ranks, schedule, frozen):
         batch = next(microbatches)
         if stage.module == "images":
             return stage(batch["pixel_values"]), None
-        if stage.is_first:
-            embedding = stage.get_submodule("model.embed_tokens")
-            return stage(**seen_and_text(embedding, stage.received["images"], batch)), None
-        mask = torch.cat((torch.ones(ROWS, 5, dtype=torch.long), batch["attention_mask"]), dim=1)
-        return stage(attention_mask=mask), partial(after_image, batch)
+
+        def loss_of(output):
+            loss, count = after_image(output, batch)
+            return loss, count, loss.item()
+
+        return read_images(stage, batch), loss_of
 
     infos = get_forward_backward_func(schedule=schedule)(
         forward_step_func=forward_step,
@@ -342,7 +316,7 @@ def test_a_vision_tower_before_a_language_model(ranks, schedule, frozen):
     tokens = 0
     for batch in batches():
         output = language(**seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch))
-        loss, count, _ = after_image(batch, output)
+        loss, count = after_image(output, batch)
         loss.backward()
         tokens += count
     for parameter, gradient in found.items():

@@ -14,7 +14,7 @@ import torch
 
 from pipegrid.transport import LaneSpec, P2PConfig, P2PError, open_lanes
 from pipegrid.transport.backends import NcclTicket, nccl, warn_of_watchdog
-from pipegrid.transport.collectives import PendingCollectives
+from pipegrid.transport.collectives.waiting import PendingCollectives
 from pipegrid.transport.waits.aborts import DeviceAborts, GroupAbortedError, device_aborts
 
 FROM_1, ALSO_FROM_1, FROM_2 = LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b"), LaneSpec(2, 0, "c")

@@ -175,9 +175,12 @@ def strings(source):
     return re.findall(r"[\"']([^\"']*)[\"']", source)
 
 
-def test_one_file_alone_knows_the_names_of_nccl():
-    """Others ask `kind_of`. A file that writes a program or versions for its user, or a test world, may name them."""
-    allowed = {"kinds.py", "script.py", "world.py", "settings.py", "flight_recorder.py"}
+def test_two_files_alone_know_the_names_of_nccl():
+    """The table of order models, which needs no torch, and that of kinds: others ask `kind_of`.
+
+    A file that writes a program or versions for its user, or a test world, may name them.
+    """
+    allowed = {"order.py", "kinds.py", "script.py", "world.py", "settings.py", "flight_recorder.py"}
     found = [
         f"{path.name}:{number}"
         for path in SOURCES.glob("*/src/**/*.py")
@@ -190,12 +193,9 @@ def test_one_file_alone_knows_the_names_of_nccl():
 def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
     """Past it, nccl2 takes the group of a device for failed, and torch's watchdog ends the process."""
     cpu_only = {
-        "bridges/collectives.py": "branch without streams",
-        "schedules/gradients/all_reduce.py": "branch without streams",
-        "schedules/monitor/monitor.py": "a work of a device comes with the device's progress, or polled",
-        "training/generation/generate.py": "branch without streams",
         "training/restart/neighbours.py": "gloo's group",
         "transport/backends/gloo.py": "gloo's payloads",
+        "transport/collectives/waiting.py": "branch without streams",
         "transport/lane/connection.py": "end notices, over gloo",
         "transport/lane/transfers.py": "headers, over gloo",
         "transport/backends/wire.py": "gloo's control channel",

@@ -12,7 +12,6 @@ from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.topology import GroupSpec, GroupStoreError
 from pipegrid.transport import (
     LaneSpec,
-    LaneSpecError,
     P2PConfigError,
     P2PLaneDeadError,
     P2PMismatchError,
@@ -155,11 +154,11 @@ class TestOpening:
 
     @pytest.mark.ranks(2)
     def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
-        with pytest.raises(LaneSpecError, match="^lane 0>1 is given twice$"):
+        with pytest.raises(P2PConfigError, match="^lane 0>1 is given twice$"):
             open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
-        with pytest.raises(LaneSpecError, match="^lane 0>2 has a rank beyond the world of 2$"):
+        with pytest.raises(P2PConfigError, match="^lane 0>2 has a rank beyond the world of 2$"):
             open_lanes([LaneSpec(0, 2)])
-        with pytest.raises(LaneSpecError, match="^standing has lane 1>0.*, which is not to be opened$"):
+        with pytest.raises(P2PConfigError, match="^standing has lane 1>0.*, which is not to be opened$"):
             open_lanes([THERE], standing={BACK: torch.ones(1)})
 
     @pytest.mark.ranks(1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from pipegrid.transport import P2PPayloadError, P2PUsageError, is_single_shape
+from pipegrid.transport import P2PUsageError, is_single_shape
 from pipegrid.transport.messages.payload import (
     ExpectedShape,
     carried,
@@ -64,7 +64,7 @@ class TestFlatten:
         ],
     )
     def test_says_what_is_no_payload(self, payload, text):
-        with pytest.raises(P2PPayloadError, match=text):
+        with pytest.raises(P2PUsageError, match=text):
             flatten(payload)
 
 
@@ -82,7 +82,7 @@ class TestSendable:
         ids=["transposed", "strided", "expanded"],
     )
     def test_others_are_refused_with_the_remedy(self, tensor):
-        with pytest.raises(P2PPayloadError, match=r"not contiguous.*send tensor\.contiguous\(\)"):
+        with pytest.raises(P2PUsageError, match=r"not contiguous.*send tensor\.contiguous\(\)"):
             self.check(tensor)
 
     @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ class TestSendable:
     )
     def test_views_that_change_values_are_refused_with_the_remedy(self, tensor):
         assert tensor.is_contiguous()
-        with pytest.raises(P2PPayloadError, match=r"a view .*send tensor\.resolve_(conj|neg)\(\), a copy"):
+        with pytest.raises(P2PUsageError, match=r"a view .*send tensor\.resolve_(conj|neg)\(\), a copy"):
             self.check(tensor)
         self.check(tensor.resolve_conj().resolve_neg())
 
     @pytest.mark.filterwarnings("ignore:.*quantiz.*:")
     def test_quantized_tensors_are_refused_with_the_remedy(self):
         tensor = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
-        with pytest.raises(P2PPayloadError, match=r"quantized tensor, whose scale does not travel; send its int_repr"):
+        with pytest.raises(P2PUsageError, match=r"quantized tensor, whose scale does not travel; send its int_repr"):
             self.check(tensor)
         self.check(tensor.int_repr())
 
@@ -107,22 +107,22 @@ class TestSendable:
         class Distributed(torch.Tensor):
             to_local = torch.Tensor.detach
 
-        with pytest.raises(P2PPayloadError, match=r"a DTensor, .* send its to_local\(\)"):
+        with pytest.raises(P2PUsageError, match=r"a DTensor, .* send its to_local\(\)"):
             self.check(torch.ones(2).as_subclass(Distributed))
 
     @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
     def test_nested_and_sparse_tensors_have_no_contiguous_copy(self):
         for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.zeros(2, 2).to_sparse()):
-            with pytest.raises(P2PPayloadError, match=r"it is nested or torch\.\w+; send a dense copy"):
+            with pytest.raises(P2PUsageError, match=r"it is nested or torch\.\w+; send a dense copy"):
                 self.check(tensor)
 
     def test_of_another_device_are_refused(self):
-        with pytest.raises(P2PPayloadError, match="tensors of device cpu, got one of meta"):
+        with pytest.raises(P2PUsageError, match="tensors of device cpu, got one of meta"):
             self.check(torch.zeros(2, device="meta"))
 
     def test_of_another_floating_dtype_are_refused_and_integers_are_not(self):
         self.check(torch.zeros(2, dtype=torch.int64), torch.bfloat16)
-        with pytest.raises(P2PPayloadError, match=r"torch\.float32, but pipeline_dtype is torch\.bfloat16"):
+        with pytest.raises(P2PUsageError, match=r"torch\.float32, but pipeline_dtype is torch\.bfloat16"):
             self.check(torch.zeros(2), torch.bfloat16)
 
 
@@ -205,15 +205,15 @@ class TestWithoutMemory:
         view = tensor[offset:]
         self.check(view)
         tensor.untyped_storage().resize_(0)
-        with pytest.raises(P2PPayloadError, match=r"of shape \[\d\] without memory: it was freed"):
+        with pytest.raises(P2PUsageError, match=r"of shape \[\d\] without memory: it was freed"):
             self.check(view)
 
     def test_a_fake_tensor(self):
-        with FakeTensorMode(), pytest.raises(P2PPayloadError, match="or is a fake tensor"):
+        with FakeTensorMode(), pytest.raises(P2PUsageError, match="or is a fake tensor"):
             self.check(torch.ones(4))
 
     def test_an_uninitialized_parameter(self):
-        with pytest.raises(P2PPayloadError, match="a parameter without a shape; run its module once"):
+        with pytest.raises(P2PUsageError, match="a parameter without a shape; run its module once"):
             self.check(torch.nn.LazyLinear(2).weight)
 
     def test_a_tensor_of_no_elements_needs_none(self):
@@ -228,14 +228,14 @@ def test_a_payload_has_at_most_100_levels(levels):
     assert len(flatten(payload)[0]) == 1
     for _ in range(levels - 100):
         payload = [payload]
-    with pytest.raises(P2PPayloadError, match="more than 100 levels, or contains itself"):
+    with pytest.raises(P2PUsageError, match="more than 100 levels, or contains itself"):
         flatten(payload)
 
 
 def test_a_payload_does_not_contain_itself():
     payload = []
     payload.append(payload)
-    with pytest.raises(P2PPayloadError, match="or contains itself"):
+    with pytest.raises(P2PUsageError, match="or contains itself"):
         flatten(payload)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipegrid.transport import P2PPayloadError, P2PUsageError, open_lanes
+from pipegrid.transport import P2PUsageError, open_lanes
 from pipegrid.transport.lane import outgoing
 
 from .two_ranks import THERE, config
@@ -36,7 +36,7 @@ class TestUse:
                         torch.ones(2, device="meta"),
                         torch.nested.nested_tensor([torch.ones(2)]),
                     ):
-                        with pytest.raises(P2PPayloadError):
+                        with pytest.raises(P2PUsageError):
                             lane.isend(wrong)
                     lane.isend(torch.ones(2)).wait()
             else:
@@ -56,7 +56,7 @@ class TestUse:
         with open_lanes([THERE], config=config()) as lanes:
             for _ in range(3):  # before and after the shape stands
                 if ranks.rank == 0:
-                    with pytest.raises(P2PPayloadError, match="whose memory differs from its values"):
+                    with pytest.raises(P2PUsageError, match="whose memory differs from its values"):
                         lanes[THERE].isend(wrong)
                     lanes[THERE].isend(right).wait()
                 else:
@@ -70,7 +70,7 @@ class TestUse:
         with open_lanes([THERE], config=config()) as lanes:
             for value in (1.0, 2.0):
                 if ranks.rank == 0:
-                    with monkeypatch.context() as patch, pytest.raises(P2PPayloadError, match="bytes: no view of it"):
+                    with monkeypatch.context() as patch, pytest.raises(P2PUsageError, match="bytes: no view of it"):
                         patch.setattr(outgoing, "carried", cannot)
                         lanes[THERE].isend([torch.zeros(2)])
                     lanes[THERE].isend([torch.full((2,), value)]).wait()

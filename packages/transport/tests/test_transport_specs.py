@@ -13,7 +13,6 @@ from pipegrid.transport import (
     Direction,
     Edge,
     LaneSpec,
-    LaneSpecError,
     P2PConfig,
     P2PConfigError,
     P2PError,
@@ -40,11 +39,11 @@ class TestLaneSpec:
 
     @pytest.mark.parametrize(("arguments", "text"), [((-1, 0), "-1"), ((0, "1"), "'1'"), ((0.5, 1), "0.5")])
     def test_refuses_what_is_no_rank(self, arguments, text):
-        with pytest.raises(LaneSpecError, match=rf"LaneSpec\.\w+ is {text}; it must be an integer of at least 0"):
+        with pytest.raises(P2PConfigError, match=rf"LaneSpec\.\w+ is {text}; it must be an integer of at least 0"):
             LaneSpec(*arguments)
 
     def test_refuses_a_label_that_is_no_text(self):
-        with pytest.raises(LaneSpecError, match="LaneSpec.label is 3; it must be a string of at most 4096 bytes"):
+        with pytest.raises(P2PConfigError, match="LaneSpec.label is 3; it must be a string of at most 4096 bytes"):
             LaneSpec(0, 1, 3)
 
 
@@ -76,7 +75,7 @@ class TestPipelineLanes:
 
     @pytest.mark.parametrize("placement", [[0], [], [0, 2], [0, -1], "01", (0.0, 1.0), (False, True), 3, (0, None)])
     def test_refuses_a_placement_that_is_none(self, placement):
-        with pytest.raises(LaneSpecError, match="an index below 2 each|must be an integer|must be a list"):
+        with pytest.raises(P2PConfigError, match="an index below 2 each|must be an integer|must be a list"):
             pipeline_lanes([0, 1], placement=placement)
 
 

@@ -19,7 +19,6 @@ from pipegrid.transport import (
     P2PConfigError,
     P2PError,
     P2PMismatchError,
-    P2PPayloadError,
     P2PTimeoutError,
     P2PUsageError,
     PipelineCommunicator,
@@ -248,7 +247,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent(ranks):
             (torch.ones(2, dtype=torch.float64), "float64"),
             ({"x": 3}, "int"),
         ):
-            with pytest.raises(P2PPayloadError, match=text):
+            with pytest.raises(P2PUsageError, match=text):
                 pipe.isend(payload, edge=edge, direction=Direction.FORWARD)
         with pytest.raises(P2PUsageError, match="the edge is 0>2; it must be an Edge of this pipeline"):
             pipe.isend(torch.ones(1), edge=Edge(0, 2), direction=Direction.FORWARD)

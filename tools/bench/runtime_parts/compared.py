@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.errors import StepArgumentError
 from runtime_parts.job import SAME, Job, difference
 from runtime_parts.runners import Floor, Ours, Runner, Torch
 from runtime_parts.timing import Outcome, RunnerError, by_turns, timed
@@ -38,7 +38,7 @@ def compare(job: Job, *, floor: bool) -> Compared | Outcome:
     """
     try:
         ours = Ours(job)
-    except PlanMismatchError as error:
+    except StepArgumentError as error:
         return Outcome({}, {"ours": f"cannot run it: {error}"})
     compared = Compared(job, ours, {"ours": ours})
     expected = _tried(job, ours)

@@ -7,7 +7,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import forward_only_order, interleaved_1f1b, one_f_one_b_order
+from pipegrid.schedules import forward_only, interleaved_1f1b, one_f_one_b
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.counts import (
     check_first_val_step,
@@ -125,14 +125,14 @@ def test_the_plan_of_1f1b_warms_up_as_the_counts_say(stages, microbatches):
         place = Place(stages, rank)
         _, _, warmup, _ = get_pp_rank_microbatches(microbatches, 1, None, p2p_communicator=place)
         table = get_schedule_table(microbatches, 1, stages)
-        order = one_f_one_b_order(rank, stages, microbatches)
+        order = list(one_f_one_b(stages, microbatches).actions(rank))
         assert chunks_of(order, [rank]) == convert_schedule_table_to_order(warmup, 1, table)
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
 def test_the_plan_of_forwards_alone_is_the_table(stages, microbatches, chunks):
     for rank in range(stages):
-        order = forward_only_order(rank, stages, microbatches, num_chunks=chunks)
+        order = list(forward_only(stages, microbatches, num_chunks=chunks).actions(rank))
         assert [(a.microbatch, a.stage // stages) for a in order] == get_schedule_table(microbatches, chunks, stages)
 
 

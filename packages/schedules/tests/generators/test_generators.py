@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-import pipegrid.schedules
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules import (
     PlanError,
@@ -84,19 +83,6 @@ def test_every_plan_verifies_at_every_shape():
     for num_positions, num_microbatches in SHAPES:
         for _, plan in compute_plans(num_positions, num_microbatches):
             verify(plan)
-
-
-def test_the_older_order_functions_give_one_positions_actions():
-    for generator in (*FLAT, *LOOPED, *U_SHAPED, *V_SHAPED):
-        if generator is interleaved_zero_bubble:  # younger than the older form
-            continue
-        order = getattr(pipegrid.schedules, f"{generator.__name__}_order")
-        for position in range(3):
-            assert tuple(order(position, 3, 4)) == generator(3, 4).positions[position]
-        with pytest.raises(PlanError, match="there is no position 3"):
-            order(3, 3, 4)
-    with pytest.raises(AttributeError, match="has no attribute 'greedy_order'"):
-        _ = pipegrid.schedules.greedy_order
 
 
 def test_sizes_of_other_libraries_become_integers():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipegrid.schedules import (
+    LossError,
     LossScale,
-    LossScaleError,
     LossScaler,
     PipelineConfig,
     accumulate_in_main_grad,
@@ -77,12 +77,12 @@ def test_a_fixed_scale_stays():
     ],
 )
 def test_what_no_scale_can_be(settings, text):
-    with pytest.raises(LossScaleError, match=text):
+    with pytest.raises(LossError, match=text):
         LossScale(**settings)
 
 
 def test_a_checkpoint_without_a_value_is_an_error():
-    with pytest.raises(LossScaleError, match=r"has no 'clean_steps'; it has \['scale'\]"):
+    with pytest.raises(LossError, match=r"has no 'clean_steps'; it has \['scale'\]"):
         from_state(LossScale(), {"scale": 2.0})
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.schedules import (
-    MainGradError,
+    GradientError,
     PipelineConfig,
     accumulate_in_main_grad,
     clip_grad_norm_,
@@ -88,12 +88,12 @@ def test_zeroing_forgets_our_own_sums_and_clears_those_of_others():
 
 def test_what_cannot_accumulate_is_named():
     model = model_of(torch.float32)
-    with pytest.raises(MainGradError, match=r"shape \(8, 6\) is torch.float32, which torch.bfloat16 cannot hold"):
+    with pytest.raises(GradientError, match=r"shape \(8, 6\) is torch.float32, which torch.bfloat16 cannot hold"):
         accumulate_in_main_grad(model, dtype=torch.bfloat16)
-    with pytest.raises(MainGradError, match="is torch.bfloat16, which torch.float16 cannot hold"):
+    with pytest.raises(GradientError, match="is torch.bfloat16, which torch.float16 cannot hold"):
         accumulate_in_main_grad(model_of(torch.bfloat16), dtype=torch.float16)
     accumulate_in_main_grad(model)
-    with pytest.raises(MainGradError, match="keeps a main_grad already"):
+    with pytest.raises(GradientError, match="keeps a main_grad already"):
         accumulate_in_main_grad([model])
 
 

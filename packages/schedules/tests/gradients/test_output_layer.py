@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules import (
-    DeferralError,
+    GradientError,
     PipelineConfig,
     accumulate_in_main_grad,
     clear_embedding_activation_buffer,
@@ -174,20 +174,20 @@ def test_what_an_aborted_step_left_is_forgotten():
 
 def test_what_deferral_needs_is_named():
     config = deferring()
-    with pytest.raises(DeferralError, match="Linear has no lists embedding_activation_buffer and grad_"):
+    with pytest.raises(GradientError, match="Linear has no lists embedding_activation_buffer and grad_"):
         clear_embedding_activation_buffer(config, nn.Linear(1, 1), True)
     head = Head(config)
     head.grad_output_buffer.append(torch.ones(1))
-    with pytest.raises(DeferralError, match="Head has 0 inputs of its output layer in emb.* and 1 gradients in grad_"):
+    with pytest.raises(GradientError, match="Head has 0 inputs of its output layer in emb.* and 1 gradients in grad_"):
         finish_embedding_wgrad_compute(config, head, True, None)
     bare = nn.Module()
     bare.embedding_activation_buffer, bare.grad_output_buffer = [torch.ones(1, 1)], [torch.ones(1, 1)]
-    with pytest.raises(DeferralError, match="Module has no Parameter as output_layer.weight, nor a shared one"):
+    with pytest.raises(GradientError, match="Module has no Parameter as output_layer.weight, nor a shared one"):
         finish_embedding_wgrad_compute(config, bare, True, None)
     del bare.grad_output_buffer
-    with pytest.raises(DeferralError, match="Module has no lists .* grad_output_buffer"):
+    with pytest.raises(GradientError, match="Module has no lists .* grad_output_buffer"):
         clear_embedding_activation_buffer(config, bare, True)
-    with pytest.raises(DeferralError, match="Module has no lists .* grad_output_buffer"):
+    with pytest.raises(GradientError, match="Module has no lists .* grad_output_buffer"):
         output_linear(torch.ones(1, 1), torch.ones(1, 1), module=bare, config=config)
     with pytest.raises(ValueError, match="wgrad_deferral_limit is -1; it must be an integer of at least 0"):
         deferring(-1)

@@ -8,9 +8,8 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import ReductionError
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.gradients.lanes import GradientError
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 
@@ -91,7 +90,7 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
     ],
 )
 def test_what_would_be_wrong_is_refused(arguments, text):
-    with pytest.raises(ReductionError, match=text):
+    with pytest.raises(GradientError, match=text):
         settle(**arguments)
 
 
@@ -142,7 +141,7 @@ def test_chunks_that_share_a_parameter_finish_it_once():
 
 
 def test_all_chunks_reduce_by_themselves_or_none():
-    with pytest.raises(ReductionError, match="some chunks of a module reduce by themselves"):
+    with pytest.raises(GradientError, match="some chunks of a module reduce by themselves"):
         settle(chunks={0: Wrapped(1, 1), 1: nn.Linear(1, 1)}, graph=TWO_CHUNKS)
     settle(chunks={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=TWO_CHUNKS)({0: None, 1: None})
 
@@ -177,7 +176,7 @@ def test_losses_on_different_lanes_are_each_a_mean_over_their_own():
 
 def test_a_frozen_module_needs_no_groups():
     grids = {"images": (2, 1), "language": (1, 1)}
-    with pytest.raises(ReductionError, match=r"'images' must be summed .*, but nothing sums"):
+    with pytest.raises(GradientError, match=r"'images' must be summed .*, but nothing sums"):
         settle(grids=grids)
     settle(grids=grids, frozen=("images",))({0: None})
 
@@ -186,7 +185,7 @@ def test_means_of_fully_shard_fit_a_finalizer_only_over_the_lanes_of_the_loss(mo
     monkeypatch.setattr("pipegrid.schedules.gradients.reduction.policy.fsdp_divisors", lambda model: {id(model): None})
     finalize = {"finalize_model_grads_func": lambda *_, **__: None}
     settle(grids={"images": (2, 1), "language": (2, 1)}, **finalize)({0: None})
-    with pytest.raises(ReductionError, match="divided by 1, but fully_shard averages over them"):
+    with pytest.raises(GradientError, match="divided by 1, but fully_shard averages over them"):
         settle(grids={"images": (2, 1), "language": (1, 1)}, **finalize)
-    with pytest.raises(ReductionError, match=r"\(dp x cp: 2\) and divided by 1, but fully_shard averages"):
+    with pytest.raises(GradientError, match=r"\(dp x cp: 2\) and divided by 1, but fully_shard averages"):
         settle(grids={"images": (2, 1), "language": (1, 1)})

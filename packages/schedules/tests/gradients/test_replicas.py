@@ -124,7 +124,7 @@ def test_replicas_made_with_other_seeds_are_an_error_of_every_rank_before_the_fi
     assert isinstance(caught.value.__cause__, ReplicaError)
     text = str(caught.value.__cause__)
     assert "module 'model' start with different parameters, 3 of 4; the first is 0.bias" in text
-    assert all(f"on ranks [{rank}]" in text for rank in range(2))
+    assert all(f"rank {rank}: " in text for rank in range(2))
     assert len(text.splitlines()) <= 10
     assert model.calls == 0
     frozen = Model(PipelineConfig(), seed=0)
@@ -183,12 +183,12 @@ def test_of_tensor_parallel_ranks_those_parameters_are_compared_that_are_known_t
     assert (shard is None) == (place == 0)  # by the data lanes of that shard alone
     if shard is not None:
         assert "the first is rows" in shard
-        assert all(f"on ranks [{rank}]" in shard for rank in (1, 3))
+        assert all(f"rank {rank}: " in shard for rank in (1, 3))
     for name in ("norm", "gain"):
         local = (lambda m, name=name: m[name].to_local()) if name == "norm" else (lambda m, name=name: m[name])
         text = found(lambda m, local=local: local(m)[0].add_(place))
         assert f"the first is {name}" in text
-        assert all(f"on ranks [{2 * lane + other}]" in text for other in range(2))
+        assert all(f"rank {2 * lane + other}: " in text for other in range(2))
     assert "the first is own" in found(lambda m: m["own"][0].add_(lane))
 
 

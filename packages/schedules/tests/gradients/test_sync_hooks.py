@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules import (
+    GradientError,
     PipelineConfig,
-    ReductionError,
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
@@ -195,7 +195,7 @@ def test_ddp_in_a_pipeline_is_refused_before_anything_is_sent(ranks):
     config = PipelineConfig(pipeline_dtype=torch.float64)
     model = DistributedDataParallel(Part(ranks.rank, config), process_group=dp)
     communicator = P2PCommunicator(pp, config)
-    with pytest.raises(ReductionError, match="decides in a forward whether the next backward reduces"):
+    with pytest.raises(GradientError, match="decides in a forward whether the next backward reduces"):
         forward_backward_pipelining_without_interleaving(
             forward_step_func=lambda iterator, model: (model(microbatch(0, ranks.rank)), mean_loss),
             data_iterator=None,

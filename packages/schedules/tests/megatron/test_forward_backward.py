@@ -12,7 +12,7 @@ from attrs import field, frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import AnnouncedShapesError, StageOutputError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes
 from pipegrid.schedules.megatron.step_functions import (
@@ -333,7 +333,7 @@ def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(netw
             adjust_tensor_shapes_fn=lambda r, s: (r, s),
             **common,
         )
-    with pytest.raises(AnnouncedShapesError, match=r"returned 3; expected \(receive shapes, send shapes\)"):
+    with pytest.raises(StepArgumentError, match=r"returned 3; expected \(receive shapes, send shapes\)"):
         call(
             model=build(case)[0],
             p2p_communicator=memory_communicator(network, 3, 0),

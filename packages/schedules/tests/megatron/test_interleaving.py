@@ -12,7 +12,7 @@ from torch import nn
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import interleaved_1f1b
-from pipegrid.schedules.megatron import AnnouncedShapesError, forward_backward_pipelining_with_interleaving
+from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
 from pipegrid.schedules.megatron.place import interleaved_proof
@@ -303,7 +303,7 @@ def call(network, memory_communicator, **changes):
     ],
 )
 def test_bad_arguments_are_named(changes, message, network, memory_communicator):
-    with pytest.raises((StepArgumentError, AnnouncedShapesError, P2PConfigError), match=message):
+    with pytest.raises((StepArgumentError, P2PConfigError), match=message):
         call(network, memory_communicator, **changes)
     assert network.messages == 0
 

@@ -23,8 +23,8 @@ from pipegrid.schedules import (
     one_f_one_b,
 )
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.monitor import device_collectives
 from pipegrid.transport import streams
+from pipegrid.transport.collectives.waiting import device_collectives
 
 PLAN = lower(one_f_one_b(1, 3))
 

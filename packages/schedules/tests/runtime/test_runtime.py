@@ -10,7 +10,7 @@ import torch
 from attrs import define
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
@@ -112,13 +112,13 @@ def test_a_recording_of_another_plan_is_refused(network, memory_communicator, in
 
 def test_stages_must_be_those_of_one_position():
     plan = PLANS["1f1b"]
-    with pytest.raises(PlanMismatchError, match=r"has stages \[0, 1\], but the plan has position 0: \[0\], position 1"):
+    with pytest.raises(StepArgumentError, match=r"has stages \[0, 1\], but the plan has position 0: \[0\], position 1"):
         PipelineRuntime(plan, dict(enumerate(scales(plan)[:2])), None)
 
 
 def test_a_reduce_needs_its_reducer(network, memory_communicator, in_threads):
     plan = lower(one_f_one_b(2, 2), tied={"embedding": [0, 1]})
-    with pytest.raises(PlanMismatchError, match=r"reducers for \[\]; position 0 has a REDUCE for \['embedding'\]"):
+    with pytest.raises(StepArgumentError, match=r"reducers for \[\]; position 0 has a REDUCE for \['embedding'\]"):
         PipelineRuntime(plan, {0: scales(plan)[0]}, None)
     calls = []
     stages = scales(plan)
@@ -152,7 +152,7 @@ def test_outputs_must_be_those_of_the_edges(network, memory_communicator):
 
 def test_a_plan_of_computes_alone_must_be_lowered():
     plan = one_f_one_b(2, 2)
-    with pytest.raises(PlanMismatchError, match=r"computes alone, but its 2 positions feed each other.* lower\(plan\)"):
+    with pytest.raises(StepArgumentError, match=r"computes alone, but its 2 positions feed each other.* lower\(plan\)"):
         PipelineRuntime(plan, {0: scales(plan)[0]}, None)
 
 
@@ -165,7 +165,7 @@ def test_one_position_needs_no_messages():
 
 def test_a_collective_is_refused_where_the_communicator_has_none():
     plan = lower(one_f_one_b(2, 2), collectives={Edge(0, 1): "bridge"})
-    with pytest.raises(PlanMismatchError, match=r"0COLLECTIVE0>1@bridge, .* is None, without collective\(\)"):
+    with pytest.raises(StepArgumentError, match=r"0COLLECTIVE0>1@bridge, .* is None, without collective\(\)"):
         PipelineRuntime(plan, {0: scales(plan)[0]}, None)
 
 

@@ -16,8 +16,8 @@ from pipegrid.schedules import (
     ActionKind,
     Forwarded,
     PipelineRuntime,
-    PlanMismatchError,
     Recorder,
+    StepArgumentError,
     interleaved_1f1b,
     lower,
     one_f_one_b,
@@ -292,5 +292,5 @@ def test_after_a_step_fsdp2_rules_again(ranks):
 def test_a_plan_that_gathers_what_is_not_sharded_is_an_error(ranks):
     held = models(1)
     runtime = PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), {0: Runs(0, held[0], 0, 0)}, None)
-    with pytest.raises(PlanMismatchError, match=r"gathers the parameters of stage 0 \(0UNSHARD\), and nothing in the"):
+    with pytest.raises(StepArgumentError, match=r"gathers the parameters of stage 0 \(0UNSHARD\), and nothing in the"):
         runtime.step()

@@ -22,7 +22,7 @@ from pipegrid.schedules import (
     seq1f1b_zero_bubble,
     timeline,
 )
-from pipegrid.schedules.errors import PlanMismatchError, RuntimeArgumentError, StageOutputError
+from pipegrid.schedules.errors import RuntimeArgumentError, StageOutputError, StepArgumentError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.transport import P2PConfig
 
@@ -173,7 +173,7 @@ def test_a_communicator_between_unequal_tensor_parallel_sizes_is_named():
     stage = SlicedStage(0, parts(2)[0], 2, batches(1, 9), LENGTHS[2])
     unopened = VTPCommunicator.__new__(VTPCommunicator)
     unopened.topology, unopened.config, unopened.stage = VTPTopology([2, 1]), P2PConfig(), 0
-    with pytest.raises(PlanMismatchError, match="2 slices, and a VTPCommunicator moves whole ones"):
+    with pytest.raises(StepArgumentError, match="2 slices, and a VTPCommunicator moves whole ones"):
         PipelineRuntime(plan, {0: stage}, unopened)
 
 

@@ -427,7 +427,7 @@ def test_a_gradient_of_the_wrong_shape_names_the_action(shape, network, memory_c
     (edge,) = plan.graph.stage_edges
     network.lane(edge, Direction.BACKWARD).put(torch.ones(shape))
     found = re.escape(str(shape))
-    message = rf"microbatch 0: PlanMismatchError: edge 0>1 carried .* \({WIDTH},\) forward .* {found} came back"
+    message = rf"microbatch 0: StepArgumentError: edge 0>1 carried .* \({WIDTH},\) forward .* {found} came back"
     with pytest.raises(PipelineError, match=message):
         runtime.step()
     assert weight.grad is None

@@ -9,9 +9,9 @@ import pytest
 
 from pipegrid.schedules import Costs, PlanError, lower, search, simulate, verify
 from pipegrid.schedules.generators import SCHEDULES, v_placement
-from pipegrid.schedules.search.chain import as_chain
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import candidates, problems
+from pipegrid.schedules.search.network import as_network
 
 from ..kit.every_order import least_makespan
 
@@ -109,7 +109,7 @@ def test_all_orders_give_what_brute_force_gives(placement, m, cap):
     (problem,) = problems(
         UNIT, cap, num_positions=p, num_microbatches=m, num_stages=len(placement), placement=placement
     )
-    chain = as_chain(problem)
+    chain = as_network(problem)
     assert has_equal_costs(chain)
     best = shortest(chain, float(10 * m * len(placement)), max_states=10**6)
     assert best.proved

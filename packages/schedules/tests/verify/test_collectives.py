@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError, PlanMismatchError
+from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Action, ActionKind, from_text
@@ -101,26 +101,26 @@ def test_messages_where_ranks_are_shared_are_refused():
     plan = lower(COLOCATED)
     for position in range(2):
         for communicator in (able(BRIDGE), able()):  # also one that does not know which modules share ranks
-            with pytest.raises(PlanMismatchError, match=r"edge 0>1 share ranks.* lower the plan with collectives"):
+            with pytest.raises(StepArgumentError, match=r"edge 0>1 share ranks.* lower the plan with collectives"):
                 require_runnable(plan, position, communicator, ())
     same_position = lower(multi_module_1f1b(ModuleGraph({"enc": 1, "llm": 1}, {"enc": ["llm"]}), 2, placement=[0, 0]))
     require_runnable(same_position, 0, able(), ())
-    with pytest.raises(PlanMismatchError, match=r"Edge\(source=0, destination=1\): 'a name'"):
+    with pytest.raises(StepArgumentError, match=r"Edge\(source=0, destination=1\): 'a name'"):
         require_runnable(same_position, 0, able(BRIDGE), ())
 
 
 def test_a_communicator_without_collectives_is_refused():
     plan = lower(COLOCATED, collectives={BRIDGE: "bridge"})
-    with pytest.raises(PlanMismatchError, match=r"has 0COLLECTIVE0>1@bridge.*namespace\(.*without collective"):
+    with pytest.raises(StepArgumentError, match=r"has 0COLLECTIVE0>1@bridge.*namespace\(.*without collective"):
         require_runnable(plan, 0, as_communicator(SimpleNamespace(**MESSAGES)), ())
 
 
 def test_a_collective_stands_alone_and_moves_something():
     plan = lower(COLOCATED, collectives={BRIDGE: "bridge"})
     bare = Action(ActionKind.COLLECTIVE, 0, group="bridge")
-    with pytest.raises(PlanMismatchError, match="without an edge"):
+    with pytest.raises(StepArgumentError, match="without an edge"):
         require_runnable(evolve(plan, positions=((*plan.positions[0], bare), plan.positions[1])), 0, able(BRIDGE), ())
-    with pytest.raises(PlanMismatchError, match="in a batch"):
+    with pytest.raises(StepArgumentError, match="in a batch"):
         require_runnable(evolve(plan, positions=(((bare, bare),), plan.positions[1])), 0, able(BRIDGE), ())
 
 
@@ -135,10 +135,10 @@ def test_plan_and_communicator_agree_on_the_edges_that_carry_gradients():
     require_runnable(frozen, 0, both, ())
     require_runnable(lower(multi_module_1f1b(graph, 2, forward_only=graph.order)), 0, every, ())
     with pytest.raises(
-        PlanMismatchError, match=r"edge 0>2 \('enc' -> 'gen'\) was declared without backward, but the plan"
+        StepArgumentError, match=r"edge 0>2 \('enc' -> 'gen'\) was declared without backward, but the plan"
     ):
         require_runnable(trained, 0, one, ())
     with pytest.raises(
-        PlanMismatchError, match=r"edge 0>1 \('enc' -> 'llm'\) was declared with backward, but the plan"
+        StepArgumentError, match=r"edge 0>1 \('enc' -> 'llm'\) was declared with backward, but the plan"
     ):
         require_runnable(frozen, 0, one, ())

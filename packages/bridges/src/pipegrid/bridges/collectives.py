@@ -13,17 +13,15 @@ from attrs import define, field
 
 from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
-from pipegrid.transport.backends import NcclTicket, lift_timeout, nccl_options
-from pipegrid.transport.collectives import PendingCollectives
+from pipegrid.transport.backends import lift_timeout, nccl_options
+from pipegrid.transport.collectives.gathering import gather_text
+from pipegrid.transport.collectives.waiting import NotDone, PendingCollectives, finish
 from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.errors import text_of
 from pipegrid.transport.lane.transfers import BACKSTOP_SECONDS
 from pipegrid.transport.streams import has_streams
 from pipegrid.transport.waits import aborts
-from pipegrid.transport.waits.aborts import GroupAbortedError, device_aborts
 
-_LOOK_SECONDS = 0.05  # how often a wait of the host looks whether its communicator has ended
-
-_POLL_SECONDS = 0.0001
 _ABORT_SECONDS = 2.0
 
 
@@ -111,28 +109,21 @@ class CollectiveWaits:
         if work is None:
             return
         self.check()
-        began = time.monotonic()
+        began, on_device = time.monotonic(), has_streams(self.device)
         end = began + self.deadline if end is None else end
-        try:
-            # Streams order themselves. A wait of the host is cut in short ones, to see the end of the communicator.
-            in_streams = has_streams(self.device)
-            done = _polled_within if in_streams else _done_within
-            while (host or not in_streams) and not done(work, group, min(_LOOK_SECONDS, end - time.monotonic())):
-                if self.ended is not None:
-                    raise self.error(ranks, f"the communicator was ended here: {self.ended}", task)
-                if time.monotonic() >= end:
-                    late = f"not within {end - began:.3g} s; one of them has failed, or waits for another rank itself"
-                    raise self.error(ranks, late, task)
-            work.wait()
-            if in_streams:
-                self.pending.add(ranks, work, group)
-                device_aborts.require_not_aborted(group)
-            if self.ended is not None:  # NCCL calls an aborted collective done: its stream goes on, without the data
-                raise self.error(ranks, f"the communicator was ended here: {self.ended}", task)
-        except RuntimeError as error:
-            if isinstance(error, CompletionError):
-                raise
-            raise self._error_of_lost(ranks, error, task) from error
+        failed = finish(work, group, on_device=on_device, host=host, end=end, given_up=lambda: self.ended)
+        if on_device and (failed is None or failed.why != "lost"):
+            self.pending.add(ranks, work, group)
+        if failed is not None:
+            raise self._error(ranks, failed, end - began, task) from failed.error
+
+    def gather_text(
+        self, text: str, ranks: Sequence[int], group: dist.ProcessGroup, *, task: str | None = None
+    ) -> dict[int, str]:
+        """What each of ``ranks`` says, by rank; the host waits for it, as in `wait`."""
+        return gather_text(
+            text, group, self.device, lambda work, _: self.wait(work, ranks, group, host=True, task=task)
+        )
 
     def check(self) -> None:
         """Raise if a collective that was waited for on a device has ended with an error.
@@ -143,55 +134,21 @@ class CollectiveWaits:
         self.lost = self.lost or self.pending.failed()
         if self.lost is not None:
             ranks, error = self.lost
-            raise self._error_of_lost(ranks, error) from error
+            raise self._error(ranks, NotDone.of(error), self.deadline) from error
 
-    def _error_of_lost(self, ranks: Sequence[int], error: Exception, task: str | None = None) -> CompletionError:
-        aborted = isinstance(error, GroupAbortedError)
-        what = "the communicator was ended here" if aborted else "a rank died, or its connection was closed"
-        return self.error(ranks, f"{what} ({_first_line(error)})", task)
-
-    def error(self, ranks: Sequence[int], cause: str, task: str | None = None) -> CompletionError:
-        """The error of a collective among ``ranks``."""
+    def _error(self, ranks: Sequence[int], failed: NotDone, seconds: float, task: str | None = None) -> CompletionError:
+        """The error of a collective among ``ranks``, for which this rank waited for ``seconds``."""
         self.stuck = self.stuck or self.ended is None  # an end aborts its groups
+        cause = {
+            "late": f"not within {seconds:.3g} s; one of them has failed, or waits for another rank itself",
+            "given up": f"the communicator was ended here: {failed.text}",
+            "aborted": f"the communicator was ended here ({failed.text})",
+            "lost": f"a rank died, or its connection was closed ({failed.text})",
+        }[failed.why]
         others = [rank for rank in ranks if rank != self.rank]
         failure = self.failure()
-        lane = "" if failure is None else f" (a lane of this edge failed: {_first_line(failure)})"
+        lane = "" if failure is None else f" (a lane of this edge failed: {text_of(failure).splitlines()[0]})"
         return CompletionError(f"rank {self.rank}, {self.name}: {(task or self.task).format(others)}: {cause}{lane}")
-
-
-def _done_within(work: Any, group: dist.ProcessGroup | None, seconds: float) -> bool:
-    del group
-    try:
-        # A collective's wait that times out leaves it as it is, unlike that of a transfer between two ranks.
-        work.wait(timedelta(seconds=max(seconds, 1e-3)))
-    except RuntimeError:
-        return device_aborts.poll(work.is_completed)
-    return True
-
-
-def _polled_within(work: Any, group: dist.ProcessGroup | None, seconds: float) -> bool:
-    """As `_done_within`, by polling: on a device a wait with a timeout would end the communicator past it."""
-    limit, ticket = time.monotonic() + seconds, NcclTicket((work,), group)
-    while not ticket.done():
-        if time.monotonic() >= limit:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _first_line(error: object) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def gather_flat(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
-) -> dist.Work | None:
-    """Every rank's flat ``own``, one after another, into the flat ``out``."""
-    # torch 2.13 renames all_gather_into_tensor and warns about the old name; 2.11 has the old one only.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
-    return work
 
 
 def close_groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.autograd.function import once_differentiable
 
-from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, gather_flat, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, LaneTotalsError, ShapeError
+from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
+from pipegrid.bridges.errors import BridgeError, DestroyedError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
     BATCH,
@@ -33,11 +33,12 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
+from pipegrid.topology.differences import difference
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
-_TEXT = 160  # bytes in which ranks compare what they give
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
@@ -247,10 +248,10 @@ class ColocatedBridgeCommunicator:
         one; for EQUAL everything.
 
         Raises:
-            LaneTotalsError: the batch is not divisible by ``scale``, or the dp sizes have no integer scale.
+            BridgeError: the batch is not divisible by ``scale``, or the dp sizes have no integer scale.
         """
         if self.scale is None or not self._by_slots:
-            raise LaneTotalsError(
+            raise BridgeError(
                 f"{self._label}: dp {self.src_dp_size} and dp {self.dest_dp_size} have no slices: neither divides the "
                 "other, or a rank is in two blocks of the batch; communicate() works all the same"
             )
@@ -262,7 +263,7 @@ class ColocatedBridgeCommunicator:
 
     def _check_divisible(self, batch_size: int) -> None:
         if self.scale is not None and batch_size % self.scale:
-            raise LaneTotalsError(f"{self._label}: a batch of {batch_size} is not divisible by scale {self.scale}")
+            raise BridgeError(f"{self._label}: a batch of {batch_size} is not divisible by scale {self.scale}")
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this rank's destination lane, from ``tensor`` of its source lane.
@@ -270,7 +271,7 @@ class ColocatedBridgeCommunicator:
         On fan-out and between equal lanes it may share memory with ``tensor``: do not change it in place.
 
         Raises:
-            LaneTotalsError: FAN_OUT by an integer scale that does not divide the batch.
+            BridgeError: FAN_OUT by an integer scale that does not divide the batch.
             ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
                 ``dim_mapping``: compared in the first call with each shape.
             CompletionError: a rank did not come before the deadline, or died; or the bridge was aborted.
@@ -315,13 +316,9 @@ class ColocatedBridgeCommunicator:
         group, ranks = self._group("shapes"), ranks_of(self.src_grid)
         assert group is not None
         mine = f"shape {tuple(tensor.shape)} of {tensor.dtype}, dim_mapping {self.dim_mapping}"
-        own = torch.tensor([*mine.encode()[:_TEXT].ljust(_TEXT)], dtype=torch.uint8, device=tensor.device)
-        every = own.new_empty(len(ranks) * _TEXT)
-        self._waits.wait(gather_flat(every, own, group, async_op=True), ranks, group, host=True)
-        for rank, row in zip(ranks, every.view(-1, _TEXT).tolist(), strict=True):
-            if row != own.tolist():
-                there = bytes(row).decode(errors="replace").rstrip()
-                raise ShapeError(f"{self._label}: rank {self._rank} gives {mine}; rank {rank} gives {there}")
+        found = difference(self._waits.gather_text(mine, ranks, group))
+        if found is not None:
+            raise ShapeError(f"{self._label}: the ranks give different tensors: {found}")
         self._agreed.add((tensor.shape, tensor.dtype))
 
     # -- moving -------------------------------------------------------------------------------------------
@@ -354,30 +351,10 @@ class ColocatedBridgeCommunicator:
         return both[0], both[1]
 
     def _move(self, plan: ReshardPlan, tensor: torch.Tensor) -> torch.Tensor:
-        """Run a plan in which every rank of the grids takes part at once: one all-to-all, then completions."""
-        part, ranks, dtype = RankPart(plan, self._rank), ranks_of(self.src_grid), tensor.dtype
-        receives = self._rank in plan.dst.coords_of
-        shape = part.destination_shape if receives else _without_rows(plan, self.dim_mapping[BATCH])
-        out = torch.empty(shape, dtype=dtype, device=tensor.device)
-        given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
-        taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
-        arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
-        group = self._group("messages")
-        sizes = [piece.numel() for piece in given]
-        work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=group, async_op=True)
-        self._waits.wait(work, ranks, group)
-        for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
-            unpack(piece, part.receives.get(peer, ()), out)
-        completing = start_completions(part.completions, out, self._completion_group, rank=self._rank, dtype=dtype)
-        for step, made in zip(part.completions, completing, strict=True):
-            self._waits.wait(made.work, step.ranks, made.group)
-            made.write()
-        return out
-
-    def _completion_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group = self._group("complete", ranks)
-        assert group is not None
-        return group
+        """Run a plan in which every rank of the grids takes part at once."""
+        groups = {spec.ranks: group for spec, group in self._groups.items() if spec.label.endswith("/complete")}
+        axis = self.dim_mapping[BATCH]
+        return _moved(plan, tensor, self._rank, self._group("messages"), groups, self._waits, batch_axis=axis)
 
 
 class _ColocatedCommunicate(torch.autograd.Function):
@@ -402,6 +379,37 @@ class _ColocatedCommunicate(torch.autograd.Function):
         if comm._by_slots:  # noqa: SLF001
             return (comm._narrow(grad) if comm.is_fan_in() else comm._gather(grad)), None  # noqa: SLF001
         return comm._move(ctx.back, grad.contiguous()), None  # noqa: SLF001
+
+
+def _moved(
+    plan: ReshardPlan,
+    tensor: torch.Tensor,
+    rank: int,
+    messages: dist.ProcessGroup | None,
+    copies: Mapping[tuple[int, ...], dist.ProcessGroup],
+    waits: CollectiveWaits,
+    *,
+    batch_axis: int,
+) -> torch.Tensor:
+    """One all-to-all in the group ``messages``, then completions in the groups of ``copies``, by their ranks."""
+    assert messages is not None
+    part, ranks, dtype = RankPart(plan, rank), dist.get_process_group_ranks(messages), tensor.dtype
+    receives = rank in plan.dst.coords_of
+    shape = part.destination_shape if receives else _without_rows(plan, batch_axis)
+    out = torch.empty(shape, dtype=dtype, device=tensor.device)
+    given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
+    taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
+    arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
+    sizes = [piece.numel() for piece in given]
+    work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=messages, async_op=True)
+    waits.wait(work, ranks, messages)
+    for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
+        unpack(piece, part.receives.get(peer, ()), out)
+    completing = start_completions(part.completions, out, lambda ranks: copies[tuple(ranks)], rank=rank, dtype=dtype)
+    for step, made in zip(part.completions, completing, strict=True):
+        waits.wait(made.work, step.ranks, made.group)
+        made.write()
+    return out
 
 
 def _all_gather_along_batch_dim(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.bridges.errors import LaneTotalsError, NotReplicatedError
+from pipegrid.bridges.errors import BridgeError, NotReplicatedError
 from pipegrid.bridges.reshard import Side
 
 
@@ -36,7 +36,7 @@ class ReplicationCheck:
 
         Raises:
             NotReplicatedError: the copies of some lane differ.
-            LaneTotalsError: lanes have different numbers of rows.
+            BridgeError: lanes have different numbers of rows.
             CompletionError: a rank of the side died, or did not come before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
@@ -56,7 +56,7 @@ class ReplicationCheck:
         self._reduce(found, self.everyone)
         wrong, most, least = (int(value) for value in found.tolist())
         if most != -least:
-            raise LaneTotalsError(
+            raise BridgeError(
                 f"the lanes of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}), not all equal"
             )
         if wrong:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.collectives import gather_flat
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Box, Completion
+from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.waits.aborts import device_aborts
 
 

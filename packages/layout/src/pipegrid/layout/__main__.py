@@ -187,7 +187,7 @@ def _read_json(path: Path) -> dict[str, float] | list[float]:
     """The contents of a JSON file, checked by their user."""
     try:
         data: dict[str, float] | list[float] = read_json(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise LayoutError(f"{path} is not JSON: {error}") from error
     return data
 

@@ -198,7 +198,7 @@ class PipelineParallelLayerLayout:
         """The layout of the JSON that `to_json` returns; `LayoutError` for another text."""
         try:
             data = read_json(text)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise LayoutError(f"not a layout in JSON: {error}") from error
         required = {"layout", "pipeline_model_parallel_size"}
         if not isinstance(data, dict) or not required <= set(data) <= required | {"symbols"}:

@@ -1,25 +1,77 @@
-"""JSON whose objects have each key once. Two writers who differ must not be read as one of them."""
+"""The one reader of JSON documents: plans, costs, recordings, orders, jobs, layouts, manifests of checkpoints.
+
+Two writers who differ must not be read as one of them, so each key of an object stands once. What a document must be is
+said by attrs classes, which cattrs builds; `first_fault` tells where it is not.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+
+from attrs import fields, has
+
+if TYPE_CHECKING:
+    from cattrs import BaseValidationError
+
+_DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly
 
 
 def read_json(text: str) -> Any:
-    """The document in ``text``.
+    """The document in ``text``; an integer of more than 300 digits becomes a float.
 
     Raises:
-        ValueError: it is not JSON, or an object has a key twice.
-        RecursionError: it nests too deeply.
+        ValueError: an object has a key twice; as `json.JSONDecodeError`, which has the place, it is not JSON, or nests
+            too deeply.
     """
-    return json.loads(text, object_pairs_hook=_unique)
+    try:
+        return json.loads(text, parse_int=_bounded_int, object_pairs_hook=_unique)
+    except RecursionError:
+        raise json.JSONDecodeError("brackets nest too deeply", text, 0) from None
+
+
+def _bounded_int(text: str) -> int | float:
+    return int(text) if len(text) <= _DIGITS else float(text)  # int() raises above thousands of digits
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"an object has the key {key!r:.80} twice")
+            raise ValueError(f"an object has the key {key!r:.80} twice; each is there once")
         found[key] = value
     return found
+
+
+def first_fault(error: BaseValidationError, own: type[Exception]) -> tuple[str, str]:
+    """Where a document is not what cattrs was to build of it, such as ``positions[3][2]``, and what is wrong there.
+
+    ``own``: errors of this type, raised for a value, tell it in their own text. The path of the document is "".
+    """
+    from cattrs import transform_error
+
+    def text(fault: BaseException, kind: Any) -> str:
+        return str(fault) if isinstance(fault, own) else _fault_text(fault, kind)
+
+    what, _, path = transform_error(error, path="", format_exception=text)[0].rpartition(" @ ")
+    return path.lstrip("."), what
+
+
+def _fault_text(error: BaseException, kind: Any) -> str:
+    from cattrs.errors import ForbiddenExtraKeysError
+
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = ", ".join(attribute.name for attribute in fields(error.cl))
+        return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if isinstance(kind, type) and has(kind):
+        return f"it must have the keys {', '.join(attribute.name for attribute in fields(kind))}"
+    if get_origin(kind) is tuple:
+        return "it must be a list"
+    return f"not of the form of {getattr(kind, '__name__', kind)}: {error}"

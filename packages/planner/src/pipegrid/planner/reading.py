@@ -6,12 +6,9 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from attrs import fields, has
-
-from pipegrid.layout.strict_json import read_json
+from pipegrid.layout.strict_json import first_fault, read_json
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Job
 from pipegrid.topology.fields import checked, instance
@@ -48,7 +45,7 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
     Raises:
         JobError: the path of the fault, such as ``modules[1].layers[0]``, and what is wrong.
     """
-    from cattrs import BaseValidationError, transform_error
+    from cattrs import BaseValidationError
 
     checked(text, _Text, "text", JobError)
     try:
@@ -60,9 +57,7 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
     try:
         return _converter().structure(data, Job)
     except BaseValidationError as error:
-        first = transform_error(error, path="", format_exception=_fault_text)[0]
-        what, _, where = first.rpartition(" @ ")
-        where = where.lstrip(".")
+        where, what = first_fault(error, JobError)
         raise JobError(f"{where}: {what}" if where else what) from None
 
 
@@ -93,24 +88,3 @@ def _is_plain(kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return _is_plain(get_args(kind)[0])
     return kind in (int, float, str, bool) or get_origin(kind) is Literal
-
-
-def _fault_text(error: BaseException, kind: Any) -> str:
-    from cattrs.errors import ForbiddenExtraKeysError
-
-    if isinstance(error, JobError):
-        return str(error)
-    if isinstance(error, KeyError):
-        return f"the key {error} is missing"
-    if isinstance(error, ForbiddenExtraKeysError):
-        known = ", ".join(attribute.name for attribute in fields(error.cl))
-        return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if has(kind):
-        return f"it must be a table with the keys {', '.join(attribute.name for attribute in fields(kind))}"
-    if get_origin(kind) is tuple:
-        return "it must be a list"
-    return f"not of the form of {getattr(kind, '__name__', kind)}: {error}"

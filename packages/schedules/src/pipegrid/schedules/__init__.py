@@ -158,16 +158,14 @@ __all__ = [
 
 _LAZY = {
     "errors": "AnnouncedShapesError DataEndedError DeferralError GradientError LossError LossScaleError MainGradError "
-    "PlanFieldError PlanMismatchError ReductionError RuntimeArgumentError StageInputError StageOutputError "
-    "StepArgumentError TyingError",
+    "PlanFieldError PlanMismatchError ReductionError ReductionFailedError ReductionPeerError ReductionTimeoutError "
+    "RuntimeArgumentError StageInputError StageOutputError StepArgumentError TyingError",
     "plan": "Lane Step actions_of",
-    "generators": "UShapeCounts dualpipe_v_order forward_only_order gpipe_order interleaved_1f1b_order "
-    "looped_bfs_order multi_module_1f1b_order one_f_one_b_order u_shape_order v_half_order v_min_order "
-    "zero_bubble_h1_order zero_bubble_h2_order zero_bubble_v_order",
+    "generators": "UShapeCounts",
     "search": "Found Progress comparison_table",
     "simulate": "costs_from_json costs_to_json unit_costs",
     "timeline": "Aside Counter Flow Recorded Span Track scaled",
-    "gradients": "LossScaler ReductionTimeoutError ReplicaError TiedParameters "
+    "gradients": "LossScaler ReplicaError TiedParameters "
     "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "
     "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "
     "scale_loss tie_parameters tied_stages "

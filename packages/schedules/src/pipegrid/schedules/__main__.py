@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import SCHEDULES, find_schedule
+from pipegrid.schedules.orders import Orders, is_orders, orders_from_json, orders_of_plan, prove_order
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
@@ -18,6 +19,7 @@ from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simu
 from pipegrid.schedules.timeline import ascii_timeline, timeline, write_perfetto, write_svg
 from pipegrid.schedules.verify import as_limit, verify
 from pipegrid.topology.fields import Count, checked
+from pipegrid.transport.order import ORDER_MODELS
 
 USAGE = 2
 FAULTY = 1
@@ -138,7 +140,9 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def verify_file(arguments: argparse.Namespace) -> int:
-    """Prove one plan, or list its faults."""
+    """Prove one plan, or the orders of another program, or list their faults."""
+    if is_orders(text := read_file(arguments.plan)):
+        return verify_orders(orders_from_json(text), arguments)
     plan = read_plan(arguments.plan)
     as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
     try:
@@ -153,7 +157,22 @@ def verify_file(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return FAULTY
     print(proof)
-    return 0
+    if not arguments.order:
+        return 0
+    return verify_orders(orders_of_plan(plan if plan.has_communication else lower(plan)), arguments)
+
+
+def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
+    """Prove orders under each order model that is asked for; of other programs, by default, under all."""
+    failed = 0
+    for name in arguments.order or ORDER_MODELS:
+        try:
+            model = ORDER_MODELS[name]
+            print(prove_order(orders, model, buffered=arguments.buffered, drains=arguments.drains))
+        except PlanError as error:
+            failed = FAULTY
+            print(error, file=sys.stderr)
+    return failed
 
 
 def compare_all(arguments: argparse.Namespace) -> int:
@@ -200,13 +219,20 @@ def parser() -> argparse.ArgumentParser:
     draw.set_defaults(run=show)
 
     prove = commands.add_parser("verify", help="prove a plan, or list its faults")
-    prove.add_argument("plan", type=Path, help="a file (.csv, .json, otherwise text)")
+    prove.add_argument("plan", type=Path, help="a plan (.csv, .json, otherwise text), or orders as JSON")
     prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
     prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")
     prove.add_argument(
         "--batches", choices=("in_order", "simultaneous"), default="in_order", help="how the messages of a batch wait"
     )
     prove.add_argument("--memory-limit", type=float, help="live microbatches per position")
+    prove.add_argument(
+        "--order",
+        action="append",
+        choices=tuple(ORDER_MODELS),
+        help="prove the messages of one group under this order model as well (again for several; orders: default all)",
+    )
+    prove.add_argument("--drains", action="store_true", help="orders: any compute may wait for the whole device")
     prove.set_defaults(run=verify_file)
 
     table = commands.add_parser("compare", help="a table of schedules at the same costs")

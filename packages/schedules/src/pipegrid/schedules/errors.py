@@ -54,12 +54,8 @@ class PlanSyntaxError(PlanError):
         super().__init__(f"line {line}, column {column}: found {found}; expected {expected}")
 
 
-class PlanMismatchError(ValueError):
-    """Stages, communicator or reducers of a runtime do not match its plan."""
-
-
 class StepArgumentError(ValueError):
-    """An argument of a step function that cannot be used, or contradicts another."""
+    """An argument of a step function or a runtime that is wrong, contradicts another, or does not match the plan."""
 
 
 class RuntimeArgumentError(TypeError):
@@ -69,12 +65,8 @@ class RuntimeArgumentError(TypeError):
 class StageOutputError(ValueError):
     """A forward returned outputs that the outgoing edges cannot carry, or of other shapes than announced.
 
-    Also: a stage wrote into what it returned for a microbatch before that was read.
+    Also: a stage wrote into what it returned for a microbatch before that was read, or into a received tensor.
     """
-
-
-class StageInputError(ValueError):
-    """A forward changed a received tensor in place."""
 
 
 class DataEndedError(ValueError):
@@ -82,15 +74,20 @@ class DataEndedError(ValueError):
 
 
 class LossError(ValueError):
-    """A loss function returned a value that cannot be a loss."""
+    """A loss function returned a value that cannot be a loss, or a loss scale cannot be used."""
 
 
 class GradientError(ValueError):
-    """Gradients cannot come out right with these arguments, process groups, models or values.
-
-    Where a reduction raises it, no gradient was sent.
-    """
+    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked. Nothing was sent."""
 
 
-AnnouncedShapesError = StepArgumentError
-DeferralError = LossScaleError = MainGradError = ReductionError = TyingError = GradientError
+class ReductionFailedError(RuntimeError):
+    """A collective over gradients did not end within its deadline, or a rank of its group has ended."""
+
+
+# Names of one thing each that no caller handled differently; for this version.
+PlanMismatchError = AnnouncedShapesError = StepArgumentError
+StageInputError = StageOutputError
+LossScaleError = LossError
+ReductionError = MainGradError = DeferralError = TyingError = GradientError
+ReductionTimeoutError = ReductionPeerError = ReductionFailedError

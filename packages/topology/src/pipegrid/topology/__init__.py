@@ -18,13 +18,15 @@ from pipegrid.topology.job.describe import describe
 from pipegrid.topology.ending import abort_group as abort_group, destroy_groups, discard_groups as discard_groups
 from pipegrid.topology.errors import (
     CoordinateError as CoordinateError,
+    GridError as GridError,
+    GridKeyError as GridKeyError,
     GridShapeError as GridShapeError,
     GridSpanError as GridSpanError,
+    GroupConnectionError as GroupConnectionError,
     GroupCreationTimeoutError,
     GroupExistsError as GroupExistsError,
     GroupMissingError as GroupMissingError,
     GroupSpecError as GroupSpecError,
-    GroupConnectionError as GroupConnectionError,
     GroupStoreError as GroupStoreError,
     PlacementError,
     RankNotInGridError as RankNotInGridError,
@@ -32,6 +34,7 @@ from pipegrid.topology.errors import (
     UnknownDimensionError as UnknownDimensionError,
     UnknownViewError as UnknownViewError,
     ViewError as ViewError,
+    WorldError as WorldError,
     WorldSizeUnknownError as WorldSizeUnknownError,
 )
 from pipegrid.topology.grid import GroupRequest, Relation as Relation, relation as relation

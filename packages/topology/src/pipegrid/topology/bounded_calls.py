@@ -86,6 +86,21 @@ class BoundedCalls:
         self._finalizer()
 
 
+def bounded(
+    function: Callable[..., _T], *arguments: Any, seconds: float, name: str = "pipegrid-store", patience: float = 1.0
+) -> _T:
+    """One call, on a thread of its own; see `BoundedCalls`.
+
+    Raises:
+        SilentStoreError: it did not return within ``seconds``; its thread is left behind.
+    """
+    calls = BoundedCalls(name, patience=patience)
+    try:
+        return calls.run(function, *arguments, seconds=seconds)
+    finally:
+        calls.close()
+
+
 def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         if not call.given_up:

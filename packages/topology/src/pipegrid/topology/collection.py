@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attrs import field, frozen
 
-from pipegrid.topology.errors import RoleError
+from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY
 
@@ -94,12 +94,12 @@ class ProcessGroupCollection:
             others: further groups, for example ``embd``.
 
         Raises:
-            GroupMissingError: a named group has not been created.
-            RoleError: a name that no grid has.
+            GridKeyError: a named group has not been created.
+            PlacementError: a name that no grid has.
         """
         known = {**dict.fromkeys(_DIMS), **dict.fromkeys(_EXPERT_DIMS, expert_view)}
         if not known.keys() >= set(names):
-            raise RoleError(f"groups {list(names)} must be some of {list(known)}")
+            raise PlacementError(f"groups {list(names)} must be some of {list(known)}")
         found: dict[str, Any] = dict(others)
         for name in names or known:
             view = known[name]
@@ -127,7 +127,7 @@ class MultiModuleProcessGroupCollection:
 
     def __attrs_post_init__(self) -> None:
         if self.language_module_name not in (None, *self.modules):
-            raise RoleError(f"the language module {self.language_module_name!r} is none of {list(self.modules)}")
+            raise PlacementError(f"the language module {self.language_module_name!r} is none of {list(self.modules)}")
 
     @classmethod
     def from_grids(
@@ -145,7 +145,7 @@ class MultiModuleProcessGroupCollection:
         """
         views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():
-            raise RoleError(f"expert_views has modules {list(views)}; those with grids are {list(grids)}")
+            raise PlacementError(f"expert_views has modules {list(views)}; those with grids are {list(grids)}")
         return cls(
             {
                 module: ProcessGroupCollection.from_grid(grid, *names, expert_view=views.get(module))
@@ -161,7 +161,7 @@ class MultiModuleProcessGroupCollection:
 
     def __getitem__(self, module: str) -> ProcessGroupCollection:
         if module not in self.modules:
-            raise RoleError(f"this rank is not in module {module!r}; it is in {list(self.modules)}")
+            raise PlacementError(f"this rank is not in module {module!r}; it is in {list(self.modules)}")
         return self.modules[module]
 
     def __iter__(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipegrid.topology.errors import GridShapeError
+from pipegrid.topology.errors import GridError
 from pipegrid.topology.grid import Grid
 
 
@@ -41,10 +41,10 @@ def box_of(mesh: DeviceMesh) -> Grid:
     """The mesh's ranks as a grid, the dims in reverse."""
     names = mesh.mesh_dim_names
     if names is None:
-        raise GridShapeError("the DeviceMesh has no mesh_dim_names; the dims of a grid have names")
+        raise GridError("the DeviceMesh has no mesh_dim_names; the dims of a grid have names")
     ranks: list[int] = mesh.mesh.flatten().tolist()
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-        raise GridShapeError(
+        raise GridError(
             f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is not a grid: "
             f"the ranks of a grid are consecutive, the last dim of the mesh fastest"
         )

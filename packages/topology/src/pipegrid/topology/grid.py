@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, cast
 
 from attrs import field, frozen
 
-from pipegrid.topology.errors import CoordinateError, GridShapeError, UnknownDimensionError, ViewError
+from pipegrid.topology.errors import GridError
 from pipegrid.topology.fields import Count, Index, Name, checked, checked_fields, index_of, shown
 
 Dims: TypeAlias = str | Iterable[str]
@@ -25,14 +25,14 @@ def dims_of(dims: Dims) -> tuple[str, ...]:
 
 
 def _as_sizes(shape: Iterable[int]) -> tuple[int, ...]:
-    return cast("tuple[int, ...]", checked(shape, tuple[Count, ...], "shape", GridShapeError))
+    return cast("tuple[int, ...]", checked(shape, tuple[Count, ...], "shape", GridError))
 
 
 def _as_names(dim_names: Iterable[str]) -> tuple[str, ...]:
-    return cast("tuple[str, ...]", checked(dim_names, tuple[Name, ...], "dim_names", GridShapeError))
+    return cast("tuple[str, ...]", checked(dim_names, tuple[Name, ...], "dim_names", GridError))
 
 
-@frozen(slots=False, field_transformer=checked_fields(GridShapeError))
+@frozen(slots=False, field_transformer=checked_fields(GridError))
 class Grid:
     """``rank = rank_offset + sum_i coordinate_i * stride_i``, where ``stride_i = prod_{j<i} shape_j``.
 
@@ -45,7 +45,7 @@ class Grid:
 
     def __attrs_post_init__(self) -> None:
         if not len(self.shape) == len(self.dim_names) == len(set(self.dim_names)) > 0:
-            raise GridShapeError(
+            raise GridError(
                 f"shape {list(self.shape)} and dim_names {list(self.dim_names)} must be sizes and names, one each, "
                 "at least one, each name once"
             )
@@ -71,7 +71,7 @@ class Grid:
         wanted = dims_of(dims)
         selected = tuple(name for name in self.dim_names if name in wanted)
         if not selected or len(selected) != len(wanted):
-            raise UnknownDimensionError(f"dims {list(wanted)} must be some of {list(self.dim_names)}, each once")
+            raise GridError(f"dims {list(wanted)} must be some of {list(self.dim_names)}, each once")
         return selected
 
     def size_of(self, dim: str) -> int:
@@ -88,7 +88,7 @@ class Grid:
         """The rank at these coordinates, one per dim."""
         at = {name: index_of(index) for name, index in coords.items()}
         if at.keys() != self.axes.keys() or any(at[name] not in range(size) for name, (size, _) in self.axes.items()):
-            raise CoordinateError(f"coordinates {shown(dict(coords))} must have an index in each dim of {self}")
+            raise GridError(f"coordinates {shown(dict(coords))} must have an index in each dim of {self}")
         return self.rank_offset + sum(stride * (at[name] or 0) for name, (_, stride) in self.axes.items())
 
     def group_of(self, rank: int, dims: Dims) -> Sequence[int]:
@@ -120,7 +120,7 @@ class Grid:
     def _local(self, rank: int) -> int:
         number = index_of(rank)
         if number is None or number not in self.ranks:
-            raise CoordinateError(f"rank {shown(rank)} is not in the ranks of {self}")
+            raise GridError(f"rank {shown(rank)} is not in the ranks of {self}")
         return number - self.rank_offset
 
     def __str__(self) -> str:
@@ -146,14 +146,14 @@ def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[s
     """
     grid = Grid(shape, dim_names, base.rank_offset)
     if grid.size != base.size:
-        raise ViewError(f"view {name!r} {grid} has {grid.size} ranks, the grid {base} has {base.size}")
+        raise GridError(f"view {name!r} {grid} has {grid.size} ranks, the grid {base} has {base.size}")
     shared = dims_of(shared_dims or ())
     if len(set(shared)) < len(shared):
-        raise ViewError(f"view {name!r} has shared_dims {list(shared)}; each must be named once")
+        raise GridError(f"view {name!r} has shared_dims {list(shared)}; each must be named once")
     for dim in shared:
         own, other = base.axes.get(dim), grid.axes.get(dim)
         if own is None or other is None or (own != other and not own[0] == other[0] == 1):
-            raise ViewError(
+            raise GridError(
                 f"view {name!r} {grid} cannot share {dim!r} of the grid {base}: both must have it, with the same groups"
             )
     return View(name, grid, frozenset(shared))

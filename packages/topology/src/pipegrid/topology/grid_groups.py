@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from pipegrid.topology.ending import destroy_groups
-from pipegrid.topology.errors import GroupMissingError
+from pipegrid.topology.errors import GridKeyError
 from pipegrid.topology.grid import GroupRequest
 from pipegrid.topology.groups import GroupOptions, GroupSpec, create_each
 
@@ -43,7 +43,7 @@ class GridGroups:
     def __getitem__(self, request: GroupRequest) -> ProcessGroup | None:
         if request not in self._groups:
             view = "" if request.view is None else f" of view {request.view!r}"
-            raise GroupMissingError(f"no group for dims {list(request.dims)}{view} has been made; call create_pg first")
+            raise GridKeyError(f"no group for dims {list(request.dims)}{view} has been made; call create_pg first")
         shared = self._groups[request]
         return None if shared is None else shared.group
 

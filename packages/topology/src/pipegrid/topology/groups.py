@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
+from pipegrid.topology.bounded_calls import SilentStoreError, bounded
 from pipegrid.topology.ending import discard_groups
-from pipegrid.topology.errors import GroupConnectionError, GroupSpecError, GroupStoreError
+from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.rendezvous import meet, named_errors, not_connected
 from pipegrid.topology.world import require_default_group
@@ -30,10 +30,10 @@ _CONNECT = timedelta(seconds=60)
 
 def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
     # A range has only integers, and a group of a large world has very many.
-    return tuple(ranks) if isinstance(ranks, range) else checked(ranks, tuple[Index, ...], "ranks", GroupSpecError)
+    return tuple(ranks) if isinstance(ranks, range) else checked(ranks, tuple[Index, ...], "ranks", GridError)
 
 
-@frozen(field_transformer=checked_fields(GroupSpecError))
+@frozen(field_transformer=checked_fields(GridError))
 class GroupSpec:
     """A process group to create: its global ``ranks`` in group-rank order, and a ``label`` that says what for.
 
@@ -48,7 +48,7 @@ class GroupSpec:
 
     def __attrs_post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) != len(self.ranks):
-            raise GroupSpecError(f"group {self.label!r} has ranks {self.ranks!r:.80}; give global ranks, each once")
+            raise GridError(f"group {self.label!r} has ranks {self.ranks!r:.80}; give global ranks, each once")
 
     @property
     def order_key(self) -> tuple[tuple[int, ...], tuple[int, ...], bool, str]:
@@ -120,8 +120,8 @@ def group_options(
     require_default_group()
     from pipegrid.topology import torch_compat as compat
 
-    timeout = checked(timeout, Timeout | None, "timeout", GroupSpecError)
-    creation_timeout = checked(creation_timeout, Timeout | None, "creation_timeout", GroupSpecError)
+    timeout = checked(timeout, Timeout | None, "timeout", GridError)
+    creation_timeout = checked(creation_timeout, Timeout | None, "creation_timeout", GridError)
     backend = compat.resolve_backend(backend)
     timeout = compat.resolve_timeout(backend, timeout)
     return GroupOptions(backend, timeout, creation_timeout or timeout, pg_options, group_desc)
@@ -155,8 +155,8 @@ def create_groups(
         The specs that this rank is in, in creation order, each with its group.
 
     Raises:
-        WorldSizeUnknownError: there is no default process group.
-        GroupSpecError: a rank past the world, or no such backend.
+        WorldError: there is no default process group.
+        GridError: a rank past the world, or no such backend.
         GroupCreationTimeoutError: some members did not come, or did not connect, before the deadline. The groups
             that this call had created are gone again.
         GroupConnectionError: the backend did not connect the members, or the store failed; likewise.
@@ -184,7 +184,7 @@ def create_each(
     ordered = sorted(wanted, key=lambda item: (item[0].order_key, item[1].text))
     for spec, _ in ordered:
         if max(spec.ranks) >= world_size:
-            raise GroupSpecError(f"group {spec.label!r} has rank {max(spec.ranks)}, the world has {world_size} ranks")
+            raise GridError(f"group {spec.label!r} has rank {max(spec.ranks)}, the world has {world_size} ranks")
     _require_peers(ordered)
     made: dict[tuple[GroupSpec, str], ProcessGroup] = {}
     shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
@@ -211,7 +211,7 @@ def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
 
     for spec, options in wanted if compat.is_dry() else ():
         if not compat.is_fake(options.backend):
-            raise GroupSpecError(
+            raise GridError(
                 f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
                 "no other rank exists. Leave the backend to the default group"
             )
@@ -295,10 +295,10 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     rank, _ = require_default_group()
     from pipegrid.topology import torch_compat as compat
 
-    prefix = f"pipegrid/control/{checked(label, Name, 'label', GroupSpecError)}"
-    seconds, calls = timeout.total_seconds(), BoundedCalls("pipegrid-connect")
+    prefix = f"pipegrid/control/{checked(label, Name, 'label', GridError)}"
+    seconds = timeout.total_seconds()
     try:
-        return calls.run(compat.own_store, prefix, seconds=seconds)
+        return bounded(compat.own_store, prefix, seconds=seconds, name="pipegrid-connect")
     except SilentStoreError:
         raise GroupStoreError(
             f"rank {rank}: the default group's store took no connection for {label!r} within {seconds:g} s; the "
@@ -308,5 +308,3 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
         raise GroupConnectionError(
             f"rank {rank}: the default group's store took no connection for {label!r}: {str(error).splitlines()[0]}"
         ) from error
-    finally:
-        calls.close()

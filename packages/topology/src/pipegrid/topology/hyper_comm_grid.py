@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.topology.errors import GridShapeError, GridSpanError, GroupExistsError, UnknownViewError, ViewError
+from pipegrid.topology.errors import GridError, GridKeyError, WorldError
 from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view
 from pipegrid.topology.grid_groups import GridGroups, create_held
@@ -32,7 +32,7 @@ class HyperCommGrid:
         world_size: number of ranks; None is the default process group's, or else WORLD_SIZE of the launcher.
 
     Raises:
-        GridSpanError: the span reaches past the world.
+        WorldError: the span reaches past the world.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class HyperCommGrid:
         self._views: dict[str, View] = {}
         self._groups = GridGroups()
         self._world_size = resolve_world_size(world_size)
-        self._backend: str | None = checked(backend, Name | None, "backend", GridShapeError)
+        self._backend: str | None = checked(backend, Name | None, "backend", GridError)
         if self.ranks.stop > self._world_size:
-            raise GridSpanError(
+            raise WorldError(
                 f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} needs {self.ranks.stop} ranks, "
                 f"but world_size is {self._world_size}"
             )
@@ -103,7 +103,7 @@ class HyperCommGrid:
         return self._factorization(view).size_of(name)
 
     def coords(self, rank: int, *, view: str | None = None) -> dict[str, int]:
-        """The rank's coordinate in each dim; `CoordinateError` for a rank outside the grid."""
+        """The rank's coordinate in each dim; `GridError` for a rank outside the grid."""
         return self._factorization(view).coords(rank)
 
     def rank_at(self, **coords: int) -> int:
@@ -139,13 +139,13 @@ class HyperCommGrid:
 
         Groups over dims that are all in ``shared_dims`` are the grid's own groups; None shares none.
         """
-        if checked(name, Name, "the name of a view", ViewError) in self._views:
-            raise ViewError(f"the view name {name!r} is taken")
+        if checked(name, Name, "the name of a view", GridError) in self._views:
+            raise GridError(f"the view name {name!r} is taken")
         self._views[name] = make_view(self._base, name, shape, dim_names, shared_dims)
 
     def _view(self, name: str) -> View:
         if name not in self._views:
-            raise UnknownViewError(f"unknown view {name!r}; the registered ones are {list(self._views)}")
+            raise GridKeyError(f"unknown view {name!r}; the registered ones are {list(self._views)}")
         return self._views[name]
 
     def _factorization(self, view: str | None) -> Grid:
@@ -185,7 +185,7 @@ class HyperCommGrid:
             group_desc: description in torch's logs.
 
         Raises:
-            GroupExistsError: the grid has these groups already.
+            GridKeyError: the grid has these groups already.
             GroupCreationTimeoutError: some members did not come before the deadline.
         """
         made = self.create_pgs([dims], view=view, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
@@ -212,7 +212,7 @@ class HyperCommGrid:
         """This rank's group that varies in ``dims``; None for a rank outside the grid.
 
         Raises:
-            GroupMissingError: it has not been created.
+            GridKeyError: it has not been created.
         """
         return self._groups[self.canonical(dims, view=view)]
 
@@ -259,7 +259,7 @@ class HyperCommGrid:
         """The grid of a DeviceMesh, with the mesh's own groups, which it never destroys.
 
         Raises:
-            GridShapeError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
+            GridError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
         """
         from pipegrid.topology.device_mesh import box_of
 
@@ -297,8 +297,8 @@ def create_grid_groups(
         group_desc: description in torch's logs; None describes each group by its dims and grid.
 
     Raises:
-        GroupExistsError: a grid has one of the groups already, or a request occurs twice.
-        UnknownDimensionError, UnknownViewError: a grid has no such dim or view.
+        GridKeyError: a grid has one of the groups already, or a request occurs twice.
+        GridError, GridKeyError: a grid has no such dim or view.
         GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
     """
     wanted = {}
@@ -309,7 +309,7 @@ def create_grid_groups(
         for given in as_requests(listed):
             request = grid.canonical(given.dims, view=given.view)
             if request in held or (held, request) in wanted:
-                raise GroupExistsError(
+                raise GridKeyError(
                     f"the group {_label(grid, request)} is already made, and its options could differ; use get_pg"
                 )
             spec = None

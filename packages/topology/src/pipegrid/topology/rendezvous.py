@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
+from pipegrid.topology.bounded_calls import SilentStoreError, bounded
 from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ def meet(
         step: the verb of the error: what the missing ranks did not do.
 
     Raises:
-        GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn
-            from then, so the same members can try again.
+        GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn from
+            then, so the same members can try again.
         GroupStoreError: the store did not answer.
     """
     limit = timeout.total_seconds() + _GRACE
-    calls = BoundedCalls(f"pipegrid meeting {label}", patience=0.0)
+    name = f"pipegrid meeting {label}"
     try:
-        return calls.run(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit)
+        return bounded(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit, name=name, patience=0.0)
     except SilentStoreError as error:
         raise GroupStoreError(
             f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
@@ -129,13 +129,12 @@ def not_connected(
     store: Store, key: str, *, ranks: Sequence[int], rank: int, label: str, timeout: timedelta
 ) -> GroupCreationTimeoutError:
     """The error for a group whose members all came and did not all connect; those that did have met under ``key``."""
-    calls = BoundedCalls(f"pipegrid meeting {label}", patience=0.0)
 
     def look() -> list[int]:
         return [other for other in ranks if store.check([f"{key}/0/arrived/{other}"])]
 
     try:
-        found = calls.run(look, seconds=_GRACE)
+        found = bounded(look, seconds=_GRACE, name=f"pipegrid meeting {label}", patience=0.0)
         said = f"ranks {_abbreviated(found)} have connected" if found else "none has connected"
     except RuntimeError:
         said = "the store does not answer"

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.topology.errors import GroupSpecError
+from pipegrid.topology.bounded_calls import bounded
+from pipegrid.topology.errors import GridError
 
 _c10d: Any = distributed_c10d
 
@@ -46,7 +46,7 @@ def resolve_backend(backend: str | None) -> str:
         # MPI creates groups only with all ranks of the world, not among members alone.
         if name == dist.Backend.MPI or (name != dist.Backend.UNDEFINED and not dist.is_backend_available(name)):
             known = [one for one in dist.Backend.backend_list if one != dist.Backend.MPI]
-            raise GroupSpecError(f"the backend {backend!r} does not serve groups here; the known ones are {known}")
+            raise GridError(f"the backend {backend!r} does not serve groups here; the known ones are {known}")
     return str(dist.Backend(backend))
 
 
@@ -202,14 +202,12 @@ def make_group(
         return connect()
 
     default.bound_device_id = None
-    calls = BoundedCalls("pipegrid-connect")
     try:
         if len(ranks) > 1 and _is_of_device(backend):
-            group = calls.run(connect_beside, seconds=creation_timeout.total_seconds())
+            group = bounded(connect_beside, seconds=creation_timeout.total_seconds(), name="pipegrid-connect")
         else:
             group = connect()
     finally:
-        calls.close()
         default.bound_device_id = bound
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
     if timeout != creation_timeout:
@@ -245,7 +243,7 @@ def describe_options(options: Any, *, depth: int = 0) -> str:
     if options is None:
         return "-"
     if depth > _DEEPEST or isinstance(options, (bool, int, float, str, list, tuple, dict, Tensor)):
-        raise GroupSpecError(f"pg_options is or holds {options!r:.60}; it must be a backend's options, or None")
+        raise GridError(f"pg_options is or holds {options!r:.60}; it must be a backend's options, or None")
     parts = []
     for name in sorted(dir(options)):
         if name.startswith("_") or name in _SET_BY_TORCH:

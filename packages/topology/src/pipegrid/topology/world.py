@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from pipegrid.topology.errors import GridShapeError, WorldSizeUnknownError
+from pipegrid.topology.errors import GridError, WorldError
 from pipegrid.topology.fields import Count, Index, checked
 
 
@@ -22,10 +22,10 @@ def _from_default_group(question: str) -> int | None:
 
 
 def require_default_group() -> tuple[int, int]:
-    """Rank and world size in the default process group; `WorldSizeUnknownError` where there is none."""
+    """Rank and world size in the default process group; `WorldError` where there is none."""
     rank, size = _from_default_group("get_rank"), _from_default_group("get_world_size")
     if rank is None or size is None:
-        raise WorldSizeUnknownError("groups need the default one; call torch.distributed.init_process_group first")
+        raise WorldError("groups need the default one; call torch.distributed.init_process_group first")
     return rank, size
 
 
@@ -46,8 +46,6 @@ def _resolved(what: str, given: Any, rule: Any) -> int:
         text = os.environ[what.upper()].strip()
         given = int(text) if text.isdecimal() else text
     if given is None:
-        raise WorldSizeUnknownError(
-            f"{what} is unknown: pass it, or initialise the default process group, or set {what.upper()}"
-        )
-    number: int = checked(given, rule, what, GridShapeError)
+        raise WorldError(f"{what} is unknown: pass it, or initialise the default process group, or set {what.upper()}")
+    number: int = checked(given, rule, what, GridError)
     return number

@@ -23,5 +23,4 @@ class GenerationError(ValueError):
     """Tokens that cannot be generated: fixed shapes, a model without a cache, or an argument of another kind."""
 
 
-class SpreadError(ValueError):
-    """Samples that cannot be spread so: fewer than parts, or costs that are no amounts."""
+SpreadError = ValueError  # the former name of that of `balance_samples`, for this version

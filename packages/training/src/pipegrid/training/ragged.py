@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from pipegrid.topology.fields import Amount, Count, checked
-from pipegrid.training.errors import SpreadError
 
 _ROUNDS = 200  # of improvement; each one is a move of one sample, or an exchange of two
 
@@ -57,16 +56,16 @@ def balance_samples(costs: Sequence[float], lanes: int, microbatches: int = 1, *
         equal: every part has the same number of samples (their number must be a multiple of the parts).
 
     Raises:
-        SpreadError: fewer samples than parts, a negative cost, or a number of samples that ``equal`` cannot have.
+        ValueError: fewer samples than parts, a negative cost, or a number of samples that ``equal`` cannot have.
     """
-    checked(lanes, Count, "lanes", SpreadError)
-    checked(microbatches, Count, "microbatches", SpreadError)
-    weights: tuple[float, ...] = checked(tuple(costs), tuple[Amount, ...], "costs", SpreadError)
+    checked(lanes, Count, "lanes", ValueError)
+    checked(microbatches, Count, "microbatches", ValueError)
+    weights: tuple[float, ...] = checked(tuple(costs), tuple[Amount, ...], "costs", ValueError)
     parts = lanes * microbatches
     if len(weights) < parts:
-        raise SpreadError(f"{len(weights)} samples for {parts} parts; every part has at least one")
+        raise ValueError(f"{len(weights)} samples for {parts} parts; every part has at least one")
     if equal and len(weights) % parts:
-        raise SpreadError(f"{len(weights)} samples are no multiple of {parts} parts, as equal=True needs")
+        raise ValueError(f"{len(weights)} samples are no multiple of {parts} parts, as equal=True needs")
     most = len(weights) // parts if equal else len(weights) - parts + 1
     held = _improved(_longest_first(weights, parts, most), weights, most)
     ordered = sorted(held, key=lambda part: (-_weight(part, weights), part))

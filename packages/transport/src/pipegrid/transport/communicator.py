@@ -51,9 +51,8 @@ class P2PCommunicator(LaneCommunicator):
         traffic: the edges and directions that the plan uses; other lanes are not opened. None opens all.
 
     Raises:
-        P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is
-            not in.
-        LaneSpecError: a placement with fewer than two stages, or an index that the group does not have.
+        P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is not
+            in; a placement with fewer than two stages, or an index that the group does not have.
         P2PMismatchError: the ranks were given different settings.
         P2PTimeoutError: a rank did not come.
     """
@@ -229,7 +228,7 @@ class P2PCommunicator(LaneCommunicator):
             is_last_stage: there is nothing to send.
 
         Raises:
-            P2PPayloadError: it cannot be sent as it is; nothing was sent.
+            P2PUsageError: it cannot be sent as it is; nothing was sent.
             P2PMismatchError: it differs from the agreed shapes; nothing was sent, and the lane is dead on both sides.
             P2PError: otherwise, as for `recv_forward`.
         """

@@ -7,20 +7,12 @@ class P2PError(RuntimeError):
     """A failure of point-to-point traffic; the base of all errors of this package."""
 
 
-class LaneSpecError(P2PError, ValueError):
-    """A lane description that is malformed or contradicts the world."""
-
-
 class P2PConfigError(P2PError, ValueError):
-    """A setting with an invalid value, or two settings that contradict each other."""
+    """A setting or a lane description with an invalid value, or that contradicts another or the world."""
 
 
 class P2PUsageError(P2PError, ValueError):
-    """A call that this lane, edge, rank or moment does not offer. Nothing was sent."""
-
-
-class P2PPayloadError(P2PError, ValueError):
-    """A payload that cannot be sent as it is: its kind, memory, layout, dtype or device. Nothing was sent."""
+    """A call that this lane, edge, rank or moment does not offer, or a payload of no such kind. Nothing was sent."""
 
 
 class P2PMismatchError(P2PError):
@@ -78,6 +70,11 @@ def _rebuild_timeout(text: str, state: dict[str, object]) -> P2PTimeoutError:
     RuntimeError.__init__(error, text)
     error.__dict__.update(state)
     return error
+
+
+# Names of one thing each that no caller handled differently; for this version.
+LaneSpecError = P2PConfigError
+P2PPayloadError = P2PUsageError
 
 
 def text_of(error: object) -> str:

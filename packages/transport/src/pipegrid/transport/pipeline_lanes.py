@@ -7,7 +7,7 @@ from typing import Any
 
 from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import LaneSpecError, P2PUsageError
+from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.spec import LaneSpec
 
 
@@ -22,9 +22,9 @@ def direction_lane(source_stage_rank: int, destination_stage_rank: int, directio
 
 def placed(placement: Any, count: int) -> tuple[int, ...]:
     """A checked placement: the index of each of two or more stages in the ``count`` ranks of the pipeline."""
-    stages: tuple[int, ...] = checked(placement, tuple[Index, ...], "placement", LaneSpecError)
+    stages: tuple[int, ...] = checked(placement, tuple[Index, ...], "placement", P2PConfigError)
     if len(stages) < 2 or max(stages) >= count:
-        raise LaneSpecError(f"placement is {placement!r}; it must give two or more stages an index below {count} each")
+        raise P2PConfigError(f"placement is {placement!r}; it must give two or more stages an index below {count} each")
     return stages
 
 
@@ -49,7 +49,7 @@ def pipeline_lanes(
     lanes = set()
     for edge, direction in traffic:
         if edge.source < 0 or (placement is not None and max(edge.source, edge.destination) >= len(stages)):
-            raise LaneSpecError(f"traffic has edge {edge}, but the placement {placement!r} has {len(stages)} stages")
+            raise P2PConfigError(f"traffic has edge {edge}, but the placement {placement!r} has {len(stages)} stages")
         source, destination = (ranks[stages[stage % len(stages)]] for stage in (edge.source, edge.destination))
         lanes.add(direction_lane(source, destination, direction))
     return tuple(sorted(lanes))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.bridge.structure import Axes, Declared, Packed, Whole, checked_structure
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.structure import Axes, Declared, Packed, Whole
 from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, boundary_sides, checked_traffic, directions_of
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes
-    from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Landed, PostedReceives
+    from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives
     from pipegrid.bridges.bridge.traffic import EdgeTraffic
 
 _OF_COMMUNICATOR = ("BridgeCommunicator", "lane_config", "renew_lanes")
-_OF_RECEIVE = ("BridgeReceive", "BridgeSend", "Landed", "PostedReceives")
+_OF_RECEIVE = ("BridgeReceive", "BridgeSend", "Filled", "PostedReceives")
 
 __all__ = [
     "Axes",
@@ -23,14 +24,14 @@ __all__ = [
     "BridgeSend",
     "BridgeWiring",
     "Declared",
+    "EdgeOptions",
     "EdgeTraffic",
-    "Landed",
+    "Filled",
     "Packed",
     "PostedReceives",
     "Traffic",
     "Whole",
     "boundary_sides",
-    "checked_structure",
     "checked_traffic",
     "directions_of",
     "lane_config",

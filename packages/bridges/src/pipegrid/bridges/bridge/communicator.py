@@ -1,37 +1,31 @@
 """The bridge between two modules: a tensor leaves one grid's last stage and arrives at another grid's first.
 
-The way of a message, file by file: `BridgeCommunicator.send_forward` here; `TensorExchange.isend_forward` (tensor), the
+The way of a message, file by file: `BridgeCommunicator.send_forward` here; `Exchange.isend_forward` (exchange), the
 plans for its shape; `EdgeTraffic.send` (traffic), a packed piece for each peer; `Lane.isend` (transport), the backend.
-On the other side: `Lane.irecv`; `BridgeReceive` (receive), which lands when all pieces are there; `EdgeTraffic.fill`,
-pieces in their places and the completion among copies.
+On the other side: `Lane.irecv`; `BridgeReceive` (receive), which is filled when all pieces are there;
+`EdgeTraffic.fill`, pieces in their places and the completion among copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge.payload import PayloadExchange
-from pipegrid.bridges.bridge.shape_exchange import ShapeExchange
-from pipegrid.bridges.bridge.structure import Declared, checked_structure
-from pipegrid.bridges.bridge.tensor import TensorExchange
+from pipegrid.bridges.bridge.exchange import Exchange
+from pipegrid.bridges.bridge.leaves import leaves_of
+from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring, boundary_sides, group_spec
+from pipegrid.bridges.bridge.wiring import boundary_sides, group_spec, wiring_of
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, NoBackwardError, WrongSideError
+from pipegrid.bridges.errors import BridgeError, DestroyedError, StageError
 from pipegrid.bridges.reshard import (
-    AUTO_LEADER_BYTES,
-    Choice,
     End,
     GridLike,
-    Links,
-    Placement,
-    Strategy,
     axis_names,
     is_in,
 )
@@ -79,18 +73,8 @@ class BridgeCommunicator:
         src_module_name: for labels and messages.
         dest_module_name: for labels and messages.
         tensor_ndim: axes of the tensor.
-        shape: extents of the whole tensor, over all ranks of the source; None where an extent may change.
-        payload: what crosses in place of one tensor: `Axes` and `Whole` in dicts, lists and tuples. ``tensor_ndim``,
-            ``dim_mapping`` and ``shape`` describe one tensor and have no effect then.
-        src_placements: what each dim of the source grid does with the tensor, see `boundary_side`.
-        dest_placements: the same for the destination.
-        src_lanes: samples of each source lane per microbatch, where lanes are not equal.
-        dest_lanes: samples of each destination lane per microbatch; by default those of
-            `pipegrid.topology.lane_sizes`, where ``src_lanes`` are declared.
-        strategy: see `plan_reshard`.
-        leader_below: bytes below which ``"auto"`` uses a leader, where no links are given.
-        links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
-        backward: False declares an edge without gradients (a frozen source).
+        options: what the edge declares beside that; its own ``dim_mapping``, ``comm_dtype`` and ``tensor_ndim`` stand
+            where they are set. Each of the other `EdgeOptions` may be given by its name in place of them.
         directions: those that the plan uses; lanes and groups of the other are not opened. None is all that it has.
         shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where
             ``config.variable_seq_lengths``.
@@ -105,8 +89,8 @@ class BridgeCommunicator:
             others, so that one batch can span them, and gives them to `attach`.
 
     Raises:
-        UndeclaredDimError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name.
-        LaneTotalsError: lanes of the two sides that hold different numbers of samples.
+        BridgeError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name.
+        BridgeError: lanes of the two sides that hold different numbers of samples.
     """
 
     def __init__(
@@ -119,16 +103,7 @@ class BridgeCommunicator:
         dest_module_name: str | None = None,
         tensor_ndim: int = 3,
         *,
-        shape: Sequence[int | None] | None = None,
-        payload: Declared = None,
-        src_placements: Mapping[str, Placement] | None = None,
-        dest_placements: Mapping[str, Placement] | None = None,
-        src_lanes: Sequence[int] | None = None,
-        dest_lanes: Sequence[int] | None = None,
-        strategy: Strategy = "direct",
-        leader_below: int = AUTO_LEADER_BYTES,
-        links: Links | None = None,
-        backward: bool = True,
+        options: EdgeOptions | None = None,
         directions: Iterable[Direction] | None = None,
         shapes: Shapes | None = None,
         config: Any = None,
@@ -139,26 +114,24 @@ class BridgeCommunicator:
         src_stage: int | None = None,
         dest_stage: int | None = None,
         open: bool = True,  # noqa: A002 -- reads as what it does
+        **edge: Unpack[EdgeArguments],
     ) -> None:
-        choice = Choice(strategy, leader_below, links)
-        structure = None if payload is None else checked_structure(payload, strategy, shape)
+        options = evolve(options or EdgeOptions(), **edge)
+        self.tensor_ndim = options.tensor_ndim or tensor_ndim
+        self.axes = axis_names(self.tensor_ndim, options.dim_mapping or dim_mapping)
+        self.options = options = evolve(options, comm_dtype=options.comm_dtype or comm_dtype)
+        self.comm_dtype, self.strategy, self.backward = options.comm_dtype, options.strategy, options.backward
         shapes = checked(shapes, Shapes | None, "shapes", BridgeError)
-        if comm_dtype is not None and not getattr(comm_dtype, "is_floating_point", False):
-            raise BridgeError(f"comm_dtype is {shown(comm_dtype)}; it must be a floating-point torch.dtype, or None")
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name = src_module_name or "src"
         self.dest_module_name = dest_module_name or "dest"
-        self.tensor_ndim, self.comm_dtype = tensor_ndim, comm_dtype
-        self.axes = axis_names(tensor_ndim, dim_mapping)
-        self.strategy: Strategy = strategy
-        self.backward = backward
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
         self.src, self.dst = boundary_sides(
             (src_grid, dest_grid),
             names=(self.src_module_name, self.dest_module_name),
-            placements=(src_placements, dest_placements),
+            placements=(options.src_placements, options.dest_placements),
             stages=(src_stage, dest_stage),
-            lanes=(src_lanes, dest_lanes),
+            lanes=(options.src_lanes, options.dest_lanes),
             stage_dim=stage_dim,
         )
         self.rank = dist.get_rank()
@@ -167,41 +140,26 @@ class BridgeCommunicator:
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
         backend, self.device = resolve_device(backend, device)
-        has = tuple(Direction) if backward else (_FORWARD,)
+        has = tuple(Direction) if self.backward else (_FORWARD,)
         used = tuple(way for way in has if directions is None or way in set(directions))
-        ends = self.label, self.src, self.dst
-        wiring = BridgeWiring(*ends, self.axes, strategy, used, self.rank)
-        if structure is not None:
-            wiring = PayloadWiring.of(*ends, structure, used, self.rank)
-        self._wiring, self.lane_specs = wiring, wiring.lane_specs
-        self.declared = dict.fromkeys(self.lane_specs, f"{wiring.declaration}; on the wire {comm_dtype or 'as it is'}")
+        self._wiring = wiring = wiring_of(self.label, (self.src, self.dst), self.axes, options, used, self.rank)
+        self.lane_specs = wiring.lane_specs
+        on_wire = options.comm_dtype or "as it is"
+        self.declared = dict.fromkeys(self.lane_specs, f"{wiring.declaration}; on the wire {on_wire}")
         self.lane_config = lane_config(settings, variable=self.variable)
+        stream = new_stream(self.device)
         self._traffic = EdgeTraffic(
-            str(self),
-            self._wiring,
-            backend=backend,
-            device=self.device,
-            config=settings,
-            stream=new_stream(self.device),
+            str(self), wiring, backend=backend, device=self.device, config=settings, stream=stream
         )
-        self.exchange = self._new_exchange(wiring, choice, shape)
+        leaves = leaves_of(str(self), options, wiring, device=self.device, variable=self.variable)
+        skips_empty = self.strategy == "auto" and not self.variable
+        self.exchange = Exchange(self._traffic, leaves, variable=self.variable, skips_empty=skips_empty)
         self._groups = self._traffic.groups = own_groups(
-            self._wiring.group_specs, backend=backend, deadline=settings.deadline, max_ctas=settings.max_ctas
+            wiring.group_specs, backend=backend, deadline=settings.deadline, max_ctas=settings.max_ctas
         )
         self._owns_lanes, self._destroyed = open, False
         if open:
             self._open(backend)
-
-    def _new_exchange(
-        self, wiring: BridgeWiring, choice: Choice, shape: Sequence[int | None] | None
-    ) -> TensorExchange | PayloadExchange:
-        common: dict[str, Any] = {"backward": self.backward, "variable": self.variable, "comm_dtype": self.comm_dtype}
-        if isinstance(wiring, PayloadWiring):
-            return PayloadExchange(wiring, self._traffic, **common)
-        extents = None if shape is None else tuple(shape)
-        shapes = ShapeExchange(str(self), wiring, choice, self.comm_dtype, self.variable, extents)
-        skips_empty = self.strategy == "auto" and not self.variable
-        return TensorExchange(shapes, self._traffic, **common, skips_empty=skips_empty)
 
     def _open(self, backend: str) -> None:
         with ExitStack() as undo:  # after an error of the lanes the bridge has no groups either
@@ -251,15 +209,10 @@ class BridgeCommunicator:
             raise DestroyedError(f"{self} was destroyed; make a new one")
         if self.is_source if end == "source" else self.is_destination:
             return True
-        side, other = (self.src, self.dst) if end == "source" else (self.dst, self.src)
-        here, there = (self.src_grid, self.dest_grid) if end == "source" else (self.dest_grid, self.src_grid)
+        here = self.src_grid if end == "source" else self.dest_grid
         if is_in(here, self.rank):
             return False
-        elsewhere = f"the side of {other.name!r}" if is_in(there, self.rank) else "neither"
-        raise WrongSideError(
-            f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
-            f"on {elsewhere}"
-        )
+        raise _wrong_side(self, end, verb)
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
@@ -273,8 +226,7 @@ class BridgeCommunicator:
                 each of them). ``Packed(tensor, samples)`` says the same.
 
         Raises:
-            WrongSideError: this rank is not in the source grid.
-            NoBackwardError: the tensor requires grad and the edge has no backward.
+            StageError: this rank is not in the source grid, or the tensor requires grad and the edge has no backward.
             ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
                 fixed shapes, not the shape and dtype that were agreed.
         """
@@ -297,9 +249,8 @@ class BridgeCommunicator:
         Of a payload, a tree of gradients, with None for leaves without.
 
         Raises:
-            WrongSideError: this rank is not in the destination grid.
-            NoBackwardError: the edge has no backward.
-            PendingGradientError: no activation is waiting for a gradient.
+            StageError: this rank is not in the destination grid, the edge has no backward, or no activation is waiting
+                for a gradient.
             ShapeError: not the shape of that activation.
         """
         if not self._takes_part("destination", "send_backward"):
@@ -311,8 +262,7 @@ class BridgeCommunicator:
         """Start receiving the gradient of the oldest activation that has none yet.
 
         Raises:
-            WrongSideError, NoBackwardError: as `isend_backward`.
-            PendingGradientError: no activation was sent.
+            StageError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
         """
         if not self._takes_part("source", "recv_backward"):
             return None
@@ -339,10 +289,7 @@ class BridgeCommunicator:
     @property
     def failed_groups(self) -> Iterable[dist.ProcessGroup]:
         """The groups of completions, where one may be stuck or a lane has failed: to abort, not to destroy."""
-        return self._groups.values() if self._has_failed() else ()
-
-    def _has_failed(self) -> bool:
-        return self._traffic.waits.stuck or (self._traffic.lanes is not None and self._traffic.lanes.failed)
+        return self._groups.values() if self._traffic.has_failed else ()
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
@@ -350,8 +297,8 @@ class BridgeCommunicator:
             self._destroyed = True
             self._traffic.waits.end("destroyed")
             beside = self.lanes.close if self._owns_lanes else (lambda: None)
-            waits = self._traffic.waits
-            close_groups(self._groups, failed=self._has_failed(), seconds=waits.deadline, beside=beside)
+            seconds = self._traffic.waits.deadline
+            close_groups(self._groups, failed=self._traffic.has_failed, seconds=seconds, beside=beside)
 
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives of the block together, at its end."""
@@ -374,31 +321,25 @@ class BridgeCommunicator:
 
     def send_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> None:
         """Send an activation from the source side, and wait until it is on its way."""
-        handle = self.isend_forward(tensor, samples=samples)
-        if handle is not None:
-            handle.wait()
+        _waited(self.isend_forward(tensor, samples=samples))
 
     def recv_forward(self) -> Any:
         """The next activation, on the destination side; it requires grad unless the edge has no backward."""
-        handle = self.irecv_forward()
-        return None if handle is None else handle.result()
+        return _result(self.irecv_forward())
 
     def send_backward(self, grad: Any) -> None:
         """Send the gradient of the oldest activation that has none yet, from the destination side."""
-        handle = self.isend_backward(grad)
-        if handle is not None:
-            handle.wait()
+        _waited(self.isend_backward(grad))
 
     def recv_backward(self) -> Any:
         """The gradient of the oldest activation that has none yet, on the source side, in that one's shape."""
-        handle = self.irecv_backward()
-        return None if handle is None else handle.result()
+        return _result(self.irecv_backward())
 
     def send_forward_recv_backward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Any:
         """Send an activation and receive a gradient, which may be of an earlier one; both are posted before any wait.
 
         Raises:
-            NoBackwardError: the edge has no backward; nothing is sent then.
+            StageError: the edge has no backward; nothing is sent then.
         """
         if self.is_source:
             self._require_backward("send_forward_recv_backward")
@@ -424,7 +365,27 @@ class BridgeCommunicator:
     def _require_backward(self, verb: str) -> None:
         if not self.carries_gradients:
             why = "which its plan does not use" if self.backward else "being declared without backward"
-            raise NoBackwardError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+            raise StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+
+
+def _wrong_side(bridge: BridgeCommunicator, end: End, verb: str) -> StageError:
+    side, other, there = (bridge.src, bridge.dst, bridge.dest_grid)
+    if end == "destination":
+        side, other, there = (bridge.dst, bridge.src, bridge.src_grid)
+    elsewhere = f"the side of {other.name!r}" if is_in(there, bridge.rank) else "neither"
+    return StageError(
+        f"{bridge}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {bridge.rank} is "
+        f"on {elsewhere}"
+    )
+
+
+def _waited(sending: Handle | None) -> None:
+    if sending is not None:
+        sending.wait()
+
+
+def _result(receiving: ReceiveHandle | None) -> Any:
+    return None if receiving is None else receiving.result()
 
 
 def _exchanged(sending: Handle | None, receiving: ReceiveHandle | None) -> Any:

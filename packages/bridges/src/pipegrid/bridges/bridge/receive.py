@@ -1,4 +1,18 @@
-"""Composite handles: the messages of several lanes, and the completion among copies, behind one handle."""
+"""Receives of an edge: the messages of several lanes, and the completion among copies, behind one handle.
+
+The states of a `BridgeReceive`, and what moves it on::
+
+    HELD ------ sizes known ------> POSTED ------ its messages arrived, ----> FILLED ------ completions done ----> WHOLE
+     |   post, by the receive         |   its turn in the queue: fill           |   finish, by the thread that
+     |   before it                    |                                         |   waits
+     |                                +-- a message or `fill` fails ------------+-- a copy fails --> the error, for
+     |                                                                              each thread that waits
+     +-- only with strategy "auto": which lanes carry something follows from the first message
+
+`HELD` has no handles; `POSTED` has one per message; `FILLED` has tensors and completions under way; `WHOLE` has the
+value. Whose turn it is, and which thread takes it, is the `ReceiveQueue`'s. A tensor that is all of one message needs
+none of this: `WholeReceive`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from attrs import Factory, define
+from attrs import Factory, define, frozen
 
 from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.steps import Completing
@@ -21,8 +35,20 @@ _LATE_SECONDS = 1.0  # of a completion whose messages took the whole deadline
 PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
 """The receives of one tensor on the lanes, by the sending rank."""
 
-Landed: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[Completing]]
-"""Tensors with the messages in their places, and the completions that fill the rest of them."""
+
+@frozen
+class Filled:
+    """A microbatch whose messages are in their places.
+
+    Attributes:
+        tensors: with the messages.
+        completing: the completions that fill the rest of them.
+        build: what the caller of the receive gets, once they have.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    completing: Sequence[Completing]
+    build: Callable[[], Any]
 
 
 def remaining(timeout: float | None, *, least: float = 1e-3) -> Callable[[], float | None]:
@@ -65,49 +91,49 @@ class BridgeSend:
 
 
 @define(eq=False)
-class LandingQueue:
-    """The receives of one edge and direction that have not landed, in the order of posting.
+class ReceiveQueue:
+    """The receives of one edge and direction that are not filled, in the order of posting.
 
-    To land is to put the messages in their places and to start the completion among copies. Completions are
-    collectives, so every copy starts them in one order: that of the receives, whichever is waited for first.
+    Filling puts the messages in their places and starts the completion among copies. Completions are collectives, so
+    every copy starts them in one order: that of the receives, whichever is waited for first.
 
-    Where a wait holds the host (gloo), a receive that is completed among copies lands when its last message arrives,
-    on the thread that sees it, so that a copy that is slow to ask does not hold up the others. On a device, receives
-    land when they are posted, on the landing stream: one thread launches the kernels of all communicators, in the
-    plan's order. Other receives land on the thread that asks.
+    Where a wait holds the host (gloo), a receive that is completed among copies is filled when its last message
+    arrives, on the thread that sees it, so that a copy that is slow to ask does not hold up the others. On a device,
+    receives are filled when they are posted, on a stream of their own: one thread launches the kernels of all
+    communicators, in the plan's order. Other receives are filled by the thread that asks.
 
     Attributes:
         copies: the ranks that complete each other; empty where there is nothing to complete.
-        by_itself: receives land without a wait.
-        stream: where receives land, beside the stream that computes; None is the current one.
-        waiting: receives that have not landed.
+        unasked: receives are filled without a wait.
+        stream: where receives are filled, beside the stream that computes; None is the current one.
+        waiting: receives that are not filled.
     """
 
     device: torch.device
     waits: CollectiveWaits
     copies: Sequence[int] = ()
-    by_itself: bool = False
+    unasked: bool = False
     stream: torch.Stream | None = None
     waiting: deque[BridgeReceive] = Factory(deque)
     lock: threading.RLock = Factory(threading.RLock)
 
-    def land_arrived(self, *, asked: bool) -> None:
-        """Land the receives whose messages have arrived, up to the first that lacks one.
+    def fill_arrived(self, *, asked: bool) -> None:
+        """Fill the receives whose messages have arrived, up to the first that lacks one.
 
         Args:
-            asked: the caller waits for the first one, so landing it may block.
+            asked: the caller waits for the first one, so filling it may block.
         """
         with self.lock:
             while self.waiting and self.waiting[0].has_arrived(asked=asked):
-                self.waiting.popleft().land()
-                if not self.by_itself and self.stream is None:
+                self.waiting.popleft().fill()
+                if not self.unasked and self.stream is None:
                     return  # kernels are launched by the plan, not by what happens to have arrived
 
-    def land_posted(self) -> None:
-        """Land the receives that the backend has, up to the first that it has not, in stream order."""
+    def fill_posted(self) -> None:
+        """Fill the receives that the backend has, up to the first that it has not, in stream order."""
         with self.lock:
             while self.waiting and self.waiting[0].is_posted():
-                self.waiting.popleft().land_in_order()
+                self.waiting.popleft().fill_in_order()
 
     def post_waiting(self) -> None:
         """Post the receives that were held back until sizes are known."""
@@ -159,68 +185,60 @@ def with_gradient(tensor: torch.Tensor) -> torch.Tensor:
 class BridgeReceive:
     """A tensor, or a payload, on its way to this rank: messages of several lanes, then the completion among copies.
 
-    Where there is nothing to complete, a receive keeps no order with others and lands when it is waited for.
+    Where there is nothing to complete, a receive keeps no order with others and is filled when it is waited for.
     One thread makes the receives of a queue; any may wait for them. On CUDA the thread that waits may do so on one
     stream and use the tensor on another.
 
     Args:
         queue: of the edge and direction.
         post: posts the receives on the lanes, by peer; None where the lanes to use are not known yet.
-        land: the tensors from the messages that have arrived; without ``build`` one.
-        requires_grad: mark the tensor, where its dtype can have gradients.
-        tensor: what is received into, where that is known.
-        blocks: landing may have to wait for other ranks.
-        build: the payload of the tensors, once they are whole.
+        fill: puts the messages that have arrived in their places.
+        into: what is received into, where that is known; see ``value``.
+        blocks: filling may have to wait for other ranks.
+
+    Attributes:
+        value: what `result` returns; before that, ``into``, without data.
     """
 
     __slots__ = (
         "_allocated",
         "_alone",
         "_blocks",
-        "_build",
-        "_built",
-        "_completing",
         "_done",
         "_error",
+        "_fill",
+        "_filled",
+        "_filled_on",
         "_finishing",
         "_handles",
-        "_land",
-        "_landed",
-        "_landed_on",
+        "_is_filled",
         "_marks",
         "_missing",
         "_post",
         "_queue",
-        "_requires_grad",
-        "_tensors",
-        "tensor",
+        "value",
     )
 
     def __init__(
         self,
-        queue: LandingQueue,
+        queue: ReceiveQueue,
         post: Callable[[], PostedReceives | None],
-        land: Callable[[PostedReceives], Landed],
+        fill: Callable[[PostedReceives], Filled],
         *,
-        requires_grad: bool = True,
-        tensor: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
         blocks: Callable[[], bool] | None = None,
-        build: Callable[[Sequence[torch.Tensor]], Any] | None = None,
     ) -> None:
-        self._queue, self._post, self._land, self._blocks, self._build = queue, post, land, blocks, build
-        self._requires_grad = requires_grad
-        self.tensor = tensor
-        self._tensors: Sequence[torch.Tensor] = ()
-        self._built: Any = None
-        self._completing: Sequence[Completing] = ()
+        self._queue, self._post, self._fill, self._blocks = queue, post, fill, blocks
+        self.value: Any = into
+        self._filled: Filled | None = None
         self._error: BaseException | None = None
-        self._landed = self._done = False
+        self._is_filled = self._done = False
         self._finishing = threading.Lock()
-        # On CUDA the buffer may be memory that the caller's stream still uses, and landing has a stream of its own.
+        # On CUDA the buffer may be memory that the caller's stream still uses, and filling has a stream of its own.
         self._allocated = mark(queue.device) if queue.stream is not None else ()
         self._marks: Sequence[Any] = ()
-        self._landed_on: torch.Stream | None = None
-        # Without the lock: in strict mode this blocks, while another thread may be landing an earlier receive.
+        self._filled_on: torch.Stream | None = None
+        # Without the lock: in strict mode this blocks, while another thread may be filling an earlier receive.
         self._handles: PostedReceives | None = post()
         self._missing = 0
         self._alone = not queue.copies and self._handles is not None and not queue.waiting
@@ -237,7 +255,7 @@ class BridgeReceive:
         return self._handles is not None
 
     def _watch(self) -> None:
-        if self._queue.by_itself and self._handles is not None:
+        if self._queue.unasked and self._handles is not None:
             self._missing = len(self._handles)
             for handle in self._handles.values():
                 handle.on_done(self._one_arrived)  # type: ignore[attr-defined]  # lanes' own handles
@@ -245,7 +263,7 @@ class BridgeReceive:
     def _one_arrived(self, _: object) -> None:
         with self._queue.lock:
             self._missing -= 1
-            self._queue.land_arrived(asked=False)
+            self._queue.fill_arrived(asked=False)
 
     # -- what callers see -----------------------------------------------------------------------------------
 
@@ -262,7 +280,7 @@ class BridgeReceive:
         """
         if self._done:
             return
-        if timeout is None and self._alone and not self._landed:
+        if timeout is None and self._alone and not self._is_filled:
             for handle in (self._handles or {}).values():
                 handle.wait()
             left = of_completion = _no_limit
@@ -271,20 +289,20 @@ class BridgeReceive:
             if timeout is None:
                 deadline = self._queue.waits.deadline
                 of_completion = remaining(deadline, least=min(deadline, _LATE_SECONDS))
-            while not self._landed and not self._alone:
+            while not self._is_filled and not self._alone:
                 self._ask_first(left)
             if self._alone:
                 self._wait_for_messages(left)
         with self._finishing:
             if not self._done:
-                if not self._landed:
-                    self.land()
+                if not self._is_filled:
+                    self.fill()
                 self._finish(of_completion)
 
     def result(self) -> Any:
         """Wait, then the tensor or the payload; the same object each time."""
         self.wait()
-        return self._built if self._build is not None else self.tensor
+        return self.value
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once. Starts the completion of messages that have arrived.
@@ -295,52 +313,53 @@ class BridgeReceive:
         if self._done:
             return True
         if self._alone:
-            return self._landed or all(handle.is_completed() for handle in (self._handles or {}).values())
-        self._queue.land_arrived(asked=False)
-        return self._landed and all(step.is_completed() for step in self._completing)
+            return self._is_filled or all(handle.is_completed() for handle in (self._handles or {}).values())
+        self._queue.fill_arrived(asked=False)
+        filled = self._filled  # None after an error, and once it is whole
+        return self._is_filled and (filled is None or all(step.is_completed() for step in filled.completing))
 
-    def let_land(self) -> None:
-        """Wait until the messages have landed."""
+    def wait_filled(self) -> None:
+        """Wait until the messages are in their places."""
         if self._alone:
             self.wait()
-        while not self._landed:
+        while not self._is_filled:
             self._ask_first(_no_limit)
         if self._error is not None:
             raise self._error
 
-    # -- landing --------------------------------------------------------------------------------------------
+    # -- filling --------------------------------------------------------------------------------------------
 
-    def land_posted(self) -> None:
-        """On a device: land this receive and those before it, as far as the backend has their messages."""
+    def fill_posted(self) -> None:
+        """On a device: fill this receive and those before it, as far as the backend has their messages."""
         if not self._alone:
-            self._queue.land_posted()
+            self._queue.fill_posted()
         elif self.is_posted():
-            self.land_in_order()
+            self.fill_in_order()
 
     def is_posted(self) -> bool:
-        """Whether the backend has all messages, so that landing them does not hold the host."""
-        if self._landed or not self.post() or (self._blocks is not None and self._blocks()):
+        """Whether the backend has all messages, so that filling from them does not hold the host."""
+        if self._is_filled or not self.post() or (self._blocks is not None and self._blocks()):
             return False
         handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
         return all(handle.ticket is not None for handle in handles)
 
-    def land_in_order(self) -> None:
-        """Land on the landing stream, behind the messages. Their error is kept for the waiting thread."""
+    def fill_in_order(self) -> None:
+        """Fill on the queue's stream, behind the messages. Their error is kept for the waiting thread."""
         try:
             self._wait_for_messages(_no_limit)
         except Exception as error:  # noqa: BLE001 -- the thread that posts goes on, and the one that waits raises it
             self._error = error
             self._drop_messages()
         else:
-            self.land()
+            self.fill()
 
     def _ask_first(self, left: Callable[[], float | None]) -> None:
-        """Wait for the messages of the first receive of the queue, and land it."""
+        """Wait for the messages of the first receive of the queue, and fill it."""
         queue = self._queue
         with queue.lock:
             first = queue.waiting[0] if queue.waiting else self
         first._wait_for_messages(left)  # noqa: SLF001 -- same class
-        queue.land_arrived(asked=True)
+        queue.fill_arrived(asked=True)
 
     def _wait_for_messages(self, left: Callable[[], float | None]) -> None:
         with working_on(self._queue.stream):
@@ -348,25 +367,25 @@ class BridgeReceive:
                 handle.wait(left())
 
     def has_arrived(self, *, asked: bool) -> bool:
-        """Whether all messages are there, and landing them does not block (where it is not ``asked`` for)."""
+        """Whether all messages are there, and filling from them does not block (where it is not ``asked`` for)."""
         if not self.post() or (not asked and self._blocks is not None and self._blocks()):
             return False
-        if asked and not self._queue.by_itself:  # streams order themselves, once the backend has the receives
+        if asked and not self._queue.unasked:  # streams order themselves, once the backend has the receives
             handles: Iterable[Any] = (self._handles or {}).values()  # lanes' own
             return all(handle.ticket is not None for handle in handles)
-        if self._queue.by_itself and not asked:
+        if self._queue.unasked and not asked:
             return not self._missing
         return all(handle.is_completed() for handle in (self._handles or {}).values())
 
-    def land(self) -> None:
+    def fill(self) -> None:
         """Put the messages in their places and start the completion. An error is kept for the waiting thread."""
         queue, handles = self._queue, self._handles or {}
         try:
             with torch.no_grad():
                 if not has_streams(queue.device):
-                    self._tensors, self._completing = self._land(handles)
+                    self._filled = self._fill(handles)
                 else:
-                    self._land_on_stream(handles)
+                    self._fill_on_stream(handles)
         except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
             self._error = error
         finally:
@@ -376,31 +395,27 @@ class BridgeReceive:
 
     def _drop_messages(self) -> None:
         """Drop references that would keep this receive, and its tensor, until the next garbage collection."""
-        self._handles, self._landed = {}, True
-        del self._post, self._land, self._blocks
+        self._handles, self._is_filled = {}, True
+        del self._post, self._fill, self._blocks
 
-    def _land_on_stream(self, handles: PostedReceives) -> None:
+    def _fill_on_stream(self, handles: PostedReceives) -> None:
         queue = self._queue
         with working_on(queue.stream):
             follow(self._allocated, queue.device)
-            self._tensors, self._completing = self._land(handles)
-            used_here(self._tensors, queue.stream)
-            self._marks, self._landed_on = mark(queue.device), current_stream(queue.device)
+            self._filled = self._fill(handles)
+            used_here(self._filled.tensors, queue.stream)
+            self._marks, self._filled_on = mark(queue.device), current_stream(queue.device)
 
     def _finish(self, left: Callable[[], float | None]) -> None:
         if self._error is not None:
             raise self._error
-        queue, tensors = self._queue, self._tensors
+        queue, filled = self._queue, self._filled
+        assert filled is not None
         follow(self._marks, queue.device)
-        if self._completing:
-            queue.finish(self._completing, left())
-            used_here([tensor for step in self._completing for tensor in step.memory], self._landed_on)
-        used_here(tensors, self._landed_on)
-        if self._build is not None:
-            self._built = self._build(tensors)
-        else:
-            (self.tensor,) = tensors
-            if self._requires_grad:
-                with_gradient(self.tensor)
-        self._completing = self._tensors = ()
+        if filled.completing:
+            queue.finish(filled.completing, left())
+            used_here([tensor for step in filled.completing for tensor in step.memory], self._filled_on)
+        used_here(filled.tensors, self._filled_on)
+        self.value = filled.build()
+        self._filled = None
         self._done = True

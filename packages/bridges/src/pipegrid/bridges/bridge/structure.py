@@ -13,14 +13,15 @@ they travel, and which axis of each is cut over data lanes. Values are matched a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Sharded, Side, Strategy, as_axes
+from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes
 from pipegrid.topology.fields import Index, checked_fields, shown
+from pipegrid.transport.messages.message import Tree, describe, unflatten
 
 Declared: TypeAlias = Any
 """`Axes`, `Whole`, None, or a dict, a list or a tuple of these."""
@@ -100,6 +101,9 @@ class Leaf:
     path: str
     declared: Axes | Whole
 
+    def __str__(self) -> str:
+        return str(self.declared)
+
     @property
     def lifted(self) -> bool:
         """Whether the tensor travels with a further axis of extent 1 as its batch, having none of its own."""
@@ -119,7 +123,7 @@ class Leaf:
         named = {name for names in own for name in names}
 
         def cuts_another(placement: object) -> bool:
-            return isinstance(placement, Sharded) and placement.axis not in named
+            return isinstance(placement, Shard) and placement.axis not in named
 
         source, destination = (
             tuple(dim for dim in src.dims if not cuts_another(dim.placement)),
@@ -133,23 +137,34 @@ class Leaf:
 
 
 class Structure:
-    """A declared payload as a tree of leaves.
+    """What crosses an edge as a tree of leaves: a declared payload, or one tensor.
 
     Attributes:
         leaves: in the order in which they travel.
+        is_tensor: whether it is one tensor, which crosses as it is; see `of_tensor`.
 
     Raises:
         BridgeError: a part of the declaration is of another kind, or it has no leaves.
     """
 
+    is_tensor = False
+
     def __init__(self, declared: Declared) -> None:
-        self._declared = declared
-        self.leaves = tuple(_leaves(declared, ""))
+        found: list[Leaf] = []
+        self._declared, self._tree = declared, _tree(declared, "", found)
+        self.leaves = tuple(found)
         if not self.leaves:
             raise BridgeError(f"payload is {shown(declared)}, without a tensor; declare at least one Axes() or Whole()")
 
+    @classmethod
+    def of_tensor(cls, axes: AxisNames) -> Structure:
+        """The structure of an edge that carries one tensor with these axes."""
+        structure = cls(Axes(*axes))
+        structure.is_tensor = True
+        return structure
+
     def __str__(self) -> str:
-        return _text(self._declared)
+        return describe(self._tree, self.leaves)
 
     def values(self, payload: Any, *, name: str) -> list[Any]:
         """The value at each leaf of ``payload``, in the order of `leaves`.
@@ -161,31 +176,23 @@ class Structure:
         _match(self._declared, payload, "", found, name)
         return found
 
-    def payload(self, values: Iterator[Any]) -> Any:
+    def payload(self, values: Sequence[Any]) -> Any:
         """The payload with these values at its leaves."""
-        return _filled(self._declared, values)
+        return unflatten(self._tree, values)
 
 
-def checked_structure(declared: Declared, strategy: Strategy, shape: object) -> Structure:
-    """The structure of an edge with this strategy and shape.
-
-    Raises:
-        BridgeError: either describes an edge of one tensor; or as `Structure`.
-    """
-    if strategy != "direct" or shape is not None:
-        raise BridgeError(f"an edge with payload= has strategy 'direct' and no shape, not {strategy!r} and {shape}")
-    return Structure(declared)
-
-
-def _leaves(declared: Declared, path: str) -> Iterator[Leaf]:
+def _tree(declared: Declared, path: str, found: list[Leaf]) -> Tree:
+    """The tree of a declaration; its leaves go to ``found``."""
     if isinstance(declared, (Axes, Whole)):
-        yield Leaf(path, declared)
-        return
+        found.append(Leaf(path, declared))
+        return len(found) - 1
     parts = _parts(declared)
     if parts is None:
         raise BridgeError(f"payload{path} is {shown(declared)}; declare Axes, Whole, None, or a dict or list of these")
-    for key, part in parts.items():
-        yield from _leaves(part, f"{path}[{key!r}]")
+    children = [(key, _tree(part, f"{path}[{key!r}]", found)) for key, part in parts.items()]
+    if declared is None or isinstance(declared, Mapping):
+        return None if declared is None else ("dict", tuple(children))
+    return "list" if isinstance(declared, list) else "tuple", tuple(child for _, child in children)
 
 
 def _parts(tree: Any) -> Mapping[Any, Any] | None:
@@ -195,15 +202,6 @@ def _parts(tree: Any) -> Mapping[Any, Any] | None:
     return tree if isinstance(tree, Mapping) else {} if tree is None else None
 
 
-def _text(declared: Declared) -> str:
-    if isinstance(declared, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(part)}" for key, part in declared.items()) + "}"
-    if isinstance(declared, (list, tuple)):
-        inside = ", ".join(map(_text, declared))
-        return f"[{inside}]" if isinstance(declared, list) else f"({inside})"
-    return str(declared)
-
-
 def _match(declared: Declared, value: Any, path: str, found: list[Any], name: str) -> None:
     if isinstance(declared, (Axes, Whole)):
         found.append(value)
@@ -211,7 +209,9 @@ def _match(declared: Declared, value: Any, path: str, found: list[Any], name: st
     parts, given = _parts(declared) or {}, _parts(value)
     alike = isinstance(value, Mapping) is isinstance(declared, Mapping) and (value is None) is (declared is None)
     if not alike or given is None or given.keys() != parts.keys():
-        raise ShapeError(f"{name}: payload{path} is {kind_of(value)}; the edge declares {_text(declared)}")
+        leaves: list[Leaf] = []
+        tree = _tree(declared, path, leaves)
+        raise ShapeError(f"{name}: payload{path} is {kind_of(value)}; the edge declares {describe(tree, leaves)}")
     for key, part in parts.items():
         _match(part, given[key], f"{path}[{key!r}]", found, name)
 
@@ -221,14 +221,3 @@ def kind_of(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict with the keys {list(value)}"
     return f"a tensor of shape {tuple(value.shape)} of {value.dtype}" if hasattr(value, "dtype") else shown(value)
-
-
-def _filled(declared: Declared, values: Iterator[Any]) -> Any:
-    if isinstance(declared, (Axes, Whole)):
-        return next(values)
-    if isinstance(declared, Mapping):
-        return {key: _filled(part, values) for key, part in declared.items()}
-    if declared is None:
-        return None
-    parts = [_filled(part, values) for part in declared]
-    return parts if isinstance(declared, list) else tuple(parts)

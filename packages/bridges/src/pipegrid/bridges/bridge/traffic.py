@@ -6,17 +6,16 @@ of the variable-TP pipeline differ in how they learn it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 
-from pipegrid.bridges.bridge.receive import BridgeReceive, Landed, LandingQueue, PostedReceives, WholeReceive
+from pipegrid.bridges.bridge.receive import BridgeReceive, Filled, PostedReceives, ReceiveQueue, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.collectives import CollectiveWaits, gather_flat
+from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
@@ -31,12 +30,21 @@ from pipegrid.transport.spec import LaneSpec
 _FORWARD = Direction.FORWARD
 
 
-class Arrived(Protocol):
-    """A piece that has arrived from a rank."""
+@frozen
+class Share:
+    """This rank's share of one leaf of a message.
 
-    def result(self) -> Any:
-        """The piece."""
-        ...
+    Attributes:
+        part: the rank's in the plan.
+        tensor: of shape ``part.source_shape``.
+        dtype: on the wire.
+        receivers: the ranks whose message has a piece of it, be it one without elements.
+    """
+
+    part: RankPart
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    receivers: Sequence[int]
 
 
 class EdgeTraffic:
@@ -65,15 +73,15 @@ class EdgeTraffic:
         self.batches = config.strict or config.communicators == "shared" or not holds_host
         task = "the copies on ranks {} did not complete this rank's tensor"
         self.waits = CollectiveWaits(name, wiring.rank, device, config.deadline, task, self._failure)
-        self.queues: dict[Direction, LandingQueue] = {}
+        self.queues: dict[Direction, ReceiveQueue] = {}
         for direction in wiring.directions:
             copies = wiring.copies(direction)
             alone = len(copies) < 2
-            self.queues[direction] = LandingQueue(
+            self.queues[direction] = ReceiveQueue(
                 device,
                 self.waits,
                 copies=() if alone else copies,
-                by_itself=not alone and holds_host,
+                unasked=not alone and holds_host,
                 stream=stream,
             )
         self._lanes: Lanes | None = None
@@ -103,6 +111,11 @@ class EdgeTraffic:
         """The lanes, this rank's of the edge among them; None before `attach`."""
         return self._lanes
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective of the edge may be stuck, or a lane has failed."""
+        return self.waits.stuck or (self._lanes is not None and self._lanes.failed)
+
     def _failure(self) -> object | None:
         """The error of the first lane of the edge that failed; None while all live."""
         lanes: Mapping[LaneSpec, Lane] = self._lanes or {}
@@ -124,7 +137,7 @@ class EdgeTraffic:
         ``tensor`` has the shape ``part.source_shape``. ``peers`` are the ranks that get a message, be it one without
         bytes; None is all that have a lane. For ``note`` see `Lane.isend`.
         """
-        tensor = self.summed(part, tensor, direction)
+        tensor = self._summed(part, tensor, direction)
         lanes, boxes = self._to[direction], part.sends
         to = lanes if peers is None else peers
         pieces = [(lanes[peer], pack(tensor, boxes.get(peer, ()), dtype)) for peer in to]
@@ -136,13 +149,22 @@ class EdgeTraffic:
                 handles.append(lane.isend(piece, note=note))
         return handles
 
-    def send_each(
-        self, messages: Mapping[int, Sequence[torch.Tensor]], direction: Direction, *, note: str | None
+    def send_shares(
+        self, shares: Sequence[Share], direction: Direction, *, peers: Iterable[int] | None, note: str | None
     ) -> list[Transfer]:
-        """Start sending each rank its list of tensors; one handle per message."""
+        """Start sending each rank of ``peers`` its pieces of all shares, as one list; one handle per message."""
         lanes = self._to[direction]
+        tensors = [(share, self._summed(share.part, share.tensor, direction)) for share in shares]
+        messages = {
+            peer: [
+                pack(tensor, share.part.sends.get(peer, ()), share.dtype)
+                for share, tensor in tensors
+                if peer in share.receivers
+            ]
+            for peer in (lanes if peers is None else peers)
+        }
         with self._together():
-            return [lanes[peer].isend(list(pieces), note=note) for peer, pieces in messages.items()]
+            return [lanes[peer].isend(pieces, note=note) for peer, pieces in messages.items()]
 
     def compare_announced(self, announced: str, said: object) -> None:
         """Compare what ranks that hold partial sums of an activation announce of it; ``said`` is it in words.
@@ -154,19 +176,17 @@ class EdgeTraffic:
             ShapeError: on each of these ranks, they announce something else.
         """
         for ranks in self.wiring.reductions:
-            own = torch.tensor([zlib.crc32(announced.encode())], device=self.device)
-            every = own.new_empty(len(ranks))
             group = self.groups[self.wiring.reduction_group(ranks, _FORWARD)]
-            work = gather_flat(every, own, group, async_op=True)
-            self.waits.wait(work, ranks, group, host=True, task="ranks {} did not say what their partial sums are of")
-            others = [rank for rank, found in zip(ranks, every.tolist(), strict=True) if found != own.item()]
+            task = "ranks {} did not say what their partial sums are of"
+            every = self.waits.gather_text(announced, ranks, group, task=task)
+            others = [rank for rank, text in every.items() if text != announced]
             if others:
                 raise ShapeError(
                     f"{self.name}: rank {self.wiring.rank} sends {said}, and ranks {others} send another; partial sums "
                     "have one shape and dtype"
                 )
 
-    def summed(self, part: RankPart, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
+    def _summed(self, part: RankPart, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
         """``tensor``, or its sum over the ranks that hold partial sums of it."""
         for ranks in part.reductions:
             require_summed(tensor.dtype, self.name)
@@ -185,18 +205,16 @@ class EdgeTraffic:
     def receive(
         self,
         direction: Direction,
-        land: Callable[[PostedReceives], Landed],
+        fill: Callable[[PostedReceives], Filled],
         *,
         peers: Callable[[], Iterable[int] | None] | None = None,
-        requires_grad: bool = True,
-        tensor: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
         blocks: Callable[[], bool] | None = None,
-        build: Callable[[Sequence[torch.Tensor]], Any] | None = None,
     ) -> BridgeReceive:
-        """Start receiving the next tensor, or the tensors of the next payload; see `BridgeReceive`.
+        """Start receiving the next microbatch; see `BridgeReceive`.
 
-        ``land`` makes the tensor of the messages that have arrived, by peer (see `fill`); ``peers`` the ranks that
-        send one, None while they are not known; without it, all that have a lane do.
+        ``fill`` puts the messages that have arrived in their places, by peer (see `EdgeTraffic.fill`); ``peers`` are
+        the ranks that send one, None while they are not known; without it, all that have a lane do.
         """
         lanes = self._from[direction]
 
@@ -208,36 +226,33 @@ class EdgeTraffic:
                 return {peer: lanes[peer].irecv() for peer in wanted}
 
         queue = self.queues[direction]
-        receive = BridgeReceive(
-            queue, post, land, requires_grad=requires_grad, tensor=tensor, blocks=blocks, build=build
-        )
+        receive = BridgeReceive(queue, post, fill, into=into, blocks=blocks)
         if queue.stream is not None and self._lanes is not None:
-            self._lanes.when_started(receive.land_posted)
+            self._lanes.when_started(receive.fill_posted)
         return receive
 
     def fill(
         self,
         part: RankPart,
-        handles: Mapping[int, Arrived],
+        pieces: Mapping[int, torch.Tensor],
         direction: Direction,
         *,
         dtype: torch.dtype,
         wire_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sequence[Completing]]:
-        """This rank's tensor with the messages that have arrived in their places, and its completions under way.
+        """This rank's tensor with the pieces of its peers in their places, and its completions under way.
 
-        ``wire_dtype`` is that of the messages; None is ``dtype``. ``out`` is filled; None is a new tensor of shape
-        ``part.destination_shape``, or the only message where that is all.
+        ``wire_dtype`` is that of the pieces; None is ``dtype``. ``out`` is filled; None is a new tensor of shape
+        ``part.destination_shape``, or the only piece where that is all.
         """
         wire_dtype = wire_dtype or dtype
         if out is None:
-            if part.whole_from is not None and len(handles) == 1 and wire_dtype is dtype:
-                whole: torch.Tensor = handles[part.whole_from].result()
-                return whole.detach(), ()
+            if part.whole_from is not None and len(pieces) == 1 and wire_dtype is dtype:
+                return pieces[part.whole_from].detach(), ()
             out = torch.empty(part.destination_shape, dtype=dtype, device=self.device)
         for peer, boxes in part.receives.items():
-            unpack(handles[peer].result().detach(), boxes, out)
+            unpack(pieces[peer].detach(), boxes, out)
         return out, start_completions(
             part.completions,
             out,

@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
+from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.bridges.errors import LaneTotalsError, StageError
+from pipegrid.bridges.errors import BridgeError, StageError
 from pipegrid.bridges.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.topology import GroupSpec, lane_sizes
 from pipegrid.transport.edge import Direction, Edge
@@ -40,6 +41,11 @@ class BridgeWiring:
     strategy: Strategy
     directions: tuple[Direction, ...]
     rank: int
+
+    @property
+    def leaves(self) -> tuple[BridgeWiring, ...]:
+        """The wiring of each leaf: of the one tensor, this."""
+        return (self,)
 
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
@@ -123,22 +129,18 @@ class BridgeWiring:
 
 @frozen(slots=False)
 class PayloadWiring(BridgeWiring):
-    """The lanes and groups of an edge with a payload: those of all ``leaves``, which have sides of their own."""
+    """The lanes and groups of an edge with a payload: those of all its leaves, which have sides of their own."""
 
     structure: Structure
-    leaves: tuple[BridgeWiring, ...]
 
-    @classmethod
-    def of(
-        cls, label: str, src: Side, dst: Side, structure: Structure, directions: tuple[Direction, ...], rank: int
-    ) -> PayloadWiring:
-        """The wiring of ``structure``."""
-
-        def wired(sides: tuple[Side, Side], axes: AxisNames) -> BridgeWiring:
-            return BridgeWiring(label, *sides, axes, "direct", directions, rank)
-
-        leaves = tuple(wired(leaf.sides(src, dst), leaf.axes) for leaf in structure.leaves)
-        return cls(label, src, dst, structure.leaves[0].axes, "direct", directions, rank, structure, leaves)
+    @cached_property
+    def leaves(self) -> tuple[BridgeWiring, ...]:
+        """The wiring of each leaf."""
+        sides = [leaf.sides(self.src, self.dst) for leaf in self.structure.leaves]
+        return tuple(
+            BridgeWiring(self.label, *both, leaf.axes, self.strategy, self.directions, self.rank)
+            for leaf, both in zip(self.structure.leaves, sides, strict=True)
+        )
 
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
@@ -168,6 +170,21 @@ class PayloadWiring(BridgeWiring):
         return tuple(sorted({rank for leaf in self.leaves for rank in leaf.copies(direction)}))
 
 
+def wiring_of(
+    label: str,
+    sides: tuple[Side, Side],
+    axes: AxisNames,
+    options: EdgeOptions,
+    directions: tuple[Direction, ...],
+    rank: int,
+) -> BridgeWiring:
+    """The wiring of an edge with these options; ``axes`` are those of its one tensor."""
+    structure = options.structure
+    if structure is None:
+        return BridgeWiring(label, *sides, axes, options.strategy, directions, rank)
+    return PayloadWiring(label, *sides, structure.leaves[0].axes, options.strategy, directions, rank, structure)
+
+
 def boundary_sides(
     grids: tuple[GridLike, GridLike],
     *,
@@ -182,7 +199,7 @@ def boundary_sides(
     Where the source alone declares its data lanes, those of the destination are `lane_sizes`.
 
     Raises:
-        LaneTotalsError: the two sides declare different numbers of samples, or a lane of the destination has none.
+        BridgeError: the two sides declare different numbers of samples, or a lane of the destination has none.
     """
     ends: tuple[End, End] = ("source", "destination")
     src, dst = (
@@ -191,7 +208,7 @@ def boundary_sides(
     )
     given, wanted = src.lane_weights, dst.lane_weights
     if len({sum(declared) for declared in (given, wanted) if declared is not None}) > 1 or not all(wanted or ()):
-        raise LaneTotalsError(
+        raise BridgeError(
             f"{src.name} > {dst.name}: src_lanes {given} and dest_lanes {wanted} must hold the same batch, and each "
             "destination lane some of it"
         )

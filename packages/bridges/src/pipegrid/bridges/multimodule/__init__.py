@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.bridges.multimodule.modules import EdgeOptions
+from pipegrid.bridges.bridge import EdgeOptions
 from pipegrid.bridges.multimodule.positions import Positions, collective_edges, positions_of
 from pipegrid.topology.lazy import lazy_names
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
+    EdgeOptions,
     checked_traffic,
     lane_config,
     renew_lanes,
@@ -19,7 +21,7 @@ from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import DestroyedError, StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
-from pipegrid.bridges.multimodule.modules import EdgeOptions, module_graph, total_pipeline_stages
+from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, edge_between, positions_of
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
@@ -159,12 +161,15 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             self.bridge_comms.append(
                 BridgeCommunicator(
                     *grids,
-                    dim_mapping=option.dim_mapping or self._mapping(ndim),
                     src_module_name=src,
                     dest_module_name=dst,
-                    tensor_ndim=ndim,
-                    src_placements=of_source,
-                    dest_placements=of_destination,
+                    options=evolve(
+                        option,
+                        tensor_ndim=ndim,
+                        dim_mapping=option.dim_mapping or self._mapping(ndim),
+                        src_placements=of_source,
+                        dest_placements=of_destination,
+                    ),
                     directions=self._edges.directions(edge_between(self.graph, src, dst), backward=option.backward),
                     config=self.config,
                     backend=self._backend,
@@ -172,7 +177,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
                     src_stage=last,
                     dest_stage=first,
                     open=False,
-                    **option.of_bridge(),
                 )
             )
 
@@ -367,10 +371,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         """`isend` and `irecv` of one edge and direction, without the search for them in each message."""
         send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
         return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
-
-    def sender(self, edge: Edge, direction: Direction) -> Callable[[Any], Handle]:
-        """`isend` for one edge and direction, as of `port`."""
-        return self.port(edge, direction).isend
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving the next message of ``edge`` in that direction; errors as of `BridgeCommunicator`."""

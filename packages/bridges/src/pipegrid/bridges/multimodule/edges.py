@@ -7,10 +7,9 @@ from typing import Annotated
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import Traffic, boundary_sides, checked_structure, directions_of
+from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.multimodule.modules import EdgeOptions
 from pipegrid.bridges.multimodule.positions import alike, edge_between
 from pipegrid.bridges.reshard import GridLike, Placement, Side, dim_size, ranks_of
 from pipegrid.topology.fields import checked, instance
@@ -93,7 +92,7 @@ class ModuleEdges:
                 stages=self.stages(ends),
                 lanes=(option.src_lanes, option.dest_lanes),
             )
-            structure = None if option.payload is None else checked_structure(option.payload, option.strategy, None)
+            structure = option.structure
             for sides in (
                 [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]
             ):

@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from attrs import asdict, filters, frozen
-
-from pipegrid.bridges.bridge.structure import Declared, checked_structure
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.reshard import (
-    AUTO_LEADER_BYTES,
     GridLike,
-    Links,
-    Placement,
-    Strategy,
-    as_axis_of,
     as_grid,
-    axis_names,
     dim_size,
     is_in,
     place_of,
 )
-from pipegrid.topology.fields import Index, Name, checked, checked_fields
-
-
-@frozen(kw_only=True, field_transformer=checked_fields(BridgeError))
-class EdgeOptions:
-    """How one edge between modules differs from the default; the names are those of `BridgeCommunicator`.
-
-    ``payload`` declares several tensors, a tree of `Axes` and `Whole`. ``shape`` declares the one tensor that crosses
-    otherwise, whole, None for extents that may change: ``(None, 16, 64)``.
-    ``tensor_ndim`` and ``dim_mapping`` override the source module's; ``src_placements`` and
-    ``dest_placements`` add to those of the modules.
-
-    Raises:
-        BridgeError: a value of another kind. What depends on the modules is checked by the communicator.
-    """
-
-    strategy: Strategy = "direct"
-    leader_below: Index = AUTO_LEADER_BYTES
-    links: Links | None = None
-    backward: bool = True
-    comm_dtype: Any = None
-    tensor_ndim: int | None = None
-    shape: tuple[int | None, ...] | None = None
-    payload: Declared = None
-    dim_mapping: Mapping[str, int] | None = None
-    src_placements: Mapping[str, Placement] | None = None
-    dest_placements: Mapping[str, Placement] | None = None
-    src_lanes: tuple[Index, ...] | None = None
-    dest_lanes: tuple[Index, ...] | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if self.payload is not None:
-            checked_structure(self.payload, self.strategy, self.shape)
-        if self.tensor_ndim is not None:
-            axis_names(self.tensor_ndim)
-        if self.dim_mapping is not None:
-            as_axis_of(self.dim_mapping)
-
-    def of_bridge(self) -> dict[str, Any]:
-        """The arguments of `BridgeCommunicator` that are the option's own."""
-        of_modules = filters.exclude("tensor_ndim", "dim_mapping", "src_placements", "dest_placements")
-        return asdict(self, filter=of_modules, recurse=False)
+from pipegrid.topology.fields import Name, checked
 
 
 def module_graph(

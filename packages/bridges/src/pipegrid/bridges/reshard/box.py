@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from pipegrid.bridges.errors import TilingError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.topology.fields import Index, checked_fields
 
 Span = tuple[int, int]
@@ -20,12 +20,12 @@ Span = tuple[int, int]
 Number = TypeVar("Number", int, Fraction)
 
 
-@frozen(order=True, slots=False, field_transformer=checked_fields(TilingError))
+@frozen(order=True, slots=False, field_transformer=checked_fields(BridgeError))
 class Box:
     """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
 
     Raises:
-        TilingError: lengths differ, or a start or extent is negative.
+        BridgeError: lengths differ, or a start or extent is negative.
     """
 
     start: tuple[Index, ...]
@@ -33,7 +33,7 @@ class Box:
 
     def __attrs_post_init__(self) -> None:
         if len(self.start) != len(self.shape):
-            raise TilingError(f"a box has one start and one extent per axis, got {self.start} and {self.shape}")
+            raise BridgeError(f"a box has one start and one extent per axis, got {self.start} and {self.shape}")
 
     @cached_property
     def numel(self) -> int:
@@ -80,12 +80,12 @@ def overlaps(
     storage, offset in the destination's storage, length). Linear in the number of ranges, after sorting.
 
     Raises:
-        TilingError: the shards of one side overlap or leave a gap, or the sides cover different ranges.
+        BridgeError: the shards of one side overlap or leave a gap, or the sides cover different ranges.
     """
     left, right = _laid_out(source, "source"), _laid_out(destination, "destination")
     covered, needed = ((side[0][0], side[-1][1]) if side else None for side in (left, right))
     if covered != needed:
-        raise TilingError(f"the source covers {covered} of an axis and the destination {needed}; both cover the same")
+        raise BridgeError(f"the source covers {covered} of an axis and the destination {needed}; both cover the same")
     found: dict[tuple[int, int], list[tuple[Number, Number, Number]]] = {}
     i = j = 0
     while i < len(left) and j < len(right):
@@ -114,7 +114,7 @@ def _laid_out(shards: Sequence[Sequence[tuple[Number, Number]]], side: str) -> l
     ranges.sort(key=lambda item: item[0])
     for before, after in itertools.pairwise(ranges):
         if before[1] != after[0]:
-            raise TilingError(f"shards of the {side} do not tile an axis: one ends at {before[1]}, the next is {after}")
+            raise BridgeError(f"shards of the {side} do not tile an axis: one ends at {before[1]}, the next is {after}")
     return ranges
 
 

@@ -21,7 +21,7 @@ from typing import Generic, Literal
 
 from attrs import frozen
 
-from pipegrid.bridges.errors import UndeclaredDimError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import Box, Number, Span, overlaps
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, axis_spans, batch_map, lane_intervals
@@ -111,7 +111,7 @@ def check_axes(src: Side, dst: Side, axes: AxisNames) -> None:
     named = [name for names in axes for name in names]
     for side in (src, dst):
         if unnamed := [axis for axis in side.axes if axis not in named]:
-            raise UndeclaredDimError(f"side {side.name!r} shards axis {unnamed[0]!r}; the tensor's axes are {named}")
+            raise BridgeError(f"side {side.name!r} shards axis {unnamed[0]!r}; the tensor's axes are {named}")
 
 
 def meeting_classes(

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.bridges.errors import BridgeError, TilingError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import Box, Span, shares
 from pipegrid.bridges.reshard.cuts import Cut, local_shape, local_spans, meeting_classes, part_cuts, pieces, row_cuts
 from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, leaders
@@ -29,7 +29,7 @@ from pipegrid.bridges.reshard.sizes import AxisNames, Sizes
 from pipegrid.topology.fields import Count, Index, checked, checked_fields
 
 
-@frozen(order=True, field_transformer=checked_fields(TilingError))
+@frozen(order=True, field_transformer=checked_fields(BridgeError))
 class Message:
     """``source_box`` of the tensor on ``source`` goes to ``destination_box`` of the one on ``destination``.
 
@@ -176,8 +176,8 @@ def plan_reshard(
         rank: list only what this rank takes part in; linear in what that is.
 
     Raises:
-        UndeclaredDimError: a side shards an axis that ``sizes.axes`` does not name.
-        LaneTotalsError: lane sizes that fit neither the sides nor each other.
+        BridgeError: a side shards an axis that ``sizes.axes`` does not name.
+        BridgeError: lane sizes that fit neither the sides nor each other.
     """
     itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
     choice = Choice(strategy, leader_below, links)

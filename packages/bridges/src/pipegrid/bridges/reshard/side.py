@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from pipegrid.bridges.errors import BridgeError, LaneTotalsError, UndeclaredDimError, WrongSideError
+from pipegrid.bridges.errors import BridgeError, StageError
 from pipegrid.bridges.reshard.box import merge
 from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
 
@@ -24,11 +24,11 @@ Interval = tuple[Fraction, Fraction]
 
 
 class Placement:
-    """What the ranks along a dim of a grid hold: `Replicated`, `Sharded` or `Partial`."""
+    """What the ranks along a dim of a grid hold: `Replicate`, `Shard` or `Partial`."""
 
 
 @frozen
-class Replicated(Placement):
+class Replicate(Placement):
     """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Replicated(Placement):
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
-class Sharded(Placement):
+class Shard(Placement):
     """Ranks along the dim hold different parts of the axis named ``axis``.
 
     ``order="zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n``
@@ -48,7 +48,7 @@ class Sharded(Placement):
 
     def __attrs_post_init__(self) -> None:
         if self.axis == BATCH and self.order != "contiguous":
-            raise BridgeError(f"Sharded({BATCH!r}).order is {self.order!r}; data lanes are contiguous blocks")
+            raise BridgeError(f"Shard({BATCH!r}).order is {self.order!r}; data lanes are contiguous blocks")
 
     def __str__(self) -> str:
         return f"cuts {self.axis}" + (" in zigzag" if self.order == "zigzag" else "")
@@ -67,10 +67,12 @@ class Partial(Placement):
         return "sums"
 
 
+Sharded, Replicated = Shard, Replicate  # the names of an earlier version
+
 DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
-    "dp": Sharded(BATCH),
-    "cp": Sharded("s"),
-    "tp": Replicated(),
+    "dp": Shard(BATCH),
+    "cp": Shard("s"),
+    "tp": Replicate(),
 }
 
 
@@ -95,7 +97,7 @@ class GridLike(Protocol):
 
 
 _GRID = Annotated[Any, instance(GridLike, "a grid, such as HyperCommGrid")]
-_PLACEMENT = Annotated[Placement, instance(Placement, "Replicated(), Partial() or Sharded(axis)")]
+_PLACEMENT = Annotated[Placement, instance(Placement, "Replicate(), Partial() or Shard(axis)")]
 
 
 def dim_size(grid: GridLike, name: str) -> int:
@@ -139,7 +141,7 @@ class SideDim:
     placement: Placement
 
 
-@frozen(slots=False, field_transformer=checked_fields(LaneTotalsError))
+@frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class Side:
     """The ranks of one side of a boundary and what each holds.
 
@@ -160,7 +162,7 @@ class Side:
     def __attrs_post_init__(self) -> None:
         weights = self.lane_weights
         if weights is not None and (len(weights) != self.num_lanes or not any(weights)):
-            raise LaneTotalsError(
+            raise BridgeError(
                 f"side {self.name!r} has {self.num_lanes} data lanes and lane sizes {weights}; give one each, not all 0"
             )
 
@@ -176,7 +178,7 @@ class Side:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that some dim shards, major dim first."""
-        return tuple(dict.fromkeys(dim.placement.axis for dim in self.dims if isinstance(dim.placement, Sharded)))
+        return tuple(dict.fromkeys(dim.placement.axis for dim in self.dims if isinstance(dim.placement, Shard)))
 
     def num_shards(self, axis: str) -> int:
         """In how many parts the side holds ``axis``."""
@@ -191,22 +193,22 @@ class Side:
         """Which part of ``axis`` the rank holds (major first).
 
         Raises:
-            WrongSideError: the rank is not on the side.
+            StageError: the rank is not on the side.
         """
         coords = self._coords_at(rank)
         index = 0
         for dim, coord in zip(self.dims, coords, strict=True):
-            if isinstance(dim.placement, Sharded) and dim.placement.axis == axis:
+            if isinstance(dim.placement, Shard) and dim.placement.axis == axis:
                 index = index * dim.size + coord
         return index
 
     def lane_of(self, rank: int) -> int:
-        """The data lane of the rank; `WrongSideError` where it is not on the side."""
+        """The data lane of the rank; `StageError` where it is not on the side."""
         return self.shard_of(rank, BATCH)
 
     def _coords_at(self, rank: int) -> tuple[int, ...]:
         if rank not in self.coords_of:
-            raise WrongSideError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
+            raise StageError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
         return self.coords_of[rank]
 
     @cached_property
@@ -221,7 +223,7 @@ class Side:
         """The shard index of the rank along each of `axes`.
 
         Raises:
-            WrongSideError: the rank is not on the side.
+            StageError: the rank is not on the side.
         """
         self._coords_at(rank)
         return tuple(self.shard_of(rank, axis) for axis in self.axes)
@@ -255,7 +257,7 @@ class Side:
         return [
             (dim.size, dim.placement.order)
             for dim in self.dims
-            if isinstance(dim.placement, Sharded) and dim.placement.axis == axis
+            if isinstance(dim.placement, Shard) and dim.placement.axis == axis
         ]
 
     @cached_property
@@ -319,21 +321,21 @@ def boundary_side(
     """The side of a boundary that ``grid`` forms: its last stage as a source, its first as a destination.
 
     ``placements`` says what each dim of the grid does with the tensor; it adds to, and overrides,
-    ``dp: Sharded("b")``, ``cp: Sharded("s")``, ``tp: Replicated()``. Where several dims shard one axis, the
+    ``dp: Shard("b")``, ``cp: Shard("s")``, ``tp: Replicate()``. Where several dims shard one axis, the
     one that varies slowest over the ranks is the major one, and ``tp`` always cuts what the others left
     (sequence parallelism inside a context-parallel rank). ``stage`` is the coordinate of the boundary along
     ``stage_dim`` where it is not the last or the first (stages placed as a V).
 
     Raises:
-        UndeclaredDimError: a dim of more than one rank that neither ``placements`` nor the defaults name.
-        LaneTotalsError: not one weight for each data lane.
+        BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name.
+        BridgeError: not one weight for each data lane.
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end
     grid = as_grid(grid, f"the grid of side {name!r}")
     placements = placements or {}
     if unknown := sorted(set(placements) - set(grid.dim_names)):
-        raise UndeclaredDimError(f"side {name!r} has placements of dims {unknown}; its dims are {list(grid.dim_names)}")
+        raise BridgeError(f"side {name!r} has placements of dims {unknown}; its dims are {list(grid.dim_names)}")
     depth = dim_size(grid, stage_dim)
     if stage is None:
         stage = depth - 1 if end == "source" else 0
@@ -347,9 +349,9 @@ def boundary_side(
             base += stride * stage
         elif size > 1:
             if dim not in known:
-                raise UndeclaredDimError(
+                raise BridgeError(
                     f"side {name!r}: what its ranks along dim {dim!r} (size {size}) hold is not declared; give "
-                    f"placements={{{dim!r}: Sharded('b')}} for data lanes, Replicated() for copies, Partial() for sums"
+                    f"placements={{{dim!r}: Shard('b')}} for data lanes, Replicate() for copies, Partial() for sums"
                 )
             placement = checked(known[dim], _PLACEMENT, f"side {name!r}: the placement of {dim!r}", BridgeError)
             dims.append(SideDim(dim, size, stride, placement))

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from attrs import Factory, field, frozen
 
-from pipegrid.bridges.errors import LaneTotalsError, ShapeError, UndeclaredDimError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.topology import lane_bounds, lane_sizes
@@ -35,22 +35,22 @@ _Axes = Annotated[int, integer(1, 64)]  # as torch has it
 def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
     """The axis of each name, that of the batch among them."""
     mapping = {
-        name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", UndeclaredDimError)
+        name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", BridgeError)
         for name, axis in dim_mapping.items()
     }
     if BATCH not in mapping:
-        raise UndeclaredDimError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
+        raise BridgeError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
     return mapping
 
 
 def as_axes(value: AxisNames) -> AxisNames:
     """The names of each axis of a tensor, of which the batch alone may have a second name: what is folded into it."""
-    axes: AxisNames = checked(value, tuple[tuple[Name, ...], ...], "axes", UndeclaredDimError)
+    axes: AxisNames = checked(value, tuple[tuple[Name, ...], ...], "axes", BridgeError)
     for names in axes:
         if len(names) > 2 or (len(names) == 2 and names[0] != BATCH):
-            raise UndeclaredDimError(f"axes {axes} fold {names} into one; one more axis can be folded into the batch")
+            raise BridgeError(f"axes {axes} fold {names} into one; one more axis can be folded into the batch")
     if len(set(itertools.chain(*axes))) != sum(map(len, axes)):
-        raise UndeclaredDimError(f"axes {axes} have a name twice")
+        raise BridgeError(f"axes {axes} have a name twice")
     return axes
 
 
@@ -66,15 +66,15 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
     into the batch axis, which comes first.
 
     Raises:
-        UndeclaredDimError: no batch axis, an axis outside of the tensor, or two names for one axis of which
+        BridgeError: no batch axis, an axis outside of the tensor, or two names for one axis of which
             neither is the batch.
     """
-    ndim = checked(ndim, _Axes, "tensor_ndim", UndeclaredDimError)
+    ndim = checked(ndim, _Axes, "tensor_ndim", BridgeError)
     mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
     if ndim == 2 and any(axis > 1 for axis in mapping.values()):
         mapping = {"b": 0, "s": 0, "h": 1}
     if max(mapping.values()) >= ndim:
-        raise UndeclaredDimError(f"dim_mapping {mapping} has an axis that the tensor lacks; it has {ndim}, from 0")
+        raise BridgeError(f"dim_mapping {mapping} has an axis that the tensor lacks; it has {ndim}, from 0")
     batch_first = sorted(mapping, key=lambda name: name != BATCH)
     return as_axes(tuple(tuple(name for name in batch_first if mapping[name] == axis) for axis in range(ndim)))
 
@@ -96,8 +96,8 @@ class Sizes:
 
     Raises:
         ShapeError: a shape of another number of axes, or with a negative extent.
-        UndeclaredDimError: axes without names, or without a batch.
-        LaneTotalsError: lanes or samples do not add up to the extent of the batch axis.
+        BridgeError: axes without names, or without a batch.
+        BridgeError: lanes or samples do not add up to the extent of the batch axis.
     """
 
     shape: tuple[Index, ...]
@@ -111,11 +111,11 @@ class Sizes:
         if len(self.shape) != len(self.axes):
             raise ShapeError(f"shape {self.shape} has {len(self.shape)} axes, the edge names {self.axes}")
         if not any(BATCH in names for names in self.axes):
-            raise UndeclaredDimError(f"axes {self.axes} name no batch axis; add 'b': the axis that data lanes split")
+            raise BridgeError(f"axes {self.axes} name no batch axis; add 'b': the axis that data lanes split")
         for name, total in (("samples", self.rows), ("src_lanes", self.units), ("dst_lanes", self.units)):
             counts = getattr(self, name)
             if counts is not None and sum(counts) != total:
-                raise LaneTotalsError(f"{name}={counts} add up to {sum(counts)}, the batch has {total}")
+                raise BridgeError(f"{name}={counts} add up to {sum(counts)}, the batch has {total}")
 
     @cached_property
     def batch_axis(self) -> int:
@@ -187,7 +187,7 @@ def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
 
 def _one_per_lane(what: str, lanes: tuple[int, ...], side: Side) -> tuple[int, ...]:
     if len(lanes) != side.num_lanes:
-        raise LaneTotalsError(f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} data lanes")
+        raise BridgeError(f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} data lanes")
     return lanes
 
 
@@ -213,7 +213,7 @@ def batch_map(src: Side, dst: Side, sizes: Sizes, lanes: Sequence[Sequence[Inter
     breaks = (lanes[0][0][0], *(held[0][1] for held in lanes))
     for index, count in enumerate(units):
         if count and breaks[index] == breaks[index + 1]:
-            raise LaneTotalsError(f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples")
+            raise BridgeError(f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples")
     starts = tuple(itertools.accumulate(units, initial=0))
     cuts: dict[Fraction, int] = {}
     if src.lane_weights is None and dst.lane_weights is None and destination_units(src, dst, sizes, units) is None:
@@ -240,7 +240,7 @@ def axis_spans(
     inner = held.get(names[1], whole) if len(names) == 2 else whole
     if samples is None:
         if tuple(inner) != whole:
-            raise LaneTotalsError(f"{names[1]!r} is folded into {names} and cut inside of each sample; give `samples`")
+            raise BridgeError(f"{names[1]!r} is folded into {names} and cut inside of each sample; give `samples`")
         return merge(units)
     starts = list(itertools.accumulate(samples, initial=0))
     return merge(

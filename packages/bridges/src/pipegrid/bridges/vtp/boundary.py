@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge import BridgeWiring, Traffic, directions_of
 from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard import Placement, RankPart, Replicated, Sharded, Side, Sizes, plan_reshard
+from pipegrid.bridges.reshard import Placement, RankPart, Replicate, Shard, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.side import SideDim
 from pipegrid.transport.edge import Direction, Edge
 
@@ -48,7 +48,7 @@ class VTPStage:
     @property
     def side(self) -> Side:
         """The stage as a side of a boundary."""
-        placement: Placement = Sharded("s") if self.cuts_sequence else Replicated()
+        placement: Placement = Shard("s") if self.cuts_sequence else Replicate()
         size = len(self.ranks)
         return Side(self.name, 0, (SideDim("tp", size, 1, placement),) if size > 1 else (), members=self.ranks)
 

@@ -20,7 +20,7 @@ from pipegrid.bridges.bridge import (
     renew_lanes,
 )
 from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import DestroyedError, StageError, VTPTopologyError
+from pipegrid.bridges.errors import BridgeError, DestroyedError, StageError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
@@ -70,7 +70,7 @@ class VTPCommunicator(LaneCommunicator):
         traffic: the edges and directions that the plan uses (`Plan.traffic`); other lanes are not opened. None: all.
 
     Raises:
-        VTPTopologyError: the world does not fit the topology, or this rank has no place in it.
+        BridgeError: the world does not fit the topology, or this rank has no place in it.
         P2PConfigError: settings that contradict each other, the topology or the device.
         P2PTimeoutError: a rank did not come.
     """
@@ -86,7 +86,7 @@ class VTPCommunicator(LaneCommunicator):
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
     ) -> None:
         if not isinstance(topology, VTPTopology):
-            raise VTPTopologyError(f"topology is {shown(topology)}; it must be a VTPTopology")
+            raise BridgeError(f"topology is {shown(topology)}; it must be a VTPTopology")
         self.topology, self.label = topology, label
         self.rank = dist.get_rank()
         topology.check_world(dist.get_world_size())
@@ -317,14 +317,14 @@ class VTPCommunicator(LaneCommunicator):
             StageError: nothing comes here: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
-        return (receive.tensor, {_ARRIVES[_F]: receive}) if async_op else receive.result()
+        return (receive.value, {_ARRIVES[_F]: receive}) if async_op else receive.result()
 
     def vtp_recv_backward(
         self, tensor_shape: Sequence[int], config: Any = None, async_op: bool = False, **named: Unpack[Named]
     ) -> Any:
         """Receive a gradient from the next stage. As `vtp_recv_forward`; the work is under ``"recv_next"``."""
         receive = self._start_receive(tensor_shape, self._settings(config), _B, self._peers.next(**named))
-        return (receive.tensor, {_ARRIVES[_B]: receive}) if async_op else receive.result()
+        return (receive.value, {_ARRIVES[_B]: receive}) if async_op else receive.result()
 
     def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:
         self._require_alive()
@@ -402,7 +402,7 @@ class VTPCommunicator(LaneCommunicator):
             receive = self._start_receive(shape, settings, direction, edge)
             if wait_on_reqs:
                 return receive.result(), None
-        return receive.tensor, {_ARRIVES[direction]: receive}
+        return receive.value, {_ARRIVES[direction]: receive}
 
     def send_forward(
         self,

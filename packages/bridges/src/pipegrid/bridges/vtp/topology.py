@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.errors import VTPTopologyError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.topology.fields import Count, Index, checked_fields
 from pipegrid.transport.edge import Edge
@@ -24,7 +24,7 @@ def _as_flags(value: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
     return value if isinstance(value, bool) else tuple(value)
 
 
-@frozen(slots=False, field_transformer=checked_fields(VTPTopologyError))
+@frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class VTPTopology:
     """Which ranks hold which stage.
 
@@ -42,7 +42,7 @@ class VTPTopology:
         sequence_axis: the axis that sequence parallelism cuts; 0 is that of ``[sequence, batch, hidden]``.
 
     Raises:
-        VTPTopologyError: a size below 1, a ring of one stage, ranks that are missing, given twice or past the world, a
+        BridgeError: a size below 1, a ring of one stage, ranks that are missing, given twice or past the world, a
             world that has more ranks than the stages and no ``ranks``, a layout of another length.
         ShapeError: a sequence that a stage cannot cut.
     """
@@ -59,7 +59,7 @@ class VTPTopology:
 
     def __attrs_post_init__(self) -> None:
         if self.num_stages < 1 + self.ring:
-            raise VTPTopologyError(f"tp_sizes is {list(self.tp_sizes)}; a chain has one stage or more, a ring two")
+            raise BridgeError(f"tp_sizes is {list(self.tp_sizes)}; a chain has one stage or more, a ring two")
         listed = getattr(self.layout, "stages", self.layout)
         layout = self.placement if listed is None else range(listed) if isinstance(listed, int) else listed
         for what, given, needed in (
@@ -68,14 +68,14 @@ class VTPTopology:
             ("layout", layout, self.num_plan_stages),
         ):
             if len(given) != needed:
-                raise VTPTopologyError(
+                raise BridgeError(
                     f"{what} has {len(given)} stages; tp_sizes {list(self.tp_sizes)}, ring={self.ring} has {needed}"
                 )
         for stage, (ranks, size) in enumerate(zip(self.stage_ranks, self.tp_sizes, strict=True)):
             if len(ranks) != size * self.dp:
-                raise VTPTopologyError(f"stage {stage} has ranks {list(ranks)}; it needs tp {size} x dp {self.dp}")
+                raise BridgeError(f"stage {stage} has ranks {list(ranks)}; it needs tp {size} x dp {self.dp}")
         if len(self._place) != self.dp * sum(self.tp_sizes):
-            raise VTPTopologyError(f"ranks {self.ranks} name a rank twice")
+            raise BridgeError(f"ranks {self.ranks} name a rank twice")
         if self.world_size is not None:
             self.check_world(self.world_size)
         if self.sequence_length is not None:
@@ -86,11 +86,11 @@ class VTPTopology:
         """Raise unless the stages fit the world.
 
         Raises:
-            VTPTopologyError: the message says which world would.
+            BridgeError: the message says which world would.
         """
         needed = max(self._place) + 1
         if world_size < needed or (world_size > needed and self.ranks is None):
-            raise VTPTopologyError(
+            raise BridgeError(
                 f"tp_sizes {list(self.tp_sizes)} with dp={self.dp} need a world of {needed}, not of {world_size}; "
                 "in a larger one say which ranks the stages have (ranks=)"
             )
@@ -146,10 +146,10 @@ class VTPTopology:
         """The stage of the rank, and the replica.
 
         Raises:
-            VTPTopologyError: it has none.
+            BridgeError: it has none.
         """
         if rank not in self._place:
-            raise VTPTopologyError(f"rank {rank} holds no stage; the stages are on ranks {self.stage_ranks}")
+            raise BridgeError(f"rank {rank} holds no stage; the stages are on ranks {self.stage_ranks}")
         return self._place[rank]
 
     def receives_forward(self, stage: int, *, is_end_stage: bool) -> bool:

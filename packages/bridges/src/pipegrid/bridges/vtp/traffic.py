@@ -7,7 +7,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from pipegrid.bridges.bridge import BridgeReceive, EdgeTraffic, Landed, PostedReceives
+from pipegrid.bridges.bridge import BridgeReceive, EdgeTraffic, Filled, PostedReceives
+from pipegrid.bridges.bridge.receive import with_gradient
 from pipegrid.bridges.bridge.structure import kind_of
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.vtp.boundary import Shape, VTPBoundary
@@ -43,7 +44,7 @@ class BoundaryTraffic:
             raise ShapeError(f"{self} carries one tensor, got {kind_of(tensor)}; zeros stand for no gradient")
         whole = self.boundary.whole(tensor.shape, self.rank)
         _, part = self._crossing(whole, direction)
-        note = None if not self.variable and self._announced.get(direction) == whole else encode_shape(whole)
+        note = None if not self.variable and self._announced.get(direction) == whole else _encode(whole)
         view = tensor.detach().reshape(part.source_shape)
         sending = self.traffic.send(part, view, direction, dtype=tensor.dtype, note=note)
         self._announced[direction] = whole
@@ -62,15 +63,15 @@ class BoundaryTraffic:
             wants_grad = dtype.is_floating_point or dtype.is_complex
             out = torch.empty(tuple(shape), dtype=dtype, device=self.traffic.device, requires_grad=wants_grad)
         return self.traffic.receive(
-            direction, lambda handles: self._filled(handles, direction, expected, out), tensor=out
+            direction, lambda handles: self._filled(handles, direction, expected, out), into=out
         )
 
     def _filled(
         self, handles: PostedReceives, direction: Direction, expected: Shape | None, out: torch.Tensor | None
-    ) -> Landed:
+    ) -> Filled:
         """This rank's tensor with the messages in their places, and its completion under way."""
         dtypes = {handle.result().dtype for handle in handles.values()}
-        wholes = {decode_shape(handle.note) for handle in handles.values()}  # type: ignore[attr-defined]
+        wholes = {_decode(handle.note) for handle in handles.values()}  # type: ignore[attr-defined]
         if len(wholes) > 1 or len(dtypes) > 1:
             raise ShapeError(
                 f"{self}: the peers of rank {self.rank} send parts of different tensors: shapes {sorted(wholes)}, "
@@ -82,15 +83,17 @@ class BoundaryTraffic:
             wanted = expected if out is None else f"{expected} of {out.dtype}"
             raise ShapeError(f"{self}: rank {self.rank} expects a part of {wanted}, but of {whole} of {dtype} comes")
         view = None if out is None else out.detach().view(part.destination_shape)
-        filled, completions = self.traffic.fill(part, handles, direction, dtype=dtype, out=view)
-        return [filled.view(shape) if out is None else out], completions
+        pieces = {peer: handle.result() for peer, handle in handles.items()}
+        filled, completions = self.traffic.fill(part, pieces, direction, dtype=dtype, out=view)
+        tensor = filled.view(shape) if out is None else out
+        return Filled([tensor], completions, partial(with_gradient, tensor))
 
 
-def encode_shape(whole: Shape) -> str:
+def _encode(whole: Shape) -> str:
     """A shape as the note of a message."""
     return ",".join(map(str, whole))
 
 
-def decode_shape(text: str) -> Shape:
+def _decode(text: str) -> Shape:
     """From text."""
     return tuple(int(extent) for extent in text.split(",") if extent)

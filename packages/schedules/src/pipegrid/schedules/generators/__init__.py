@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from pipegrid.schedules.generators.around import ANY_GRAPH, fitting_schedules, schedule_for, stage_places
 from pipegrid.schedules.generators.controllable_memory import v_half, v_min
 from pipegrid.schedules.generators.looped import (
@@ -16,7 +13,6 @@ from pipegrid.schedules.generators.looped import (
 from pipegrid.schedules.generators.multi_module import (
     frozen_stages,
     multi_module_1f1b,
-    multi_module_1f1b_order,
 )
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
@@ -25,7 +21,6 @@ from pipegrid.schedules.generators.shapes import looped_placement, v_placement
 from pipegrid.schedules.generators.u_shaped import UShapeCounts, u_shape, u_shape_counts
 from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
 from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
-from pipegrid.schedules.plan import Action, Plan
 
 __all__ = [
     "ANY_GRAPH",
@@ -43,7 +38,6 @@ __all__ = [
     "looped_bfs",
     "looped_placement",
     "multi_module_1f1b",
-    "multi_module_1f1b_order",
     "one_f_one_b",
     "require_slices",
     "schedule_for",
@@ -60,19 +54,3 @@ __all__ = [
     "zero_bubble_h2",
     "zero_bubble_v",
 ]
-
-_ORDERS = {f"{schedule.function.__name__}_order": schedule.function for schedule in SCHEDULES.values()}
-
-
-def __getattr__(name: str) -> Any:
-    """``NAME_order(position, ...)``, an older form of ``list(NAME(...).actions(position))``."""
-    if name not in _ORDERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _order_function(_ORDERS[name])
-
-
-def _order_function(schedule: Callable[..., Plan]) -> Callable[..., list[Action]]:
-    def order(position: int, *args: Any, **kwargs: Any) -> list[Action]:
-        return list(schedule(*args, **kwargs).actions(position))
-
-    return order

@@ -19,7 +19,7 @@ from attrs import frozen
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, chain_plan, v_placement
-from pipegrid.schedules.plan import Action, ActionKind, Plan, forward, input_backward, weight_backward
+from pipegrid.schedules.plan import Action, Plan, forward, input_backward, weight_backward
 from pipegrid.topology.fields import Count, checked_arguments
 
 
@@ -95,23 +95,27 @@ class _Block:
         )
 
 
+_Pass: TypeAlias = tuple[int, int]
+"""A pass and its microbatch: ``s`` is ``F`` of stage ``s``, ``4P-1-s`` its ``I``; each waits for the pass before."""
+
+
 def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> Plan:
     orders = []
     for position in range(num_positions):
         down, up = position, 2 * num_positions - 1 - position
-        passes = zip(
-            block.dates(position, num_positions),
-            ((forward, down), (forward, up), (input_backward, up), (input_backward, down)),
-            strict=True,
-        )
-        dated = [(date + PERIOD * m, make(stage, m)) for date, (make, stage) in passes for m in range(num_microbatches)]
-        dated.sort(key=lambda entry: (entry[0], entry[1].kind, entry[1].stage))
-        orders.append([action for _, action in dated])
+        numbers = (down, up, 2 * num_positions + down, 2 * num_positions + up)
+        dates = block.dates(position, num_positions)
+        dated = [
+            (date + PERIOD * m, number, m)
+            for date, number in zip(dates, numbers, strict=True)
+            for m in range(num_microbatches)
+        ]
+        orders.append([(number, m) for _, number, m in sorted(dated)])
     whole = _squeezed(orders, limit=limit, ahead=block.ahead)
     return chain_plan(whole, v_placement(num_positions), num_microbatches)
 
 
-def _squeezed(orders: list[Order], *, limit: int, ahead: int) -> list[Order]:
+def _squeezed(orders: list[list[_Pass]], *, limit: int, ahead: int) -> list[Order]:
     """``orders`` without their empty slots, each ``W`` where its position would wait.
 
     A position waits for an input that has not come yet, and before a forward that would make more than
@@ -122,36 +126,39 @@ def _squeezed(orders: list[Order], *, limit: int, ahead: int) -> list[Order]:
 
     No deadlock: an action out of turn has its inputs already, and a forward is taken only where the order
     with that forward moved to the front still holds at most ``limit`` chunks, each ``W`` next to its ``I``.
+    `search` squeezes patterns at any costs without this guarantee, and drops those that get stuck.
     """
-    num_positions = len(orders)
+    num_positions, stages = len(orders), 2 * len(orders)
     done: dict[_Pass, int] = {}  # the slot after the one in which it ran
     pending = [deque(order) for order in orders]
     owed: list[deque[Action]] = [deque() for _ in orders]
     live = [0] * num_positions
     passed_up = [0] * num_positions  # microbatches whose upward forward ran
-    forwards_left = [sum(action.kind is ActionKind.F for action in order) for order in orders]
+    forwards_left = [sum(number < stages for number, _ in order) for order in orders]
     warmup = [True] * num_positions
     result: list[Order] = [[] for _ in orders]
 
-    def ready(action: Action) -> bool:
-        return all(done.get(need, slot + 1) <= slot for need in _needs(action, 2 * num_positions))
+    def ready(one: _Pass) -> bool:
+        number, m = one
+        return number == 0 or done.get((number - 1, m), slot + 1) <= slot
 
-    def early_forward(position: int) -> Action | None:
+    def early_forward(position: int) -> _Pass | None:
         held = live[position] - len(owed[position])
-        for action in pending[position]:
-            if action.kind is not ActionKind.F:
+        for one in pending[position]:
+            number, m = one
+            if number >= stages:
                 held -= 1
-            elif ready(action) and _microbatch(action) <= passed_up[position] + ahead:
-                return action
+            elif ready(one) and m <= passed_up[position] + ahead:
+                return one
             else:
                 held += 1
                 if held == limit:  # with another forward in front of it, it would not fit
                     return None
         return None
 
-    def choose(position: int) -> Action | None:
+    def choose(position: int) -> _Pass | None:
         order, room = pending[position], live[position] < limit
-        if order and ready(order[0]) and (room or order[0].kind is not ActionKind.F):
+        if order and ready(order[0]) and (room or order[0][0] >= stages):
             return order[0]
         if warmup[position] and room:
             return early_forward(position)
@@ -160,42 +167,24 @@ def _squeezed(orders: list[Order], *, limit: int, ahead: int) -> list[Order]:
     slot = 0
     while any(pending) or any(owed):
         for position in range(num_positions):
-            action = choose(position)
-            if action is not None:
-                pending[position].remove(action)
-                done[_key(action)] = slot + 1
-                if action.kind is ActionKind.F:
-                    live[position] += 1
-                    passed_up[position] += action.stage >= num_positions
-                    forwards_left[position] -= 1
-                else:
-                    warmup[position] = False
-                    owed[position].append(weight_backward(action.stage, _microbatch(action)))
-            elif owed[position]:
-                action = owed[position].popleft()
-                live[position] -= 1
-            if action is not None:
-                result[position].append(action)
+            chosen = choose(position)
+            if chosen is None:
+                if owed[position]:
+                    result[position].append(owed[position].popleft())
+                    live[position] -= 1
+                continue
+            pending[position].remove(chosen)
+            done[chosen] = slot + 1
+            number, m = chosen
+            if number < stages:
+                result[position].append(forward(number, m))
+                live[position] += 1
+                passed_up[position] += number >= num_positions
+                forwards_left[position] -= 1
+            else:
+                stage = 2 * stages - 1 - number
+                result[position].append(input_backward(stage, m))
+                owed[position].append(weight_backward(stage, m))
+                warmup[position] = False
         slot += 1
     return result
-
-
-_Pass: TypeAlias = tuple[ActionKind, int, int]
-"""Kind, stage and microbatch."""
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None  # every compute has one
-    return action.microbatch
-
-
-def _key(action: Action) -> _Pass:
-    return action.kind, action.stage, _microbatch(action)
-
-
-def _needs(action: Action, num_stages: int) -> list[_Pass]:
-    stage, m = action.stage, _microbatch(action)
-    if action.kind is ActionKind.F:
-        return [(ActionKind.F, stage - 1, m)] if stage > 0 else []
-    after = [(ActionKind.I, stage + 1, m)] if stage + 1 < num_stages else []
-    return [(ActionKind.F, stage, m), *after]

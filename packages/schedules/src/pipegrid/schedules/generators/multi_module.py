@@ -52,7 +52,7 @@ def multi_module_1f1b(
             held.setdefault(position, []).append(stage)
     return compute_plan(
         [
-            multi_module_1f1b_order(held.get(position, ()), graph, num_microbatches, forward_only=without)
+            _order(held.get(position, ()), graph, num_microbatches, without=without)
             for position in range(max(held, default=0) + 1)
         ],
         graph=graph,
@@ -68,14 +68,10 @@ def frozen_stages(graph: ModuleGraph, forward_only: Iterable[str]) -> frozenset[
     return frozenset(graph.stage(name, index) for name in names for index in range(graph.depth(name)))
 
 
-def multi_module_1f1b_order(
-    stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, forward_only: Iterable[int] = ()
-) -> Order:
-    """The order of a position that holds ``stages`` in `multi_module_1f1b`; ``forward_only`` stages run no backward."""
-    without = frozenset(forward_only)
+def _order(stages: Iterable[int], graph: ModuleGraph, num_microbatches: int, *, without: frozenset[int]) -> Order:
+    """The order of a position that holds ``stages``; of those in ``without``, forwards alone."""
     dated: list[tuple[int, int, Action]] = []
     for stage in stages:
-        graph.module_of(stage)  # raises for a stage that the graph does not have
         distance = graph.distance_to_sink[stage]
         for m in range(num_microbatches):
             # At one date, backwards first: they free memory. Neither waits for the other.

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules.errors import DeferralError, GradientError, LossScaleError, MainGradError, TyingError
+from pipegrid.schedules.errors import (
+    DeferralError as DeferralError,
+    GradientError,
+    LossError,
+    LossScaleError as LossScaleError,
+    MainGradError as MainGradError,
+    ReductionFailedError,
+    ReductionTimeoutError as ReductionTimeoutError,
+    TyingError as TyingError,
+)
 from pipegrid.schedules.gradients.loss_scale import LossScale
 from pipegrid.schedules.passes.lowering import with_reduce
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.clip import clip_grad_norm_
-    from pipegrid.schedules.gradients.all_reduce import ReductionTimeoutError
     from pipegrid.schedules.gradients.lanes import collection_of
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.gradients.main_grad import (
@@ -36,16 +44,13 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "DeferralError",
     "GradientError",
+    "LossError",
     "LossScale",
-    "LossScaleError",
     "LossScaler",
-    "MainGradError",
-    "ReductionTimeoutError",
+    "ReductionFailedError",
     "ReplicaError",
     "TiedParameters",
-    "TyingError",
     "accumulate_in_main_grad",
     "clear_embedding_activation_buffer",
     "clip_grad_norm_",
@@ -71,7 +76,6 @@ _LAZY = {
     "main_grad": "accumulate_in_main_grad fresh_gradients zero_main_grads",
     "output_layer": "clear_embedding_activation_buffer deferred_weight_gradients "
     "finish_embedding_wgrad_compute output_linear",
-    "all_reduce": "ReductionTimeoutError",
     "lanes": "collection_of",
     "reduction": "ReplicaError TiedParameters reduce_gradients require_equal_replicas required_ties "
     "tie_parameters tied_stages",

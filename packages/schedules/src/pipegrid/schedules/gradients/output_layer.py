@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.main_grad import add_gradient
+from pipegrid.transport.collectives.gathering import gather_flat
 
 _BUFFERS = ("embedding_activation_buffer", "grad_output_buffer")
 
@@ -122,15 +123,14 @@ def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
-    # torch 2.13 renames both collectives and warns about the old names; 2.11 has the old ones only.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     whole = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    return whole, gather(whole, x.contiguous(), group=group, async_op=True)
+    return whole, gather_flat(whole, x.contiguous(), group, async_op=True)
 
 
 def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """This rank's shard, along the first axis, of the sum over ranks."""
     shard = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    # torch 2.13 renames reduce_scatter_tensor and warns about the old name; 2.11 has the old one only.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(shard, x.contiguous(), group=group)
     return shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules.errors import AnnouncedShapesError
+from pipegrid.schedules.errors import AnnouncedShapesError as AnnouncedShapesError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import (
     check_first_val_step,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AnnouncedShapesError",
     "PipelineConfig",
     "Place",
     "WithLoss",

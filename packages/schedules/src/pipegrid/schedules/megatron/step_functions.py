@@ -146,8 +146,8 @@ def forward_backward_pipelining_without_interleaving(
 
     Raises:
         StepArgumentError: an argument that cannot be used, has no effect, or contradicts another.
-        GradientError: these groups and options do not give correct gradients; nothing was sent.
-        GradientError: ``pg_collection`` is not a collection of process groups.
+        GradientError: these groups and options do not give correct gradients; nothing was sent; ``pg_collection`` is
+            not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
     return run_step(

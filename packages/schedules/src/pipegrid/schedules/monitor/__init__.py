@@ -1,6 +1,5 @@
 """Deadlines, plan positions and failures of all ranks, watched by a thread beside the step. No torch."""
 
-from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
 from pipegrid.schedules.monitor.first_failure import first_failure
 from pipegrid.schedules.monitor.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor, MonitorError, Report
@@ -15,7 +14,6 @@ __all__ = [
     "Monitor",
     "MonitorError",
     "Report",
-    "device_collectives",
     "first_failure",
     "where_all_stand",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Protocol, cast
@@ -15,6 +15,7 @@ from typing import Protocol, cast
 from attrs import define, field, frozen
 
 from pipegrid.topology.bounded_calls import BoundedCalls
+from pipegrid.topology.differences import by_text, listed
 
 _POLL_SECONDS = 0.02
 _UNHEARD = "nothing was heard of it"
@@ -173,7 +174,7 @@ class Control:
             return self.record(_difference(step, said), disagreement=True)
         raise DisagreementError(
             f"rank {self.rank} runs {what} as its step {step}, and waited {seconds:.3g} s for all ranks to say what "
-            f"they run; nothing was heard of {_listed(rank for rank in self.ranks if rank not in said)}. Call step() "
+            f"they run; nothing was heard of {listed(rank for rank in self.ranks if rank not in said)}. Call step() "
             "equally often on every rank"
         )
 
@@ -195,7 +196,7 @@ class Control:
 
 def _difference(step: int, said: dict[int, str]) -> str:
     """In words: who runs what."""
-    table = "; ".join(_grouped(said))
+    table = "; ".join(by_text(said))
     return (
         f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
     )
@@ -203,24 +204,4 @@ def _difference(step: int, said: dict[int, str]) -> str:
 
 def where_all_stand(positions: dict[int, str]) -> str:
     """One line for each position, with the ranks that stand there."""
-    return "\n".join(f"  {line}" for line in _grouped(positions))
-
-
-def _grouped(said: dict[int, str]) -> list[str]:
-    """``ranks 0-2: text`` for each text."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in said.items():
-        groups.setdefault(text, []).append(rank)
-    return [f"{_listed(ranks)}: {text}" for text, ranks in groups.items()]
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    """Ranks in words, runs of them shortened: ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+    return "\n".join(f"  {line}" for line in by_text(positions))

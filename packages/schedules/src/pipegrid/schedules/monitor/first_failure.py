@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from attrs import define, field
 
 from pipegrid.topology import control_store
-from pipegrid.topology.bounded_calls import BoundedCalls
+from pipegrid.topology.bounded_calls import bounded
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.control import ControlStore
@@ -43,13 +43,10 @@ class FirstFailure:
 
         ``text`` where the store does not answer within half a second, or its process has ended.
         """
-        calls = BoundedCalls("pipegrid-failure", patience=0.0)
         try:
-            return calls.run(self._record, text, seconds=_SECONDS)
+            return bounded(self._record, text, seconds=_SECONDS, name="pipegrid-failure", patience=0.0)
         except RuntimeError:
             return text
-        finally:
-            calls.close()
 
     def _record(self, text: str) -> str:
         if self._store is None:

@@ -10,12 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, frozen
 
-from pipegrid.schedules.monitor.collectives import device_collectives
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
     Control,
@@ -28,10 +26,11 @@ from pipegrid.schedules.monitor.control import (
 from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
-from pipegrid.transport.waits.aborts import device_aborts
+from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from pipegrid.schedules.plan import Plan
 
@@ -42,8 +41,6 @@ FIRST_STEP_SECONDS = 1800.0
 _LOOK_SECONDS = 0.1
 # Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
 _BRIEF_SECONDS = 0.5
-# Between two looks for a failure of another rank while a collective is waited for.
-_SLICE = timedelta(milliseconds=50)
 
 
 class MonitorError(ValueError):
@@ -52,18 +49,6 @@ class MonitorError(ValueError):
 
 class JobFailedError(RuntimeError):
     """The job has failed, on another rank or in the store; nothing was sent."""
-
-
-class Work(Protocol):
-    """An asynchronous collective, such as `torch.distributed.Work`."""
-
-    def wait(self, timeout: timedelta = ..., /) -> Any:
-        """Wait for the end; raise past the timeout, or when the collective failed."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether the collective has ended, also by an error."""
-        ...
 
 
 @frozen
@@ -234,7 +219,7 @@ class Monitor:
         if self._failure is not None:
             raise JobFailedError(f"{_first_line(self._failure)}. {_REBUILD}")
 
-    def wait(self, work: Work, what: str) -> None:
+    def wait(self, work: Any, what: str, *, on_device: bool | None = None) -> None:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
 
         On CUDA only the current stream waits for it, and the device's progress is watched; a collective that fails
@@ -243,30 +228,50 @@ class Monitor:
         Args:
             work: of a collective that was started with ``async_op=True``.
             what: for errors, such as ``"all-reduce of gradients"``.
+            on_device: whether its tensors are on a device with streams; None: if this monitor has such a device.
 
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
             RuntimeError: the collective failed.
         """
-        if self.progress is not None:
-            self.check()  # launched behind an abort, it would not end
-            work.wait()
-            self.progress.mark(what)
-            self.check()  # an abort lets the stream go on, without the result
-            return
+        on_device = self.progress is not None if on_device is None else on_device
+        failed = self.finish(work, None, what, on_device=on_device)
+        if failed is not None and failed.error is not None:
+            raise failed.error
+
+    def finish(
+        self, work: Any, group: ProcessGroup | None, what: str, *, on_device: bool, host: bool = False
+    ) -> NotDone | None:
+        """As `wait`, for a collective of ``group`` (None: the default one); how it failed, if it did.
+
+        Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
+        device's progress.
+
+        Raises:
+            JobFailedError: another rank failed first, or the deadline passed.
+        """
         watched, began = self._watched, time.monotonic()
         if watched is not None:
             watched.beside = what
-        while not _ended(work):
+        failed = finish(
+            work,
+            group,
+            on_device=on_device,
+            host=host or self.progress is None,
+            end=None if self.deadline is None else began + self.deadline,
+            given_up=lambda: None if self._failure is None else self._failure.text,
+        )
+        if failed is not None and failed.why == "late" and self.deadline is not None:
+            self._failure = self._record(self._late(time.monotonic() - began, what, self.deadline))
+            if watched is not None:
+                watched.abort(self._failure.text)
+        if failed is None or failed.error is None:
             self.check()
-            passed = time.monotonic() - began
-            if self.deadline is not None and passed > self.deadline:
-                self._failure = self._record(self._late(passed, what, self.deadline))
-                if watched is not None:
-                    watched.abort(self._failure.text)
-                self.check()
-        if watched is not None:
+        if failed is None and self.progress is not None and on_device:
+            self.progress.mark(what)
+        if failed is None and watched is not None:
             watched.beside = "between steps"
+        return failed
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -353,17 +358,6 @@ def _first_line(failure: Failure) -> str:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _ended(work: Work) -> bool:
-    """Wait for one slice of time."""
-    try:
-        work.wait(_SLICE)
-    except RuntimeError:
-        if not device_aborts.poll(work.is_completed):
-            return False
-        work.wait()  # raises if it failed; a work that ended just after the slice returns
-    return True
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedCalls) -> None:

@@ -270,22 +270,16 @@ class _Writer:
         self._partners: frozenset[int] = frozenset()
 
     def exchange(self, before: int, actions: tuple[Action, ...], partners: frozenset[int]) -> None:
-        """Issue ``actions`` with ``before`` computes before them, in the last batch unless it has a partner of theirs.
+        """Append ``actions``, after ``before`` computes, to the open batch unless it talks to one of ``partners``.
 
         Two exchanges with one partner stay apart, because that partner does them at different times; so the
         batches of any two positions match one to one.
         """
-        done, batch = self._done, self._batch
-        if before == done and batch and self._partners.isdisjoint(partners):
+        if before == self._done and self._batch and self._partners.isdisjoint(partners):
             self._batch += actions
             self._partners |= partners
             return
-        # As `_close`, written out: most of a plan's steps come this way.
-        if batch:
-            self._steps.append(batch[0] if len(batch) == 1 else batch)
-        if before > done:
-            self._steps += self._computes[done:before]
-            self._done = before
+        self._close(before)
         self._batch, self._partners = actions, partners
 
     def collective(self, before: int, action: Action) -> None:

@@ -88,11 +88,11 @@ def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
                 yield word, [word]
         else:
             for step, words in Token(cell, line_number, column).steps():
-                yield step, [evolve(word, text=_with_peer(word.text)) for word in words]
+                yield step, [evolve(word, text=with_peer(word.text)) for word in words]
         column += len(cell) + 1
 
 
-def _with_peer(text: str) -> str:
+def with_peer(text: str) -> str:
     """A message of torch's with its peer, which is left out there."""
     match = _PEERLESS.fullmatch(text)
     if match is None:

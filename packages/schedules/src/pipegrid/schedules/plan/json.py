@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from pipegrid.layout.strict_json import first_fault, read_json
 from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
 from pipegrid.schedules.plan.actions import Action, parse_action
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
@@ -61,7 +62,7 @@ def from_json(text: str) -> Plan:
         PlanError: a value that is not what it must be, or parts that contradict each other; with the path to it,
             such as ``positions[3][2]``.
     """
-    from cattrs import BaseValidationError, transform_error
+    from cattrs import BaseValidationError
 
     data = load_json(text)
     if not isinstance(data, dict):
@@ -69,9 +70,8 @@ def from_json(text: str) -> Plan:
     try:
         document = _converter().structure(data, _Document)
     except BaseValidationError as error:
-        first = transform_error(error, path="", format_exception=_fault_text)[0]
-        what, _, path = first.rpartition(" @ ")
-        path = path.lstrip(".") or "the document"
+        path, what = first_fault(error, PlanError)
+        path = path or "the document"
         raise PlanFieldError(f"{path}: {what}", path=path) from None
     try:
         return _plan(document)
@@ -88,29 +88,13 @@ def load_json(text: str) -> Any:
     """
     checked(text, Text, "text", PlanError)
     try:
-        return json.loads(text, parse_int=_bounded_int, object_pairs_hook=_unique)
+        return read_json(text)
     except json.JSONDecodeError as error:
-        fault = error
-    except RecursionError:
-        fault = json.JSONDecodeError("brackets nest too deeply", text, 0)
-    found = repr(text[fault.pos : fault.pos + 12]) if fault.pos < len(text) else "the end"
-    raise PlanSyntaxError(line=fault.lineno, column=fault.colno, found=found, expected=f"JSON ({fault.msg})")
-
-
-def _bounded_int(text: str) -> int | float:
-    return int(text) if len(text) <= _DIGITS else float(text)  # int() raises above thousands of digits
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise PlanError(f"an object has the key {key!r} twice; each is there once")
-        found[key] = value
-    return found
-
-
-_DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly
+        found = repr(text[error.pos : error.pos + 12]) if error.pos < len(text) else "the end"
+        expected = f"JSON ({error.msg})"
+        raise PlanSyntaxError(line=error.lineno, column=error.colno, found=found, expected=expected) from None
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 @frozen
@@ -184,15 +168,3 @@ def _exactly(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise PlanError(f"{shown(value)} is not {'an integer' if kind is int else 'a string'}")
     return value
-
-
-def _fault_text(error: BaseException, kind: Any) -> str:
-    from cattrs.errors import ForbiddenExtraKeysError
-
-    if isinstance(error, PlanError):
-        return str(error)
-    if isinstance(error, KeyError):
-        return f"the key {error} is missing"
-    if isinstance(error, ForbiddenExtraKeysError):
-        return f"unknown keys {sorted(error.extra_fields)}"
-    return f"not of the form {getattr(kind, '__qualname__', kind)}: {error}" if kind is not None else str(error)

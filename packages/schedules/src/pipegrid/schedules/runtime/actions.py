@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.plan import Action, ActionKind
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
@@ -163,7 +163,7 @@ def _call(effect: Effect, action: Action, run: Call) -> None:
 
     effect(action, counted)
     if calls != 1 and action.kind is not ActionKind.REDUCE:
-        raise PlanMismatchError(
+        raise StepArgumentError(
             f"the function registered for {action.kind} called run() {calls} times at {action}; it is called once for "
             "every kind but REDUCE"
         )

@@ -13,6 +13,7 @@ from attrs import define, field
 
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.bounded_calls import SilentStoreError
+from pipegrid.topology.differences import by_text
 from pipegrid.transport.errors import P2PLaneDeadError
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ class StepAgreement:
         return self._difference(others) if others else None
 
     def _difference(self, others: dict[int, str]) -> str:
-        theirs = ", ".join(f"rank {rank} {what}" for rank, what in others.items())
+        own = {} if self.rank is None else {self.rank: self._what}
         return (
-            f"the ranks do not run the same step: rank {self.rank} runs {self._what}, {theirs}. Give every rank the "
-            "same plan, and call step() and eval() in one order; rebuild the communicator and the runtime first"
+            f"the ranks do not run the same step: {'; '.join(by_text(own | others))}. Give every rank the same "
+            "plan, and call step() and eval() in one order; rebuild the communicator and the runtime first"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.errors import GradientError, PlanMismatchError, RuntimeArgumentError
+from pipegrid.schedules.errors import GradientError, RuntimeArgumentError, StepArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stages.stage import modules_of
@@ -40,13 +40,13 @@ def position_of(plan: Plan, stages: Iterable[int]) -> int:
     """The position of ``plan`` that holds exactly ``stages``.
 
     Raises:
-        PlanMismatchError: there is none; the message lists what each position holds. Or it is not a plan.
+        StepArgumentError: there is none; the message lists what each position holds. Or it is not a plan.
     """
-    require_plan(plan, error=PlanMismatchError)
+    require_plan(plan, error=StepArgumentError)
     wanted, held = frozenset(stages), [frozenset(present) for present in plan.stages_at]
     if wanted not in held:
         table = ", ".join(f"position {position}: {sorted(present)}" for position, present in enumerate(held))
-        raise PlanMismatchError(f"this rank has stages {sorted(wanted)}, but the plan has {table}")
+        raise StepArgumentError(f"this rank has stages {sorted(wanted)}, but the plan has {table}")
     return held.index(wanted)
 
 
@@ -83,18 +83,18 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
     """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
 
     Raises:
-        PlanMismatchError: computes alone; other reducers than those of the plan; a communicator that lacks a verb of
+        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a verb of
             the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is
             missing, or that the runtime cannot execute.
     """
     if not plan.has_communication and dataflow_of(plan).lanes:
-        raise PlanMismatchError(
+        raise StepArgumentError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
             "the messages"
         )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:
-        raise PlanMismatchError(
+        raise StepArgumentError(
             f"the plan cuts microbatches into {plan.num_slices} slices, and a {type(communicator).__name__} moves "
             "whole ones"
         )
@@ -103,7 +103,7 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
         for each in range(plan.num_positions)
     ]
     if not reduced[position] <= set(reducers) <= set().union(*reduced):
-        raise PlanMismatchError(
+        raise StepArgumentError(
             f"there are reducers for {list(reducers)}; position {position} has a REDUCE for "
             f"{sorted(map(str, reduced[position]))}, and the plan for {sorted(map(str, set().union(*reduced)))}"
         )
@@ -123,7 +123,7 @@ def _require_verbs(plan: Plan, position: int, communicator: Communicator) -> Non
             lacking = communicator.lacks("isend", "irecv", "batch")
         if lacking is not None:
             given = communicator.given if isinstance(communicator, AdaptedCommunicator) else communicator
-            raise PlanMismatchError(
+            raise StepArgumentError(
                 f"position {position} has {action}, and communicator is {shown(given)}, without {lacking}(); "
                 f"pass {'a MultiModulePipelineCommunicator' if exchanges else 'P2PCommunicator(pp_group, config)'}"
             )
@@ -135,14 +135,14 @@ def _require_collectives(plan: Plan, position: int, needed: Collection[Any]) -> 
         sources, destinations = set(plan.placement[edge.source]), set(plan.placement[edge.destination])
         shared = sources != destinations and not sources.isdisjoint(destinations)
         if (shared or edge in needed) and edge not in plan.collective_edges:
-            raise PlanMismatchError(
+            raise StepArgumentError(
                 f"the modules of edge {edge} share ranks, which exchange among themselves by a COLLECTIVE: lower the "
                 f"plan with collectives={{{edge!r}: 'a name'}}"
             )
     for step in plan.positions[position]:
         for action in actions_of(step):
             if action.kind is ActionKind.COLLECTIVE and (action.edge is None or isinstance(step, tuple)):
-                raise PlanMismatchError(
+                raise StepArgumentError(
                     f"position {position} has {action} {'in a batch' if isinstance(step, tuple) else 'without an edge'}"
                     "; a COLLECTIVE moves data along an edge, in a step of its own"
                 )
@@ -156,7 +156,7 @@ def _require_same_gradients(plan: Plan, without: Collection[Any] | None) -> None
         (source, _), (destination, _) = map(plan.graph.module_of, (edge.source, edge.destination))
         declared, sent = edge not in without, edge in plan.gradient_edges
         if declared != sent and (sent or source != destination):
-            raise PlanMismatchError(
+            raise StepArgumentError(
                 f"edge {edge} ({source!r} -> {destination!r}) was declared with{'' if declared else 'out'} backward, "
                 f"but the plan sends {'a' if sent else 'no'} gradient along it: name {source!r} in the plan's "
                 "forward_only exactly where the edges that leave it are EdgeOptions(backward=False)"

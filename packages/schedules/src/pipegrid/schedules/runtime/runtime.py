@@ -95,7 +95,7 @@ class PipelineRuntime:
 
     Raises:
         RuntimeArgumentError: an argument cannot be used.
-        PlanMismatchError: stages, communicator or reducers that are not those of the plan, or a plan without messages.
+        StepArgumentError: stages, communicator or reducers that are not those of the plan, or a plan without messages.
         PlanError: the plan has faults, all of which are listed.
     """
 

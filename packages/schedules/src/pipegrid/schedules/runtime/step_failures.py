@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor import DisagreementError, device_collectives, first_failure
+from pipegrid.schedules.monitor import DisagreementError, first_failure
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
+from pipegrid.transport.collectives.waiting import device_collectives
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor, Report

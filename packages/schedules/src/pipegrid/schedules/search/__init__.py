@@ -1,9 +1,11 @@
 """Plans for measured costs under a memory cap, and named schedules side by side."""
 
-from pipegrid.schedules.search.chain import Objective
 from pipegrid.schedules.search.compare import COMPARED, Row, compare, comparison_table
-from pipegrid.schedules.search.greedy import Candidate, candidates, greedy
-from pipegrid.schedules.search.search import Found, Progress, search
+from pipegrid.schedules.search.greedy import Found, candidates, greedy
+from pipegrid.schedules.search.network import Objective
+from pipegrid.schedules.search.search import Progress, search
+
+Candidate = Found  # the older name
 
 __all__ = [
     "COMPARED",

@@ -8,43 +8,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
-from pipegrid.schedules.search.chain import Objective, Orders, Timing
+from pipegrid.schedules.search.network import Network, Objective, Orders
 
 FARTHEST = 12
 """The most places that an operation moves at once."""
 
 
-class Operations(Protocol):
-    """What `anneal` asks of a `Chain` or a `Network`."""
-
-    @property
-    def num_operations(self) -> int:
-        """Operations of a step, each counted once."""
-
-    def timed(self, orders: Orders, objective: Objective = "makespan") -> Timing | None:
-        """``orders`` played as soon as possible; None for a deadlock."""
-
-    def places(self, operation: int) -> tuple[int, ...]:
-        """The positions of an operation."""
-
-    def length(self, operation: int) -> float:
-        """The duration of an operation."""
-
-    def before(self, operation: int) -> Iterable[tuple[int, float]]:
-        """The operations that one waits for, each with its lag."""
-
-    def tied(self, one: int, other: int) -> bool:
-        """Whether two operations of a position keep their order."""
-
-    def keeps_to_limit(self, order: Sequence[int]) -> bool:
-        """Whether a position that follows ``order`` keeps to the memory limit."""
-
-
 def anneal(
-    operations: Operations,
+    network: Network,
     orders: Orders,
     *,
     objective: Objective,
@@ -60,15 +33,15 @@ def anneal(
     past it.
     """
     rng = random.Random(seed)  # noqa: S311 -- no secret
-    return _Annealing(operations, orders, objective, rng).run(tries, temperature, stop)
+    return _Annealing(network, orders, objective, rng).run(tries, temperature, stop)
 
 
 class _Annealing:
-    def __init__(self, operations: Operations, orders: Orders, objective: Objective, rng: random.Random) -> None:
-        self.operations, self.objective, self.rng = operations, objective, rng
+    def __init__(self, network: Network, orders: Orders, objective: Objective, rng: random.Random) -> None:
+        self.network, self.objective, self.rng = network, objective, rng
         self.orders = [list(order) for order in orders]
         self.place = [{operation: index for index, operation in enumerate(order)} for order in orders]
-        timing = operations.timed(self.orders, objective)
+        timing = network.timed(self.orders, objective)
         assert timing is not None  # they come from a scheduler
         self.timing = timing
 
@@ -84,7 +57,7 @@ class _Annealing:
                 continue
             position, order, first, last = moved
             before, self.orders[position] = self.orders[position], order
-            timing = self.operations.timed(self.orders, self.objective)
+            timing = self.network.timed(self.orders, self.objective)
             if timing is None or not self._accepts(timing.value - self.timing.value, heat):
                 self.orders[position] = before
             else:
@@ -106,13 +79,13 @@ class _Annealing:
 
     def _critical(self) -> list[tuple[int, int]]:
         """The operations of one longest path that start when the one before on a position ends, with that position."""
-        operations, end = self.operations, self.timing.end
+        network, end = self.network, self.timing.end
         found = []
         operation = self.orders[self.timing.worst][-1]
         while True:
-            start = end[operation] - operations.length(operation) - 1e-9
+            start = end[operation] - network.length(operation) - 1e-9
             neighbour, position = self._neighbour(operation)
-            before = next((one for one, lag in operations.before(operation) if end[one] + lag >= start), -1)
+            before = next((one for one, lag in network.before(operation) if end[one] + lag >= start), -1)
             if neighbour >= 0 and end[neighbour] >= start:
                 found.append((operation, position))
                 if not (before not in {-1, neighbour} and self.rng.random() < 0.5):
@@ -125,7 +98,7 @@ class _Annealing:
     def _neighbour(self, operation: int) -> tuple[int, int]:
         """The latest operation right before ``operation`` on one of its positions, and that position."""
         latest, where = -1, -1
-        for position in self.operations.places(operation):
+        for position in self.network.places(operation):
             index = self.place[position][operation]
             before = self.orders[position][index - 1] if index else -1
             if where < 0 or (before >= 0 and (latest < 0 or self.timing.end[before] > self.timing.end[latest])):
@@ -134,7 +107,7 @@ class _Annealing:
 
     def _moved(self, operation: int, position: int) -> tuple[int, list[int], int, int] | None:
         """The operation, or the one before it, some places earlier or later: position, order, first and last place."""
-        operations, rng = self.operations, self.rng
+        network, rng = self.network, self.rng
         order, source = self.orders[position], self.place[position][operation]
         kind = rng.random()
         far = 1 if kind < 0.5 else rng.randint(2, FARTHEST)
@@ -145,13 +118,13 @@ class _Annealing:
             source -= 1
             target, step = min(len(order) - 1, source + far), 1
         moving, at = order[source], source
-        if len(operations.places(moving)) > 1:
+        if len(network.places(moving)) > 1:
             return None
-        while at != target and not operations.tied(order[at + step], moving):
+        while at != target and not network.tied(order[at + step], moving):
             at += step
         if at == source:
             return None
         changed = list(order)
         changed.insert(at, changed.pop(source))
         first, last = min(at, source), max(at, source)
-        return (position, changed, first, last) if operations.keeps_to_limit(changed) else None
+        return (position, changed, first, last) if network.keeps_to_limit(changed) else None

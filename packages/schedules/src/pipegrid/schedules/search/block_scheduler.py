@@ -17,7 +17,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from pipegrid.schedules.search.chain import Chain, Objective, Orders
+from pipegrid.schedules.search.network import Network, Objective, Orders
 from pipegrid.schedules.search.patterns import Pattern
 
 NEVER = float("inf")
@@ -36,7 +36,7 @@ class Squeeze:
     patience: float
 
 
-def squeezes(chain: Chain) -> Iterator[Squeeze]:
+def squeezes(chain: Network) -> Iterator[Squeeze]:
     """The ways to squeeze that `search` tries, the most promising first."""
     even = len(set(chain.duration)) == 1 and not any(chain.lag)
     half, whole = max(1, chain.num_positions // 2), chain.num_positions
@@ -49,9 +49,9 @@ def squeezes(chain: Chain) -> Iterator[Squeeze]:
 
 
 def squeezed(
-    chain: Chain, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan", below: float = NEVER
+    chain: Network, pattern: Pattern, squeeze: Squeeze, *, objective: Objective = "makespan"
 ) -> tuple[float, Orders] | None:
-    """The value and the orders; None if the value is not ``below``, or passes out of turn use up the memory."""
+    """The value and the orders; None if passes out of turn use up the memory."""
     table = _Table(chain, pattern, squeeze)
     positions = [_Position(chain, number) for number in range(chain.num_positions)]
     events = [(0.0, at.number) for at in positions]
@@ -71,11 +71,7 @@ def squeezed(
             continue
         end = run(at, number, now)
         left -= 1
-        reached = end if makespan else end - at.first
-        if reached > value:
-            value = reached
-            if value >= below:
-                return None
+        value = max(value, end if makespan else end - at.first)
         heapq.heappush(events, (end, place))
         if number + 1 < passes and position_of[number + 1] != place:
             heapq.heappush(events, (end + lag[number + 1], position_of[number + 1]))
@@ -99,7 +95,7 @@ class _Position:
         "warmup",
     )
 
-    def __init__(self, chain: Chain, number: int) -> None:
+    def __init__(self, chain: Network, number: int) -> None:
         self.number, self.passes = number, chain.passes_at[number]
         self.forwards = [one for one in reversed(self.passes) if one < chain.num_stages]
         self.backwards = [one for one in self.passes if one >= chain.num_stages]
@@ -113,7 +109,7 @@ class _Position:
 class _Table:
     """Per pass: its arrivals, the microbatches done, the date of the next; and the choice of the next pass."""
 
-    def __init__(self, chain: Chain, pattern: Pattern, squeeze: Squeeze) -> None:
+    def __init__(self, chain: Network, pattern: Pattern, squeeze: Squeeze) -> None:
         passes, count = 2 * chain.num_stages, chain.num_microbatches
         self.squeeze, self.count, self.stages, self.passes = squeeze, count, chain.num_stages, passes
         self.duration, self.lag, self.held, self.limit = chain.duration, chain.lag, chain.held, chain.limit

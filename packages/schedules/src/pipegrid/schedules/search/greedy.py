@@ -32,14 +32,22 @@ SPREAD = 29
 
 
 @frozen
-class Candidate:
-    """A plan with its figures: its origin, its makespan and span, and its peak in the unit of the cap."""
+class Found:
+    """A plan of computes that keeps to the memory limit, with its figures in simulation.
 
-    origin: str
+    ``origin``: the schedule or method it comes from; ``peak``: in the unit of the limit. Of a `search`, ``bound``: the
+    objective of no plan on this placement is less; ``optimal``: whether that, or a search of all orders, proves the
+    plan the best on its placement; ``complete``: False if the time limit, or the caller, stopped the search.
+    """
+
     plan: Plan
+    origin: str
     makespan: float
-    peak: float
     span: float
+    peak: float
+    bound: float = 0.0
+    optimal: bool = False
+    complete: bool = True
 
 
 def greedy(
@@ -92,7 +100,7 @@ def greedy(
     return min(candidates(shapes), key=lambda entry: (entry.makespan, entry.peak)).plan
 
 
-def candidates(shapes: Iterable[Problem]) -> Iterator[Candidate]:
+def candidates(shapes: Iterable[Problem]) -> Iterator[Found]:
     """The named schedules under the cap, then the list scheduler's plans; ``origin`` is a name, or ``"list"``."""
     for problem in shapes:
         yield from named(problem)
@@ -182,16 +190,16 @@ def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Act
     )
 
 
-def candidate(origin: str, plan: Plan, problem: Problem) -> Candidate | None:
+def candidate(origin: str, plan: Plan, problem: Problem) -> Found | None:
     """``plan`` with its figures; None if it does not keep to the cap."""
     simulation = simulate(plan, problem.costs)
     peak = simulation.peak()
     if peak > problem.room:
         return None
-    return Candidate(origin, plan, simulation.makespan, peak, simulation.span)
+    return Found(plan, origin, simulation.makespan, simulation.span, peak)
 
 
-def named(problem: Problem) -> Iterator[Candidate]:
+def named(problem: Problem) -> Iterator[Found]:
     """The named schedules that have this graph and placement, and keep to the cap."""
     plans: list[tuple[str, Plan]] = []
     if len(problem.graph.modules) == 1 and not problem.forward_only:
@@ -226,7 +234,7 @@ def _around(problem: Problem, options: dict[str, Any]) -> Iterator[tuple[str, Pl
             yield origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)
 
 
-def listed(problem: Problem) -> Iterator[Candidate]:
+def listed(problem: Problem) -> Iterator[Found]:
     """The list scheduler's plans under each policy, with backwards split, and whole where W follows its I."""
     seen = set()
     make = cache(Action)  # the same few thousand actions, over and over

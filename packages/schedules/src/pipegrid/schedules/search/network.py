@@ -1,25 +1,42 @@
-"""Any graph of stages as passes: what `Chain` is to a chain, for stages on several positions and frozen ones too.
+"""Any graph of stages as passes, and the player of fixed orders of them.
 
 A *pass* is a kind of compute of a stage: ``F``, ``I`` or ``W``. An *operation* is a pass of a microbatch, as the
 integer ``pass * M + microbatch``. It waits for operations of the same microbatch and, where a frozen module feeds a
-bounded queue, for the consumer's forward of an earlier one.
+bounded queue, for the consumer's forward of an earlier one: each a subtraction away. A pass comes after those that it
+waits for.
+
+In a chain of ``S`` trained stages, a microbatch makes ``2S`` passes one after the other: pass ``s`` is ``F`` of stage
+``s``, pass ``2S-1-s`` its ``I``; its ``W`` has the number of the ``I`` plus ``S``.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
 
 from attrs import field, frozen
 
 from pipegrid.schedules.plan import ActionKind, Plan
-from pipegrid.schedules.search.chain import Objective, Orders, Timing, least_halves, timing_of
 from pipegrid.schedules.search.problem import Problem
+from pipegrid.schedules.simulate import Costs
 
 _F, _I, _W = ActionKind.F, ActionKind.I, ActionKind.W
+
+Objective: TypeAlias = Literal["makespan", "span"]
+"""``"makespan"``: the end of the last action. ``"span"``: the longest time from a position's first start to its own
+last end, which is the time of a step where positions step apart (the optimizer has no barrier)."""
+
+Orders: TypeAlias = list[list[int]]
+"""Per position, its operations in order."""
+
+
+class Timing(NamedTuple):
+    """``value``: the objective; ``end``: of each operation; ``worst``: the position that decides the value."""
+
+    value: float
+    end: list[float]
+    worst: int
 
 
 class Wait(NamedTuple):
@@ -30,13 +47,14 @@ class Wait(NamedTuple):
     first: int
 
 
-@frozen
+@frozen(slots=False)
 class Network:
     """A graph on positions, as numbers per pass.
 
-    ``least``: durations where whole backwards are cheaper than their halves. ``after``: pairs of passes of which the
-    second waits for the first, directly or not. ``takes`` and ``gives``: live memory on each position of a pass from
-    its start on, and what its end releases.
+    ``least``: durations where whole backwards are cheaper than their halves. ``ordered``: pairs of passes of which the
+    second waits for the first, directly or not; in a chain, of a ``W`` only the one with its own ``I``. ``takes``: live
+    memory on each position of a pass from its start on; ``held``: what of it is there after its end, negative where a
+    pass releases memory.
     """
 
     problem: Problem = field(repr=False)
@@ -46,9 +64,9 @@ class Network:
     duration: tuple[float, ...]
     least: tuple[float, ...]
     waits: tuple[tuple[Wait, ...], ...]
-    after: frozenset[tuple[int, int]]
+    ordered: frozenset[tuple[int, int]]
     takes: tuple[float, ...]
-    gives: tuple[float, ...]
+    held: tuple[float, ...]
     limit: float
 
     @property
@@ -57,9 +75,45 @@ class Network:
         return self.problem.num_positions
 
     @property
+    def num_stages(self) -> int:
+        """Stages of the graph."""
+        return self.problem.graph.num_stages
+
+    @property
     def num_operations(self) -> int:
         """Operations of a step, each counted once."""
         return len(self.passes) * self.num_microbatches
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is a chain of trained stages on one position each."""
+        return self.problem.is_chain
+
+    @cached_property
+    def position(self) -> tuple[int, ...]:
+        """The position of each pass of a chain."""
+        return tuple([places[0] for places in self.positions])
+
+    @cached_property
+    def lag(self) -> tuple[float, ...]:
+        """The time from the end of the pass before to the start of each pass of a chain."""
+        return tuple([waits[0].lag if waits else 0.0 for waits in self.waits])
+
+    @cached_property
+    def passes_at(self) -> tuple[tuple[int, ...], ...]:
+        """The F and I passes of each position of a chain, ascending."""
+        passes = range(2 * self.num_stages)
+        return tuple([tuple([one for one in passes if self.position[one] == p]) for p in range(self.num_positions)])
+
+    @cached_property
+    def _wakes(self) -> tuple[tuple[int, ...], ...]:
+        """Per pass, the positions elsewhere that wait for it."""
+        wakes: list[set[int]] = [set() for _ in self.passes]
+        for number, waits in enumerate(self.waits):
+            for delta, _, first in waits:
+                other = number - (delta - first) // self.num_microbatches
+                wakes[other].update(set(self.positions[number]).difference(self.positions[other]))
+        return tuple(map(tuple, wakes))
 
     def action(self, operation: int) -> tuple[ActionKind, int, int]:
         """Kind, stage and microbatch of an operation."""
@@ -85,27 +139,31 @@ class Network:
         """Whether two operations of a position keep their order: microbatches of a pass, passes of a microbatch."""
         first, m = divmod(one, self.num_microbatches)
         second, n = divmod(other, self.num_microbatches)
-        return first == second or (m == n and ((first, second) in self.after or (second, first) in self.after))
+        return first == second or (m == n and ((first, second) in self.ordered or (second, first) in self.ordered))
 
     def keeps_to_limit(self, order: Sequence[int]) -> bool:
         """Whether a position that follows ``order`` keeps to the memory limit."""
-        count, takes, gives, limit = self.num_microbatches, self.takes, self.gives, self.limit
+        count, takes, held, limit = self.num_microbatches, self.takes, self.held, self.limit
         live = 0.0
         for operation in order:
             number = operation // count
-            live += takes[number]
-            if live > limit:
+            if live + takes[number] > limit:
                 return False
-            live -= gives[number]
+            live += held[number]
         return True
 
     def timed(self, orders: Orders, objective: Objective = "makespan") -> Timing | None:
-        """``orders`` played as soon as possible; None where positions wait for each other in a cycle."""
+        """``orders`` played as soon as possible; None where positions wait for each other in a cycle.
+
+        A search plays 10^4 to 10^6 orders, so this player knows computes and lags alone. What has messages, lanes,
+        collectives or copies is played by `simulate`; the two agree on a plan of computes.
+        """
         count, duration, waits, positions = self.num_microbatches, self.duration, self.waits, self.positions
+        wakes = self._wakes
         end = [-1.0] * self.num_operations
         done, clock = [0] * self.num_positions, [0.0] * self.num_positions
-        waiting: dict[int, list[int]] = {}
-        met: dict[int, list[tuple[int, float]]] = {}
+        waits_for = [-1] * self.num_positions
+        met: dict[int, list[int]] = {}  # the positions that have come to a compute of a stage on several
         runnable = list(range(self.num_positions))
         while runnable:
             position = runnable.pop()
@@ -113,41 +171,44 @@ class Network:
             while index < len(order):
                 operation = order[index]
                 number = operation // count
-                begin, missing = now, -1
                 for delta, lag, first in waits[number]:
                     if first and operation % count < first:
                         continue
-                    before = operation - delta
-                    ready = end[before]
+                    ready = end[operation - delta]
                     if ready < 0.0:
-                        missing = before
+                        waits_for[position] = operation - delta
                         break
                     ready += lag
-                    if ready > begin:  # noqa: PLR1730 -- the hot loop
-                        begin = ready
-                if missing >= 0:
-                    waiting.setdefault(missing, []).append(position)
-                    break
-                if len(positions[number]) > 1:
-                    together = met.setdefault(operation, [])
-                    together.append((position, begin))
-                    if len(together) < len(positions[number]):
-                        break  # the last to come carries this position on
-                    begin = max(time for _, time in together)
-                    for other, _ in together:
-                        if other != position:
-                            done[other], clock[other] = done[other] + 1, begin + duration[number]
+                    if ready > now:  # noqa: PLR1730 -- the hot loop
+                        now = ready
+                else:
+                    if len(positions[number]) > 1:
+                        together = met.setdefault(operation, [])
+                        together.append(position)
+                        if len(together) < len(positions[number]):
+                            break  # the last to come carries this position on
+                        now = max(now, *[clock[other] for other in together])
+                        for other in together[:-1]:
+                            done[other], clock[other] = done[other] + 1, now + duration[number]
                             runnable.append(other)
-                now = end[operation] = begin + duration[number]
-                index += 1
-                woken = waiting.pop(operation, None)
-                if woken is not None:
-                    runnable += woken
+                    now += duration[number]
+                    end[operation] = now
+                    index += 1
+                    for other in wakes[number]:
+                        if waits_for[other] == operation:
+                            waits_for[other] = -1
+                            runnable.append(other)
+                    continue
+                break
             done[position], clock[position] = index, now
         if any(index < len(order) for index, order in zip(done, orders, strict=True)):
             return None
-        starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
-        return timing_of(objective, starts, clock, end)
+        times = clock
+        if objective == "span":
+            starts = [end[order[0]] - duration[order[0] // count] if order else 0.0 for order in orders]
+            times = [last - first for first, last in zip(starts, clock, strict=True)]
+        worst = max(range(len(times)), key=times.__getitem__)
+        return Timing(times[worst], end, worst)
 
     def orders_of(self, plan: Plan) -> Orders:
         """The operations of ``plan``, a ``B`` as its two halves."""
@@ -162,93 +223,12 @@ class Network:
             orders.append(order)
         return orders
 
-    def lower_bound(self, objective: Objective) -> float:
-        """The objective of no orders is less.
 
-        For the span, the work of the busiest position. For the makespan, each position alone with its operations, which
-        may start when the way to them is done and are followed by the way to the end: where they may be interrupted,
-        the best is to run the one with the longest way to the end first.
-
-        Source: Jackson's preemptive schedule (Carlier 1982, "The one-machine sequencing problem", section 2).
-        """
-        work = [0.0] * self.num_positions
-        for number, places in enumerate(self.positions):
-            for position in places:
-                work[position] += self.num_microbatches * self.least[number]
-        if objective == "span":
-            return max(work)
-        starts, tails = self._starts(), self._tails()
-        return max(
-            self._alone([number for number, places in enumerate(self.positions) if position in places], starts, tails)
-            for position in range(self.num_positions)
-        )
-
-    def _starts(self) -> list[list[float]]:
-        """Per pass and microbatch, when it can start at the earliest."""
-        count, starts = self.num_microbatches, [[0.0] * self.num_microbatches for _ in self.passes]
-        for number in self._topological():
-            own, before = starts[number], 0.0
-            waits = [(number - wait.delta // count, wait.lag) for wait in self.waits[number] if not wait.first]
-            for m in range(count):
-                ready = [starts[other][m] + self.least[other] + lag for other, lag in waits]
-                own[m] = max(before, *ready, 0.0)
-                before = own[m] + self.least[number]
-        return starts
-
-    def _tails(self) -> list[list[float]]:
-        """Per pass and microbatch, the time from its end to the end of all that waits for it, at least."""
-        count, tails = self.num_microbatches, [[0.0] * self.num_microbatches for _ in self.passes]
-        followers: list[list[tuple[int, float]]] = [[] for _ in self.passes]
-        for number, waits in enumerate(self.waits):
-            for wait in waits:
-                if not wait.first:
-                    followers[number - wait.delta // count].append((number, wait.lag))
-        for number in reversed(self._topological()):
-            own, later = tails[number], 0.0
-            for m in reversed(range(count)):
-                behind = [lag + self.least[other] + tails[other][m] for other, lag in followers[number]]
-                own[m] = max(later, *behind, 0.0)
-                later = own[m] + self.least[number]
-        return tails
-
-    def _topological(self) -> list[int]:
-        """The passes, each after those that it waits for."""
-        rank = [0] * len(self.passes)
-        for _, later in self.after:
-            rank[later] += 1
-        return sorted(range(len(self.passes)), key=rank.__getitem__)
-
-    def _alone(self, passes: Sequence[int], starts: list[list[float]], tails: list[list[float]]) -> float:
-        """The end of Jackson's preemptive schedule of one position."""
-        coming = sorted(
-            (starts[number][m], -tails[number][m], self.least[number])
-            for number in passes
-            for m in range(self.num_microbatches)
-        )
-        ready: list[tuple[float, float]] = []  # (less its tail, time left)
-        now, end, at = 0.0, 0.0, 0
-        while ready or at < len(coming):
-            if not ready:
-                now = max(now, coming[at][0])
-            while at < len(coming) and coming[at][0] <= now:
-                heapq.heappush(ready, coming[at][1:])
-                at += 1
-            tail, left = heapq.heappop(ready)
-            until = coming[at][0] if at < len(coming) else math.inf
-            if now + left > until:
-                heapq.heappush(ready, (tail, now + left - until))
-                now = until
-            else:
-                now += left
-                end = max(end, now - tail)
-        return end
-
-
-def as_network(problem: Problem) -> Network:
-    """``problem`` as a `Network`."""
-    graph, costs, count = problem.graph, problem.costs, problem.num_microbatches
+def as_network(problem: Problem, num_microbatches: int | None = None) -> Network:
+    """``problem`` as a `Network`, of ``num_microbatches`` where given."""
+    graph, costs, count = problem.graph, problem.costs, num_microbatches or problem.num_microbatches
     stages, edges = graph.num_stages, graph.stage_edges
-    trained = [stage for stage in range(stages) if stage not in problem.forward_only]
+    trained = [stage for stage in reversed(range(stages)) if stage not in problem.forward_only]
     passes = [
         *((_F, stage) for stage in range(stages)),
         *((_I, stage) for stage in trained),
@@ -256,7 +236,7 @@ def as_network(problem: Problem) -> Network:
     ]
     number_of = {one: number for number, one in enumerate(passes)}
     times = {kind: costs.per_stage(kind.value, stages) for kind in (_F, _I, _W)}
-    least = {_F: times[_F], **dict(zip((_I, _W), least_halves(costs, stages), strict=True))}
+    least = {_F: times[_F], **dict(zip((_I, _W), _least_halves(costs, stages), strict=True))}
     latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
     waits: list[list[Wait]] = [[] for _ in passes]
 
@@ -264,8 +244,10 @@ def as_network(problem: Problem) -> Network:
         number, other = number_of[later], number_of[earlier]
         waits[number].append(Wait((number - other) * count + back, lag, back))
 
+    followed = {edge.source for edge in edges if edge.destination not in problem.forward_only}
     for stage in trained:
-        wait((_I, stage), (_F, stage), 0.0)
+        if stage not in followed:  # others wait for the I of what follows, and so for all forwards up to it
+            wait((_I, stage), (_F, stage), 0.0)
         wait((_W, stage), (_I, stage), 0.0)
     for edge in edges:
         ends = problem.placement[edge.source], problem.placement[edge.destination]
@@ -278,11 +260,19 @@ def as_network(problem: Problem) -> Network:
         assert problem.ahead is not None
         length = times[_F][edge.destination] + costs.overhead
         wait((_F, edge.source), (_F, edge.destination), -length, problem.ahead)
-    shares = problem.input_release
-    released = {
-        **{(_F, stage): 1.0 if stage in problem.forward_only else 0.0 for stage in range(stages)},
-        **{(_I, stage): shares[stage] for stage in trained},
-        **{(_W, stage): 1.0 - shares[stage] for stage in trained},
+    earlier: list[set[int]] = []  # per pass, all that it waits for, directly or not
+    for number, own_waits in enumerate(waits):
+        direct = {number - one.delta // count for one in own_waits if not one.first}
+        earlier.append(direct.union(*[earlier[other] for other in direct]))
+    ordered = frozenset((before, number) for number, own in enumerate(earlier) for before in own)
+    if problem.is_chain:
+        ordered = frozenset(pair for pair in ordered if pair[1] < 2 * stages or pair[1] - pair[0] == stages)
+    sizes = problem.activation
+    released = [size * share for size, share in zip(sizes, problem.input_release, strict=True)]
+    held = {
+        **{(_F, stage): 0.0 if stage in problem.forward_only else sizes[stage] for stage in range(stages)},
+        **{(_I, stage): -released[stage] for stage in trained},
+        **{(_W, stage): released[stage] - sizes[stage] for stage in trained},
     }
     return Network(
         problem,
@@ -292,21 +282,20 @@ def as_network(problem: Problem) -> Network:
         tuple(times[kind][stage] + costs.overhead for kind, stage in passes),
         tuple(least[kind][stage] + costs.overhead for kind, stage in passes),
         tuple(map(tuple, waits)),
-        _closure([[number - one.delta // count for one in own if not one.first] for number, own in enumerate(waits)]),
-        tuple(problem.activation[stage] if kind is _F else 0.0 for kind, stage in passes),
-        tuple(problem.activation[stage] * released[kind, stage] for kind, stage in passes),
+        ordered,
+        tuple(sizes[stage] if kind is _F else 0.0 for kind, stage in passes),
+        tuple(held[one] for one in passes),
         problem.room,
     )
 
 
-def _closure(waits: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:
-    """Pairs (earlier, later) of all that wait for each other, over any number of others between them."""
-    earlier: dict[int, frozenset[int]] = {}
+def _least_halves(costs: Costs, num_stages: int) -> tuple[list[float], list[float]]:
+    """Per stage, ``I`` and ``W``, or what is left of them where a whole backward takes less.
 
-    def find(number: int) -> frozenset[int]:
-        if number not in earlier:
-            earlier[number] = frozenset(waits[number]).union(*map(find, waits[number]))
-        return earlier[number]
-
-    numbers = range(len(waits))
-    return frozenset(itertools.chain.from_iterable(((before, number) for before in find(number)) for number in numbers))
+    A whole backward has one overhead for both; what that spares is taken off its second half.
+    """
+    inputs, weights = costs.per_stage("I", num_stages), costs.per_stage("W", num_stages)
+    for stage, time in enumerate(costs.per_stage("B", num_stages)):
+        inputs[stage] = min(inputs[stage], time)
+        weights[stage] = min(weights[stage], time - inputs[stage] - costs.overhead)
+    return inputs, weights

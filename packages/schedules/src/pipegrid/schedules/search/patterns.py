@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from attrs import field, frozen
 
-from pipegrid.schedules.search.chain import Chain
+from pipegrid.schedules.search.network import Network
 
 HOPS = tuple((first, other) for first in (1, 2, 3) for other in (1, 2, 3))
 TURNS = range(5)
@@ -43,7 +43,7 @@ class _Sweep:
     upward: bool
 
 
-def patterns(chain: Chain) -> list[Pattern]:
+def patterns(chain: Network) -> list[Pattern]:
     """Every pattern that suits the placement and the memory limit, least memory first; none for other placements.
 
     Where the limit is too low for any, patterns that hold more: squeezed, they wait for memory.
@@ -56,7 +56,7 @@ def patterns(chain: Chain) -> list[Pattern]:
     return []
 
 
-def _sweeps(chain: Chain) -> list[_Sweep]:
+def _sweeps(chain: Network) -> list[_Sweep]:
     count = chain.num_positions
     every = tuple(range(count))
     sweeps = []
@@ -75,7 +75,7 @@ class _Patterns:
     longest at an end: a few positions stand for all.
     """
 
-    def __init__(self, chain: Chain, sweeps: list[_Sweep], more: float) -> None:
+    def __init__(self, chain: Network, sweeps: list[_Sweep], more: float) -> None:
         self.chain, self.sweeps = chain, sweeps
         self.last = chain.num_positions - 1
         self.period = 3 * len(sweeps) // 2

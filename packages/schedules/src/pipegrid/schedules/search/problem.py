@@ -46,6 +46,16 @@ class Problem:
         return with_slack(self.memory_limit)
 
     @property
+    def is_chain(self) -> bool:
+        """Whether the stages are a chain, each trained and on one position."""
+        ends = [(edge.source, edge.destination) for edge in self.graph.stage_edges]
+        return (
+            ends == list(itertools.pairwise(range(self.graph.num_stages)))
+            and not self.forward_only
+            and all(len(places) == 1 for places in self.placement)
+        )
+
+    @property
     def input_release(self) -> list[float]:
         """Per stage, the share of its activation that ``I`` releases."""
         return self.costs.per_stage("input_release", self.graph.num_stages)

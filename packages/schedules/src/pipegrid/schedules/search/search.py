@@ -5,40 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.search.anneal import anneal
 from pipegrid.schedules.search.block_scheduler import squeezed, squeezes
-from pipegrid.schedules.search.chain import Objective, Orders, as_chain
+from pipegrid.schedules.search.bounds import lower_bound
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
-from pipegrid.schedules.search.greedy import Candidate, candidate, listed, named, planned, problems
-from pipegrid.schedules.search.network import as_network
+from pipegrid.schedules.search.greedy import Found, candidate, listed, named, planned, problems
+from pipegrid.schedules.search.network import Objective, Orders, as_network
 from pipegrid.schedules.search.patterns import patterns
 from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import GivenCosts
 from pipegrid.topology.fields import Amount, Count, checked_arguments
-
-
-@frozen
-class Found:
-    """``plan`` of computes, with its figures in simulation.
-
-    ``origin``: the schedule or method it comes from. ``bound``: the objective of no plan on this placement is less.
-    ``optimal``: whether that, or a search of all orders, proves the plan the best on its placement. ``complete``:
-    False if the time limit, or the caller, stopped the search.
-    """
-
-    plan: Plan
-    origin: str
-    makespan: float
-    span: float
-    peak: float
-    bound: float
-    optimal: bool
-    complete: bool
 
 
 @frozen
@@ -147,7 +127,7 @@ class _Clock:
             self.stopped = True
 
 
-def value_of(entry: Candidate, objective: Objective) -> float:
+def value_of(entry: Found, objective: Objective) -> float:
     """The objective of a candidate."""
     return entry.makespan if objective == "makespan" else entry.span
 
@@ -157,15 +137,13 @@ class _Search:
 
     def __init__(self, problem: Problem, objective: Objective, effort: float) -> None:
         self.problem, self.objective = problem, objective
-        self.chain = as_chain(problem)
-        network = as_network(problem)
-        self.operable = network if self.chain is None else self.chain
-        self.bound = max(one.lower_bound(objective) for one in (network, self.operable))
+        self.network = as_network(problem)
+        self.bound = lower_bound(self.network, objective)
         operations = 3 * problem.graph.num_stages * problem.num_microbatches
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
         self.spent = 0.0
-        self.best: Candidate | None = None
+        self.best: Found | None = None
         self.proved = False
         # Distinct orders, each with its value and origin.
         self.starts: dict[tuple[tuple[int, ...], ...], tuple[float, str]] = {}
@@ -176,15 +154,11 @@ class _Search:
 
     def found(self, *, complete: bool) -> Found:
         assert self.best is not None
-        best = self.best
-        optimal = self.proved or value_of(best, self.objective) <= self.bound * (1 + 1e-9)
-        return Found(
-            best.plan, best.origin, best.makespan, best.span, best.peak, self.bound, optimal=optimal, complete=complete
-        )
+        return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        for step in (self._from_schedules, self._from_patterns, self._from_all_orders, self._improve):
-            for _ in step(clock):
+        for step in (self._from_schedules(), self._from_patterns(), self._from_all_orders(), self._improve(clock)):
+            for _ in step:
                 clock.tell()
                 if clock.stop():
                     return
@@ -196,7 +170,7 @@ class _Search:
     def _is_done(self) -> bool:
         return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
 
-    def _offer(self, entry: Candidate | None) -> None:
+    def _offer(self, entry: Found | None) -> None:
         if entry is None:
             return
         key = (value_of(entry, self.objective), entry.peak)
@@ -207,22 +181,22 @@ class _Search:
         self.starts.setdefault(tuple(map(tuple, orders)), (value, origin))
 
     def _offer_orders(self, orders: Orders, origin: str) -> None:
-        entries: list[Entries] = [[self.operable.action(operation) for operation in order] for order in orders]
+        entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
         for written in (entries, with_whole_backwards(entries)):
             self._offer(candidate(origin, planned(self.problem, written), self.problem))
 
     # The four steps; each yields after a piece of work.
 
-    def _from_schedules(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002 -- the steps have one signature
+    def _from_schedules(self) -> Iterator[None]:
         """The named schedules, and the list schedules: one where all would take more than a quarter of the effort."""
         one_module = len(self.problem.graph.modules) == 1
         few = LISTED * self.operations <= self.budget / 4
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
-                orders = self.operable.orders_of(entry.plan)
-                if all(map(self.operable.keeps_to_limit, orders)):
-                    timing = self.operable.timed(orders, self.objective)
+                orders = self.network.orders_of(entry.plan)
+                if all(map(self.network.keeps_to_limit, orders)):
+                    timing = self.network.timed(orders, self.objective)
                     if timing is not None:  # a frozen module may be farther ahead than its queue is long
                         self._start(timing.value, orders, entry.origin)
                 if source is listed:
@@ -231,16 +205,15 @@ class _Search:
                 if source is listed and not few and (one_module or self.spent >= self.budget / 3):
                     break
 
-    def _from_patterns(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
+    def _from_patterns(self) -> Iterator[None]:
         """Each pattern squeezed in two ways, the best in all ways; first for few microbatches where there are many."""
-        if self.chain is None:
+        if not self.network.is_chain:
             return
-        found = patterns(self.chain)
+        found = patterns(self.network)
         if not found:
             return
-        few = min(self.problem.num_microbatches, max(2 * self.chain.num_positions, 24))
-        chain = as_chain(self.problem, few)
-        assert chain is not None
+        few = min(self.problem.num_microbatches, max(2 * self.network.num_positions, 24))
+        chain = as_network(self.problem, few)
         cost = SQUEEZED * chain.num_operations
         ways = list(squeezes(chain))
         share = max(self.budget / 3, self.spent + 40 * cost)
@@ -261,14 +234,14 @@ class _Search:
                     self.spent += cost
                     if result is not None:
                         kept.append((result[0], pattern, way))
-                        if chain.num_microbatches == self.chain.num_microbatches:
+                        if chain.num_microbatches == self.network.num_microbatches:
                             self._start(result[0], result[1], "pattern")
                 yield
                 if self.spent >= ends and len(kept) >= ANNEALED:
                     break
-        if chain.num_microbatches != self.chain.num_microbatches:
+        if chain.num_microbatches != self.network.num_microbatches:
             for _, pattern, way in sorted(kept)[: 2 * ANNEALED]:
-                result = squeezed(self.chain, found[pattern], ways[way], objective=self.objective)
+                result = squeezed(self.network, found[pattern], ways[way], objective=self.objective)
                 self.spent += SQUEEZED * self.operations
                 if result is not None:
                     self._start(result[0], result[1], "pattern")
@@ -277,10 +250,10 @@ class _Search:
             self._offer_orders(orders, origin)
             yield
 
-    def _from_all_orders(self, clock: _Clock) -> Iterator[None]:  # noqa: ARG002
+    def _from_all_orders(self) -> Iterator[None]:
         """All orders, where costs are equal and positions few."""
-        chain = self.chain
-        if chain is None or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):
+        chain = self.network
+        if not chain.is_chain or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):
             return
         assert self.best is not None
         states = int((self.budget - self.spent) / 2 / STATE)
@@ -296,7 +269,7 @@ class _Search:
 
     def _improve(self, clock: _Clock) -> Iterator[None]:
         """The best few orders, improved; then the best of them once more, with the rest of the effort."""
-        duration = sum(self.operable.duration) / len(self.operable.duration)
+        duration = sum(self.network.duration) / len(self.network.duration)
         chosen = self._best_starts(ANNEALED)
         for index, start in enumerate([*chosen, None]):
             value, orders, origin = self._best_starts(1)[0] if start is None else start
@@ -325,7 +298,7 @@ class _Search:
             return clock.stop() or best <= self.bound * (1 + 1e-9)
 
         found = anneal(
-            self.operable,
+            self.network,
             orders,
             objective=self.objective,
             tries=tries,

@@ -12,7 +12,10 @@ from attrs import Factory, define
 
 @define(eq=False)
 class Program:
-    """The events of one position, in order.
+    """The events of one position, in order: what `play` plays.
+
+    `PositionVerifier` writes that of a position's steps while it verifies them, `check_creation` that of an order in
+    which groups and lanes are created. Both take the ids of events from one numbering for the whole plan.
 
     ``operations``: an event id to set, or ``~id`` to wait for. ``ends``: per step of the plan, the number of operations
     to its end.
@@ -38,7 +41,7 @@ class Wait(NamedTuple):
 
 
 def play(programs: Sequence[Program], num_events: int) -> list[int]:
-    """How many operations each position completes.
+    """How many operations each position completes: the proof that none gets stuck, which knows of no clock.
 
     An event stays set, so the outcome does not depend on which position runs first; each operation is looked at once,
     and once more if it has to wait.

@@ -18,7 +18,7 @@ from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_
 from pipegrid.schedules.verify.memory import Peaks, peaks_of
 from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
-from pipegrid.schedules.verify.sharding import check_sharding
+from pipegrid.schedules.verify.sharding import Gathering, check_sharding
 from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
 from pipegrid.topology.fields import Count, checked, shown
 
@@ -142,46 +142,58 @@ def verify(
     checked(lanes, Lanes, "lanes", PlanError)
     checked(batches, Batches, "batches", PlanError)
     checked(window, Count | None, "window", PlanError)
-    limits = _limits(memory_limit, plan)
-    num_steps = sum(map(len, plan.positions))
-    if plan.num_pieces > num_steps:  # a compute is a step; an error before memory for each piece is taken
-        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
-        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
-        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
-    ids = EventIds(plan)
     blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)
+    return _proof(plan, blocking, _limits(memory_limit, plan), window)
+
+
+def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int | None) -> Proof:
+    """The proof of ``plan`` under one rule of waiting, with a memory limit per position."""
+    _require_enough_steps(plan)
+    ids = EventIds(plan)
     verifiers = [
         PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
     ]
-    faults = _twins(plan) + list_faults(ids, verifiers)
-    gathered = [0] * plan.num_positions
+    gathered = [Gathering((), 0)] * plan.num_positions
     if any(verifier.shards for verifier in verifiers):
-        for position, found in enumerate(check_sharding(plan, window)):
-            faults += found.faults
-            gathered[position] = found.peak
+        gathered = check_sharding(plan, window)
+    faults = _twins(plan) + list_faults(ids, verifiers)
+    faults += [fault for found in gathered for fault in found.faults]
     peaks: list[Peaks] = []
-    for position, (verifier, limit) in enumerate(zip(verifiers, limits, strict=True)):
-        if verifier.faults:
-            continue
-        if verifier.offloads:
-            faults += check_offloading(plan, position)
-        peaks.append(peaks_of(plan, position))
-        if peaks[-1].live > limit + 1e-9:
-            text = f"{peaks[-1].live:g} microbatches are live at once; the limit is {limit:g}"
-            faults.append(Fault("memory", text, position))
+    for verifier, limit in zip(verifiers, limits, strict=True):
+        if not verifier.faults:
+            peaks.append(peaks_of(plan, verifier.position))
+            faults += _memory_faults(plan, verifier, peaks[-1].live, limit)
     if faults:
         raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
     return Proof(
         plan=plan,
         num_actions=sum(verifier.num_actions for verifier in verifiers),
         num_messages=sum(len(sent) for verifier in verifiers for sent in verifier.sent.values()),
-        rendezvous=rendezvous,
-        lanes=lanes,
-        batches=batches,
+        rendezvous=blocking.rendezvous,
+        lanes=blocking.lanes,
+        batches=blocking.batches,
         peak_live=tuple(peak.live for peak in peaks),
         peak_live_inputs=tuple(peak.inputs for peak in peaks),
-        peak_gathered=tuple(gathered),
+        peak_gathered=tuple(found.peak for found in gathered),
     )
+
+
+def _require_enough_steps(plan: Plan) -> None:
+    """Raise where there are fewer steps than pieces, before memory is taken for each piece: a compute is a step."""
+    num_steps = sum(map(len, plan.positions))
+    if plan.num_pieces > num_steps:
+        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
+        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
+
+
+def _memory_faults(plan: Plan, verifier: PositionVerifier, live: float, limit: float) -> list[Fault]:
+    """The faults of a position in what it keeps in memory, of which at most ``live`` microbatches at once."""
+    faults = check_offloading(plan, verifier.position) if verifier.offloads else []
+    if live > limit + 1e-9:
+        text = f"{live:g} microbatches are live at once; the limit is {limit:g}"
+        faults.append(Fault("memory", text, verifier.position))
+    return faults
 
 
 def _twins(plan: Plan) -> list[Fault]:

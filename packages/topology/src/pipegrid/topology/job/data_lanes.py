@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from pipegrid.topology.errors import GridShapeError
+from pipegrid.topology.errors import GridError
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.topology.grid import Dims, dims_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
@@ -39,8 +39,8 @@ def lane_bounds(num_samples: int, lanes: int) -> tuple[int, ...]:
     Block sizes differ by at most one and the first ``num_samples % lanes`` lanes have one sample more:
     ``lane_bounds(10, 4) == (0, 3, 6, 8, 10)``. A lane may be empty.
     """
-    num_samples = checked(num_samples, Index, "num_samples", GridShapeError)
-    lanes = checked(lanes, Count, "lanes", GridShapeError)
+    num_samples = checked(num_samples, Index, "num_samples", GridError)
+    lanes = checked(lanes, Count, "lanes", GridError)
     size, larger = divmod(num_samples, lanes)
     return tuple(lane * size + min(lane, larger) for lane in range(lanes + 1))
 
@@ -63,8 +63,8 @@ def lane_samples(
     if sizes is None:
         bounds = lane_bounds(num_samples, lanes)
     else:
-        sizes = checked(sizes, tuple[Index, ...], "sizes", GridShapeError)
+        sizes = checked(sizes, tuple[Index, ...], "sizes", GridError)
         if len(sizes) != lanes or sum(sizes) != num_samples:
-            raise GridShapeError(f"sizes {list(sizes)} do not share {num_samples} samples among {lanes} lanes")
+            raise GridError(f"sizes {list(sizes)} do not share {num_samples} samples among {lanes} lanes")
         bounds = (0, *itertools.accumulate(sizes))
     return range(bounds[lane], bounds[lane + 1])

@@ -37,7 +37,7 @@ def place(
     Raises:
         PlacementError: a rank without a module (a gap, or left over at the end), modules that overlap in
             part, or more ranks than the world has; with a table of the modules and their ranks.
-        GridShapeError: a module's dims are no grid.
+        GridError: a module's dims are no grid.
     """
     world_size = resolve_world_size(world_size)
     if not all(isinstance(dims, Mapping) for dims in modules.values()):

@@ -10,7 +10,7 @@ from typing import Self
 from attrs import field, frozen
 from attrs.converters import optional
 
-from pipegrid.topology.errors import RankNotInGridError, RoleError
+from pipegrid.topology.errors import PlacementError, WorldError
 from pipegrid.topology.grid import Relation, relation
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
@@ -44,7 +44,7 @@ def _copied(modules: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):  # a string lists its letters
-        raise RoleError(f"module names are {names!r}; give a list: [{names!r}]")
+        raise PlacementError(f"module names are {names!r}; give a list: [{names!r}]")
     return tuple(names)
 
 
@@ -99,26 +99,28 @@ class RankRole:
             sinks: modules that read labels.
 
         Raises:
-            RoleError: the map's modules are not the modality modules and "language", or a source or sink is
+            PlacementError: the map's modules are not the modality modules and "language", or a source or sink is
                 none of them.
-            RankNotInGridError: the rank is in no grid.
+            WorldError: the rank is in no grid.
         """
         expected = _name_set(modality_module_names) | {MIMO_LANGUAGE_MODULE_KEY}
         missing, extra = sorted(expected - set(module_to_grid_map)), sorted(set(module_to_grid_map) - expected)
         if missing or extra:
-            raise RoleError(
+            raise PlacementError(
                 f"module_to_grid_map must have exactly the modules {sorted(expected)}: missing {missing}, extra {extra}"
             )
         if sources is None:
             sources = modality_module_names or (MIMO_LANGUAGE_MODULE_KEY,)
         sources, sinks = _name_set(sources), _name_set(sinks)
         if not sources | sinks <= expected:
-            raise RoleError(f"sources {sorted(sources)} and sinks {sorted(sinks)} must be some of {sorted(expected)}")
+            raise PlacementError(
+                f"sources {sorted(sources)} and sinks {sorted(sinks)} must be some of {sorted(expected)}"
+            )
         rank = resolve_rank(rank)
         modules = {name: _stage(grid, rank) for name, grid in module_to_grid_map.items() if rank in grid.ranks}
         if not modules:
             spans = {name: f"{grid.ranks.start}..{grid.ranks.stop - 1}" for name, grid in module_to_grid_map.items()}
-            raise RankNotInGridError(f"rank {rank} is in no module's grid; the grids span {spans}")
+            raise WorldError(f"rank {rank} is in no module's grid; the grids span {spans}")
         mode = _mode(list(module_to_grid_map.values()), grids_of_rank=len(modules))
         return cls(modules, mode, sources=sources, sinks=sinks)
 

@@ -22,10 +22,6 @@ from pipegrid.training.stages.building.build import planned
 USAGE, DIFFERENT = 2, 1
 
 
-class _UsageError(Exception):
-    """An argument that names nothing."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command ``check`` with its arguments; 1 where stages and model differ, 2 where nothing can be compared."""
     parser = argparse.ArgumentParser(prog="python -m pipegrid.training check", description=__doc__)
@@ -46,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     except CutError as error:
         print(error)  # noqa: T201
         return DIFFERENT
-    except (_UsageError, LayoutError, OSError) as error:
+    except (argparse.ArgumentTypeError, LayoutError, OSError) as error:
         parser.exit(USAGE, f"{error}\n")
 
 
@@ -76,14 +72,16 @@ def _maker(model: str, kind: str | None) -> Callable[[], nn.Module]:
     if name is None:
         return lambda: transformers.AutoModelForCausalLM.from_config(found)  # type: ignore[no-untyped-call]
     if not hasattr(transformers, name):
-        raise _UsageError(f"transformers has no class {name}; give --class")
+        raise argparse.ArgumentTypeError(f"transformers has no class {name}; give --class")
     return lambda: getattr(transformers, name)(found)
 
 
 def _folder(path: str) -> str:
     """What `AutoConfig` reads; never a name on the hub."""
     if not Path(path).exists():
-        raise _UsageError(f"{path} is no file and no folder; give a config.json, its folder, or module:function")
+        raise argparse.ArgumentTypeError(
+            f"{path} is no file and no folder; give a config.json, its folder, or module:function"
+        )
     return path
 
 
@@ -93,7 +91,7 @@ def _named(text: str) -> Callable[[], Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise _UsageError(f"{text} is no function: {error}; give module:function") from error
+        raise argparse.ArgumentTypeError(f"{text} is no function: {error}; give module:function") from error
     finally:
         sys.path.remove("")
     return found  # type: ignore[no-any-return]

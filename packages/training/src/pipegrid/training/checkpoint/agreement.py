@@ -22,6 +22,16 @@ class Held:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def key(self) -> str:
+        """The name in the checkpoint."""
+        return f"model/{self.module}/{self.name}"
+
+
+def stages_of(held: Iterable[Held]) -> tuple[tuple[str, int], ...]:
+    """The stages of a rank."""
+    return tuple(dict.fromkeys((one.module, one.stage) for one in held))
+
 
 def require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str = "") -> None:
     """Ranks that have a value under the same name have the same value.

@@ -14,13 +14,13 @@ from typing import Literal
 import torch.distributed as dist
 
 from pipegrid.topology.fields import Count, Index, checked
-from pipegrid.training.checkpoint import agreement, loading
+from pipegrid.training.checkpoint import loading
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.last_save import Pending, finish_at_exit
 from pipegrid.training.checkpoint.loading import LoadedCheckpoint
 from pipegrid.training.checkpoint.saving import Saver
 from pipegrid.training.checkpoint.state.names import TrainingState, known_state
-from pipegrid.training.checkpoint.state.shot import Camera, Shot
+from pipegrid.training.checkpoint.state.snapshot import Snapshot, Snapshots
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.lock import Lock
 from pipegrid.training.errors import CheckpointError
@@ -59,14 +59,14 @@ class Checkpoints:
         checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
         self._job = Job(group, timeout)
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
-        self._camera: Camera | None = None
+        self._snapshots: Snapshots | None = None
         self._pending = Pending()
-        self._work: queue.SimpleQueue[tuple[Shot | Exception, Future[None]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Snapshot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._unlock: weakref.finalize[..., Checkpoints] | None = None  # on the first rank
         finish_at_exit(self._pending, self.directory, timeout)
         outcome = f"{self.directory} is not used"
-        agreement.require_equal(outcome, self._job.gather({"keep": self.keep, "replicas": replicas}))
+        self._job.require_equal(outcome, {"keep": self.keep, "replicas": replicas})
         if self._job.first(outcome, self._open):
             self._saver.require_shared(outcome)
 
@@ -99,21 +99,21 @@ class Checkpoints:
             CheckpointError: a rank could not write. The checkpoints before are untouched.
         """
         self.wait()
-        shot: Shot | Exception
+        snapshot: Snapshot | Exception
         try:
-            if self._camera is None or self._camera.state is not state:
-                self._camera = Camera(known_state(state))
-            shot = self._camera.shoot(checked(step, Index, "step", CheckpointError))
+            if self._snapshots is None or self._snapshots.state is not state:
+                self._snapshots = Snapshots(known_state(state))
+            snapshot = self._snapshots.take(checked(step, Index, "step", CheckpointError))
         except Exception as error:  # noqa: BLE001 -- raised on every rank, by the first exchange
-            shot = error
+            snapshot = error
         if blocking:
-            self._saver.write(shot)
+            self._saver.write(snapshot)
             return
-        if self._worker is None:
+        if self._worker is None:  # one for all saves: to start a thread costs the step as much as a copy
             self._worker = threading.Thread(target=self._run, name="checkpoints", daemon=True)
             self._worker.start()
         self._pending.future = Future()
-        self._work.put((shot, self._pending.future))
+        self._work.put((snapshot, self._pending.future))
 
     def load(self, state: TrainingState, *, step: int | None = None) -> LoadedCheckpoint | None:
         """Fill ``state`` in place from the newest good checkpoint. Grids, stages and ranks may be others than its own.
@@ -158,11 +158,11 @@ class Checkpoints:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            shot, future = work
+            snapshot, future = work
             try:
-                self._saver.write(shot)
+                self._saver.write(snapshot)
             except BaseException as error:  # noqa: BLE001 -- raised by the next call
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del shot, future, work
+            del snapshot, future, work

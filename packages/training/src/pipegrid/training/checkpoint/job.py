@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import cattrs
 import torch.distributed as dist
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.training.checkpoint import agreement
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from pipegrid.training.gathering import gather_plain
 
+_T = TypeVar("_T")
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
 
 
@@ -36,6 +38,10 @@ class Job:
         with reached():
             return gather_plain(value, self.group)
 
+    def require_equal(self, outcome: str, values: Mapping[str, Any], hint: str = "") -> None:
+        """Raise on every rank unless those that have a value under a name have the same; see `agreement`."""
+        agreement.require_equal(outcome, self.gather(values), hint)
+
     def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank; its results, in order of ranks, as `gather` has them.
 
@@ -55,6 +61,12 @@ class Job:
             also = f" (also ranks {others})" if others else ""
             raise _ERRORS[kind](f"{what}: rank {rank}{also}: {text}") from failed
         return [value for value, _ in outcomes]
+
+    def each(self, what: str, function: Callable[[], _T]) -> _T:
+        """What ``function``, called on every rank, returns here; raises as `together`."""
+        own: list[_T] = []
+        self.together(what, lambda: own.append(function()))
+        return own[0]
 
     def first(self, what: str, function: Callable[[], Any]) -> Any:
         """What ``function`` returns on the first rank, which alone calls it; on every rank."""

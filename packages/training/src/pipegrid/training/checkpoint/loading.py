@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 from attrs import frozen
 
 from pipegrid.training.checkpoint import agreement
-from pipegrid.training.checkpoint.agreement import Held
+from pipegrid.training.checkpoint.agreement import Held, stages_of
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.saving import PLAN
 from pipegrid.training.checkpoint.state import optimizer, random_state
 from pipegrid.training.checkpoint.state.groups import LoadedGroup, loaded_groups
 from pipegrid.training.checkpoint.state.names import TrainingState
-from pipegrid.training.checkpoint.state.shot import Inventory, stages_of
+from pipegrid.training.checkpoint.state.tensors import StateTensors
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
@@ -52,7 +52,7 @@ class LoadedCheckpoint:
 
 def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
     """As `Checkpoints.load`."""
-    agreement.require_equal("nothing is loaded", job.gather({"the step": step}))
+    job.require_equal("nothing is loaded", {"the step": step})
     names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.named_in(directory)])
     if step is not None:
         there = [one for one, _ in names]
@@ -84,41 +84,29 @@ def verified(job: Job, path: Path) -> Manifest:
     Raises:
         CorruptCheckpointError: some are not; on every rank, with the name of the tensor.
     """
-    found: list[Manifest] = []
 
-    def verify() -> None:
-        found.append(reading.read(path))
-        faults = manifest.faults(path, list(manifest.parts(found[0]))[job.rank :: job.size])
+    def verify() -> Manifest:
+        found = reading.read(path)
+        faults = manifest.faults(path, list(manifest.parts(found))[job.rank :: job.size])
         if faults:
             raise CorruptCheckpointError("; ".join(faults[:3]))
+        return found
 
-    job.together(f"{path.name} is not loaded", verify)
-    return found[0]
-
-
-@frozen(eq=False)
-class _Fitting:
-    """What the state of this rank has, all of which the checkpoint can fill."""
-
-    inventory: Inventory
-    groups: list[LoadedGroup]
-    plan: str | None
+    return job.each(f"{path.name} is not loaded", verify)
 
 
 def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
     what = f"{path.name} is not loaded"
-    made: list[_Fitting] = []
-    job.together(what, lambda: made.append(_fitting(state, path, found)))
-    fitting = made[0]
-    tables = [cattrs.structure(table, tuple[Held, ...]) for table in job.gather(fitting.inventory.held)]
+    own, groups, plan = job.each(what, lambda: _fitting(state, path, found))
+    tables = [cattrs.structure(table, tuple[Held, ...]) for table in job.gather(own.held)]
     agreement.require_whole_names(what, tables)
-    held = {f"model/{one.module}/{one.name}" for table in tables for one in table}
+    held = {one.key for table in tables for one in table}
     unused = [key for key in found.tensors if key.startswith("model/") and key not in held]
     if unused:
         raise CheckpointMismatchError(f"{what}: no rank has the tensors {_some(unused)} of the checkpoint")
     same = tuple(stages_of(table) for table in tables) == found.ranks
-    changed = job.gather([text for group in fitting.groups for text in group.changed])
-    job.together(what, lambda: _fill_rank(state, path, found, fitting, job.rank, same_layout=same))
+    changed = job.gather([text for group in groups for text in group.changed])
+    job.each(what, lambda: _fill_rank(state, path, found, own, groups, job.rank, same_layout=same))
     if job.rank == 0 and (texts := list(dict.fromkeys(text for texts in changed for text in texts))):
         more = f"; and {len(texts) - 3} others" if len(texts) > 3 else ""
         warnings.warn(
@@ -129,7 +117,7 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
         step=found.step,
         path=path,
         data=from_plain(found.data),
-        plan=fitting.plan,
+        plan=plan,
         grids=found.grids,
         layout=found.layout,
         same_layout=same,
@@ -138,20 +126,26 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
 
 
 def _fill_rank(
-    state: TrainingState, path: Path, found: Manifest, fitting: _Fitting, rank: int, *, same_layout: bool
+    state: TrainingState,
+    path: Path,
+    found: Manifest,
+    own: StateTensors,
+    groups: Sequence[LoadedGroup],
+    rank: int,
+    *,
+    same_layout: bool,
 ) -> None:
     """Fill the state of this rank."""
-    inventory, own = fitting.inventory, f"random/{rank}/"
-    targets, states = optimizer.prepared(state.optimizers, inventory.owners, found)
+    prefix = f"random/{rank}/"
+    targets, states = optimizer.prepared(state.optimizers, own.owners, found)
     randoms = {
         key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         for key, entry in found.tensors.items()
-        if same_layout and key.startswith(own)
+        if same_layout and key.startswith(prefix)
     }
-    with torch.no_grad():
-        dcp.load(path, found, {**inventory.tensors(), **targets, **randoms})
+    dcp.load(path, found, {**own.now(), **targets, **randoms})
     optimizer.restore_states(states)
-    for group in fitting.groups:
+    for group in groups:
         group.restore()
     if state.scaler is not None and found.scaler is not None:
         state.scaler.load_state_dict(from_plain(found.scaler))
@@ -159,15 +153,16 @@ def _fill_rank(
     if data is not None and hasattr(state.data, "load_state_dict"):
         state.data.load_state_dict(data)
     if same_layout:
-        random_state.restore({key.removeprefix(own): value for key, value in randoms.items()}, inventory.device)
+        random_state.restore({key.removeprefix(prefix): value for key, value in randoms.items()}, own.device)
     else:
         random_state.derive(found.seed, found.step, rank)
 
 
-def _fitting(state: TrainingState, path: Path, found: Manifest) -> _Fitting:
-    inventory = Inventory(state)
-    for held in inventory.held:
-        entry = found.tensors.get(f"model/{held.module}/{held.name}")
+def _fitting(state: TrainingState, path: Path, found: Manifest) -> tuple[StateTensors, list[LoadedGroup], str | None]:
+    """The tensors and parameter groups of this rank, all of which the checkpoint can fill; the text of its plan."""
+    own = StateTensors(state)
+    for held in own.held:
+        entry = found.tensors.get(held.key)
         stored = None if entry is None else (entry.dtype, list(entry.shape))
         if stored != (held.dtype, list(held.shape)):
             of_module = [key for key in found.tensors if key.startswith(f"model/{held.module}/")]
@@ -176,7 +171,7 @@ def _fitting(state: TrainingState, path: Path, found: Manifest) -> _Fitting:
                 f"stage {held.stage} of module {held.module!r} has {held.name!r} as {(held.dtype, list(held.shape))}, "
                 f"and the checkpoint has {there}"
             )
-    return _Fitting(inventory, loaded_groups(state.optimizers, inventory.owners, found.groups), _plan(path, found))
+    return own, loaded_groups(state.optimizers, own.owners, found.groups), _plan(path, found)
 
 
 def _plan(path: Path, found: Manifest) -> str | None:

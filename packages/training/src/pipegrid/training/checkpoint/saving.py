@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import cattrs
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from attrs import evolve
 
 from pipegrid.training.checkpoint import agreement
-from pipegrid.training.checkpoint.agreement import Held
+from pipegrid.training.checkpoint.agreement import Held, stages_of
 from pipegrid.training.checkpoint.job import Job, reached
 from pipegrid.training.checkpoint.state import groups as parameter_groups
 from pipegrid.training.checkpoint.state import random_state
-from pipegrid.training.checkpoint.state.shot import Shot, stages_of
-from pipegrid.training.checkpoint.state.snapshot import SnapshotPlanner
+from pipegrid.training.checkpoint.state.snapshot import Snapshot
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest
 from pipegrid.training.checkpoint.stored.manifest import Chunk, GroupEntry, Manifest, TensorEntry
-from pipegrid.training.checkpoint.stored.plain import dtype_name
 from pipegrid.training.errors import CheckpointError
 
 PLAN = "plan.txt"
@@ -40,44 +38,45 @@ class Saver:
         with ExitStack() as undo:
             self._begin(0, undo, what)
 
-    def write(self, shot: Shot | Exception) -> None:
+    def write(self, snapshot: Snapshot | Exception) -> None:
         """Write a checkpoint; all ranks together.
+
+        Args:
+            snapshot: of this rank, or why it has none.
 
         Raises:
             CheckpointError: it is not saved; on every rank, with the same text.
         """
-        step = self._job.together("the checkpoint is not saved", lambda: _step(shot))[0]
-        assert isinstance(shot, Shot)
-        what = f"step {step} is not saved"
-        self._agree(shot, what)
-        shot.snapshot.wait()
+        told = self._job.together("the checkpoint is not saved", lambda: _step_and_form(snapshot))
+        assert isinstance(snapshot, Snapshot)
+        what = f"step {told[0][0]} is not saved"
+        self._agree(snapshot, what, [form for _, form in told])
+        snapshot.wait()
         if self._replicas == "equal":
-            agreement.require_equal(
+            self._job.require_equal(
                 what,
-                self._job.gather(shot.checksums()),
+                snapshot.checksums(),
                 "; a shard of a tensor must be a DTensor, and replicas='first' stores one of unequal copies",
             )
         with ExitStack() as undo:
-            path = self._begin(step, undo, what)
-            self._write_files(path, shot, what)
-            self._job.first(what, lambda: folder.publish(path, step).name)
+            path = self._begin(snapshot.step, undo, what)
+            self._write_files(path, snapshot, what)
+            self._job.first(what, lambda: folder.publish(path, snapshot.step).name)
             undo.pop_all()
-        remain = f"step {step} is saved, but older ones remain"
+        remain = f"step {snapshot.step} is saved, but older ones remain"
         self._job.first(remain, lambda: folder.prune(self._directory, self._keep))
 
-    def _agree(self, shot: Shot, what: str) -> None:
-        """Compare what must be equal, before the first byte."""
-        position = {} if shot.data is None else {"the data position": shot.data}
-        told = self._job.gather(({"the step": shot.step} | position, hash((shot.held, repr(shot.settings)))))
-        agreement.require_equal(what, [values for values, _ in told])
-        hashes = [digest for _, digest in told]
-        if hashes == self._agreed:
+    def _agree(self, snapshot: Snapshot, what: str, forms: list[int]) -> None:
+        """Compare what must be equal, before the first byte: steps and data; the rest where a rank's form is new."""
+        position = {} if snapshot.data is None else {"the data position": snapshot.data}
+        self._job.require_equal(what, {"the step": snapshot.step} | position)
+        if forms == self._agreed:
             return
-        tables = self._job.gather((shot.held, shot.settings))
-        settings = ("the plan", "the grids", "the layout")
-        agreement.require_equal(what, [dict(zip(settings, values, strict=True)) for _, values in tables])
-        agreement.require_whole_names(what, [cattrs.structure(held, tuple[Held, ...]) for held, _ in tables])
-        self._agreed = hashes
+        settings = {"the plan": snapshot.plan, "the grids": snapshot.grids, "the layout": snapshot.layout}
+        self._job.require_equal(what, settings)
+        tables = self._job.gather(snapshot.held)
+        agreement.require_whole_names(what, [cattrs.structure(held, tuple[Held, ...]) for held in tables])
+        self._agreed = forms
 
     def _begin(self, step: int, undo: ExitStack, what: str) -> Path:
         """A folder aside, which every rank sees; ``undo`` removes it."""
@@ -88,33 +87,34 @@ class Saver:
             return made.name
 
         path = self._directory / str(self._job.first(what, begin))
-        self._job.together(what, lambda: _require_seen(path))
+        self._job.each(what, lambda: _require_seen(path))
         return path
 
-    def _write_files(self, path: Path, shot: Shot, what: str) -> None:
+    def _write_files(self, path: Path, snapshot: Snapshot, what: str) -> None:
         own = f"random/{self._job.rank}"
-        randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(shot.random).items()}
-        planner = SnapshotPlanner(shot.snapshot, randoms, lowest=self._replicas == "first")
+        randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(snapshot.random).items()}
+        boxes = [*snapshot.boxes, *((item, randoms[item.index.fqn]) for item in dcp.items_of(randoms))]
         with reached(f"{what}: "):
-            metadata, places = dcp.save(path, planner, self._job.group)
+            tensors, boxes_here = dcp.save(path, boxes, self._job.group, lowest=self._replicas == "first")
         written = self._job.together(
             what,
             lambda: (
-                dcp.chunks(path, places, planner.plan.items),
-                shot.groups,
-                shot.values,
-                stages_of(shot.held),
-                shot.scaler,
-                shot.data,
+                dcp.chunks(path, boxes_here),
+                snapshot.groups,
+                snapshot.values,
+                stages_of(snapshot.held),
+                snapshot.scaler,
+                snapshot.data,
             ),
         )
-        self._job.first(what, lambda: _describe(path, shot, metadata, written))
+        self._job.first(what, lambda: _describe(path, snapshot, tensors, written))
 
 
-def _step(shot: Shot | Exception) -> int:
-    if isinstance(shot, Exception):
-        raise shot
-    return shot.step
+def _step_and_form(snapshot: Snapshot | Exception) -> tuple[int, int]:
+    """The step, and a number that changes with the names, the shapes or the settings; raises the error of a rank."""
+    if isinstance(snapshot, Exception):
+        raise snapshot
+    return snapshot.step, hash((snapshot.held, repr((snapshot.plan, snapshot.grids, snapshot.layout))))
 
 
 def _require_seen(path: Path) -> None:
@@ -125,32 +125,28 @@ def _require_seen(path: Path) -> None:
         time.sleep(0.05)
 
 
-def _describe(path: Path, shot: Shot, metadata: Metadata, written: Sequence[Sequence[Any]]) -> None:
+def _describe(
+    path: Path, snapshot: Snapshot, tensors: dict[str, TensorEntry], written: Sequence[Sequence[Any]]
+) -> None:
     """Write the texts and the manifest."""
     chunks: dict[str, list[Chunk]] = {}
     for key, chunk in (entry for own, *_ in written for entry in own):
         chunks.setdefault(key, []).append(cattrs.structure(chunk, Chunk))
-    tensors = {
-        key: TensorEntry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(chunks[key]))
-        for key, stored in sorted(metadata.state_dict_metadata.items())
-        if isinstance(stored, TensorStorageMetadata)
-    }
-    plan, grids, layout = shot.settings
     names = [dcp.METADATA]
-    if plan is not None:
-        folder.write(path / PLAN, plan)
+    if snapshot.plan is not None:
+        folder.write(path / PLAN, snapshot.plan)
         names.append(PLAN)
     found = Manifest(
-        step=shot.step,
-        tensors=tensors,
+        step=snapshot.step,
+        tensors={key: evolve(entry, chunks=tuple(chunks[key])) for key, entry in tensors.items()},
         files={name: manifest.file_entry(path / name) for name in names},
         groups=parameter_groups.merged([cattrs.structure(groups, list[GroupEntry]) for _, groups, *_ in written]),
         values={key: value for _, _, values, *_ in written for key, value in values.items()},
         scaler=next((scaler for *_, scaler, _ in written if scaler is not None), None),
         data=next((data for *_, data in written if data is not None), None),
-        seed=shot.seed,
+        seed=snapshot.seed,
         ranks=tuple(tuple((module, stage) for module, stage in stages) for _, _, _, stages, *_ in written),
-        grids=grids,
-        layout=layout,
+        grids=snapshot.grids,
+        layout=snapshot.layout,
     )
     manifest.write(path, found)

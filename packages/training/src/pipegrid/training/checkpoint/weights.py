@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pipegrid.training.checkpoint.state.names import Slot, TrainingState, known_state
-from pipegrid.training.checkpoint.state.snapshot import local_box
+from pipegrid.training.checkpoint.stored.dcp import own_part
 from pipegrid.training.errors import CheckpointMismatchError, CorruptCheckpointError
 
 
@@ -76,7 +76,8 @@ def _fill(slot: Slot, name: str, file: Any) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(file.get_tensor(name))
         return
-    box = local_box(slot.key, tensor)
-    if box is not None:
-        part = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
-        tensor.to_local().copy_(file.get_slice(name)[part])
+    part = own_part(tensor)
+    if part is not None:
+        local, offset = part
+        box = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
+        local.copy_(file.get_slice(name)[box])

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from attrs import define, evolve, field
+from attrs import evolve
 from torch import Tensor
 
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
-from pipegrid.training.generation.memory import Memory, cache_of
+from pipegrid.training.generation.kv_cache import KVCache, cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
+from pipegrid.training.generation.texts import Texts, texts_of
 from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
-from pipegrid.transport.backends import NcclTicket
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.graph import ModuleGraph
-from pipegrid.transport.streams import has_streams
 
 
 @torch.no_grad()
@@ -45,7 +43,7 @@ def generate(
     """New tokens after the prompts of each microbatch, as ``generate`` of Hugging Face makes them. All ranks call it.
 
     The first pass is a forward-only step of the whole graph with the prompts. Then each token is a forward-only step
-    of ``module`` alone: encoders rest. Every stage keeps the keys and values of its own layers, by microbatch; the last
+    of ``module`` alone: encoders rest. Every stage has a KV cache of its own layers for each microbatch; the last
     one chooses tokens, and the first reads them in the next step. With as many microbatches as stages, every stage is
     busy. Data lanes go on by themselves, each with its own prompts.
 
@@ -77,22 +75,15 @@ def generate(
     checked(num_microbatches, Count, "num_microbatches", GenerationError)
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
     communicator = as_communicator(p2p_communicator)
-    job = communicator.job
-    graph = job.graph
-    name = module or (graph.sinks[-1] if graph is not None else "model")
-    if graph is not None and name not in graph.order:
-        raise GenerationError(f"module is {name!r}; the graph has the modules {', '.join(graph.order)}")
-    if communicator.fixed_shapes:
-        raise GenerationError("prompts and tokens differ in shape; give a communicator with variable_seq_lengths=True")
-    own = _stages_of(model, name, graph, job.stages)
-    group = _pipeline_group(pg_collection, name, own)
+    name, own = _stages_of(model, module, communicator)
+    texts = texts_of(own, name, pg_collection, num_microbatches, sampling, eos_token_id, pad_token_id, communicator)
     step = partial(
         get_forward_backward_func(schedule=schedule),
         num_microbatches=num_microbatches,
         forward_only=True,
         collect_non_loss_data=True,
     )
-    with _remembering(own, num_microbatches, max_new_tokens), evaluating(model):
+    with _kv_caches(own, num_microbatches, max_new_tokens), evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),
             data_iterator=data_iterator,
@@ -100,40 +91,42 @@ def generate(
             p2p_communicator=p2p_communicator,
             pg_collection=pg_collection,
         )
-        if not own:
-            return []
-        texts = _Texts(
-            stages=own,
-            group=group,
-            lane=0 if (dp := getattr(_groups_of(pg_collection, name), "dp", None)) is None else dp.rank(),
-            device=next(own[0].parameters()).device,
-            microbatches=num_microbatches,
-            sampling=sampling,
-            ends=() if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id],
-            pad=pad_token_id,
-            deadline=communicator.deadline,
-        )
-        texts.append(logits)
-        alone = graph is None or len(graph.modules) == 1
-        part = p2p_communicator if alone else ModulePart(p2p_communicator, name)
-        with contextlib.nullcontext() if alone else _unmonitored(own):
-            for _ in range(max_new_tokens - 1):
-                if texts.ended:
-                    break
-                logits = step(
-                    forward_step_func=_choosing(texts.forward_step, own),
-                    data_iterator=[iter(range(num_microbatches)) for _ in own],
-                    model=list(own),
-                    p2p_communicator=part,
-                )
-                texts.append(logits)
-        return texts.tokens
+        if texts is not None:
+            texts.append(logits)
+            _go_on(texts, step, max_new_tokens - 1, p2p_communicator, name, communicator.job.graph)
+    return [] if texts is None else texts.tokens
 
 
-def _stages_of(model: Any, name: str, graph: ModuleGraph | None, numbers: Sequence[int]) -> list[Stage]:
-    """This rank's stages of the module that writes; none on ranks of others."""
-    if graph is not None and name not in {graph.module_of(stage)[0] for stage in numbers}:
-        return []
+def _go_on(
+    texts: Texts, step: Callable[..., Any], passes: int, communicator: Any, name: str, graph: ModuleGraph | None
+) -> None:
+    """A pass over module ``name`` alone for each further token, until all rows have ended."""
+    alone = graph is None or len(graph.modules) == 1
+    part = communicator if alone else ModulePart(communicator, name)
+    with contextlib.nullcontext() if alone else _unmonitored(texts.stages):
+        for _ in range(passes):
+            if texts.ended:
+                break
+            logits = step(
+                forward_step_func=_choosing(texts.forward_step, texts.stages),
+                data_iterator=[iter(range(texts.microbatches)) for _ in texts.stages],
+                model=list(texts.stages),
+                p2p_communicator=part,
+            )
+            texts.append(logits)
+
+
+def _stages_of(model: Any, module: str | None, communicator: Communicator) -> tuple[str, list[Stage]]:
+    """The name of the module that writes, and this rank's stages of it; none on ranks of others."""
+    job = communicator.job
+    graph = job.graph
+    name = module or (graph.sinks[-1] if graph is not None else "model")
+    if graph is not None and name not in graph.order:
+        raise GenerationError(f"module is {name!r}; the graph has the modules {', '.join(graph.order)}")
+    if communicator.fixed_shapes:
+        raise GenerationError("prompts and tokens differ in shape; give a communicator with variable_seq_lengths=True")
+    if graph is not None and name not in {graph.module_of(stage)[0] for stage in job.stages}:
+        return name, []
     held = model[name] if isinstance(model, Mapping) else model
     stages = list(held) if isinstance(held, (list, tuple)) else [held]
     for stage in stages:
@@ -141,38 +134,22 @@ def _stages_of(model: Any, name: str, graph: ModuleGraph | None, numbers: Sequen
             raise GenerationError(
                 f"{type(stage).__name__} of module {name!r} is no stage that pipeline_stage(...) has made"
             )
-    return stages
-
-
-def _groups_of(pg_collection: Any, name: str) -> Any:
-    return pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
-
-
-def _pipeline_group(pg_collection: Any, name: str, own: Sequence[Stage]) -> dist.ProcessGroup | None:
-    """The group over which the last stage sends tokens to the others; None where this rank has all stages."""
-    if not own or len(own) == own[0].assignment.num_stages:
-        return None
-    group: dist.ProcessGroup | None = getattr(_groups_of(pg_collection, name), "pp", None)
-    if group is None:
-        raise GenerationError(
-            f"pg_collection has no pp group of module {name!r}, over which its last stage sends tokens to the others; "
-            'make it with grid.create_pg("pp") before ProcessGroupCollection.from_grid(grid)'
-        )
-    return group
+    return name, stages
 
 
 @contextlib.contextmanager
-def _remembering(stages: Sequence[Stage], microbatches: int, new: int) -> Iterator[None]:
-    """Give each stage a memory of every microbatch, and take it away."""
+def _kv_caches(stages: Sequence[Stage], microbatches: int, new: int) -> Iterator[None]:
+    """Give each stage a KV cache of every microbatch, and take it away."""
     for stage in stages:
-        stage.memories = [
-            Memory(cache_of(stage.whole, stage.assignment, stage.number), stage.whole, new) for _ in range(microbatches)
+        stage.kv_caches = [
+            KVCache(cache_of(stage.whole, stage.assignment, stage.number), stage.whole, new)
+            for _ in range(microbatches)
         ]
     try:
         yield
     finally:
         for stage in stages:
-            stage.memories = None
+            stage.kv_caches = None
 
 
 @contextlib.contextmanager
@@ -217,83 +194,3 @@ def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Ca
         return output, lambda result, **_: result.logits[:, -1].float()
 
     return forward_step
-
-
-@define(eq=False, kw_only=True)
-class _Texts:
-    """The tokens of all microbatches of a data lane, the same on all stages of it."""
-
-    stages: Sequence[Stage]
-    group: dist.ProcessGroup | None
-    lane: int
-    device: torch.device
-    microbatches: int
-    sampling: Sampling | None
-    ends: Sequence[int]
-    pad: int
-    deadline: float
-    _columns: list[list[Tensor]] = field(factory=list, init=False)
-    _going: list[Tensor] = field(factory=list, init=False)
-    _generators: list[torch.Generator] = field(factory=list, init=False)
-    _ends: Tensor = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._columns = [[] for _ in range(self.microbatches)]
-        self._ends = torch.tensor(self.ends, dtype=torch.long, device=self.device)
-        if self.sampling is not None:
-            self._generators = self.sampling.generators(self.microbatches, self.device, lane=self.lane)
-
-    def forward_step(self, numbers: Iterator[int], stage: Stage) -> tuple[Any, None]:
-        """Forward of the last token of each row."""
-        return stage(input_ids=self._columns[next(numbers)][-1].unsqueeze(1)), None
-
-    def append(self, logits: Sequence[Tensor]) -> None:
-        """Choose the next token of each row from ``logits``, one per microbatch on the last stage, for all stages."""
-        if not self._going:
-            self._going = [torch.ones(rows, dtype=torch.bool, device=self.device) for rows in self._rows()]
-        chosen = [self._choose(number, one) for number, one in enumerate(logits)] if len(logits) else None
-        everywhere = torch.split(self._from_last_stage(chosen), list(self._rows()))
-        for number, (tokens, going) in enumerate(zip(everywhere, self._going, strict=True)):
-            if going.any():
-                kept = torch.where(going, tokens, self.pad)
-                self._columns[number].append(kept)
-                self._going[number] = going & ~torch.isin(kept, self._ends)
-
-    def _rows(self) -> Iterator[int]:
-        for memory in self.stages[0].memories or ():
-            assert memory.mask is not None  # the first pass has come
-            yield len(memory.mask)
-
-    def _choose(self, number: int, logits: Tensor) -> Tensor:
-        if self.sampling is None:
-            return logits.argmax(dim=-1)
-        return self.sampling.draw(logits, self._generators[number])
-
-    def _from_last_stage(self, chosen: Sequence[Tensor] | None) -> Tensor:
-        """The tokens of the last stage, on every stage."""
-        tokens = (
-            torch.zeros(sum(self._rows()), dtype=torch.long, device=self.device)
-            if chosen is None
-            else torch.cat(list(chosen))
-        )
-        if self.group is not None:
-            work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
-            try:
-                if has_streams(tokens.device):  # a wait with a timeout would end the group past it, and the process
-                    NcclTicket((work,), self.group).hold(timedelta(seconds=self.deadline))
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=self.deadline))
-            except RuntimeError as error:
-                raise GenerationError(f"stages did not exchange tokens within {self.deadline:g} s: {error}") from error
-        return tokens
-
-    @property
-    def ended(self) -> bool:
-        """Whether every row has ended."""
-        return not any(bool(going.any()) for going in self._going)
-
-    @property
-    def tokens(self) -> list[Tensor]:
-        """Tokens ``[batch, new]`` by microbatch."""
-        return [torch.stack(columns, dim=1) for columns in self._columns]

@@ -83,6 +83,26 @@ class PipelineModule:
         return [stage.to(device).requires_grad_(not self.frozen) for stage in made]
 
 
+def modules_of(
+    model: Any,
+    layout: str | PipelineParallelLayerLayout | None,
+    grid: HyperCommGrid | None,
+    names: Names | None,
+    forward: Callable[..., Any] | None,
+) -> dict[str, PipelineModule]:
+    """The modules of a job by name, from the arguments of `Pipeline`; a single model is called ``model``."""
+    if not isinstance(model, Mapping):
+        if layout is None or grid is None:
+            raise StepArgumentError(f"layout is {shown(layout)} and grid {shown(grid)}; a model has both")
+        return {"model": PipelineModule(model, layout, grid, names, forward)}
+    if any(each is not None for each in (layout, grid, names, forward)):
+        raise StepArgumentError("model is a dict of modules, which have layout, grid, names and forward of their own")
+    for name, module in model.items():
+        if not isinstance(module, PipelineModule):
+            raise StepArgumentError(f"module {name!r} is {shown(module)}; give a PipelineModule")
+    return dict(model)
+
+
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
     """The groups that the sizes of all grids ask for; those that exist stay."""
     ranks = {rank for module in modules.values() for rank in module.grid.ranks}

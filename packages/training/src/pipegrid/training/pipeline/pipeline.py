@@ -17,7 +17,6 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, clip_grad_norm_
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.topology.fields import shown
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
@@ -28,6 +27,7 @@ from pipegrid.training.pipeline.modules import (
     PipelineModule,
     create_groups,
     frozen_edges,
+    modules_of,
     monitor_of,
     tied_parameters,
 )
@@ -89,7 +89,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         monitor: Monitor | bool | None = None,
     ) -> None:
-        described = _modules(model, layout, grid, names, forward)
+        described = modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
         self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size}
@@ -278,26 +278,6 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _modules(
-    model: Any,
-    layout: str | PipelineParallelLayerLayout | None,
-    grid: HyperCommGrid | None,
-    names: Names | None,
-    forward: Callable[..., Any] | None,
-) -> dict[str, PipelineModule]:
-    """The modules by name; a single model is called ``model``."""
-    if not isinstance(model, Mapping):
-        if layout is None or grid is None:
-            raise StepArgumentError(f"layout is {shown(layout)} and grid {shown(grid)}; a model has both")
-        return {"model": PipelineModule(model, layout, grid, names, forward)}
-    if any(each is not None for each in (layout, grid, names, forward)):
-        raise StepArgumentError("model is a dict of modules, which have layout, grid, names and forward of their own")
-    for name, module in model.items():
-        if not isinstance(module, PipelineModule):
-            raise StepArgumentError(f"module {name!r} is {shown(module)}; give a PipelineModule")
-    return dict(model)
 
 
 def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:

@@ -12,13 +12,20 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.schedules import PipelineConfig, Plan, get_forward_backward_func, step_plan
+from pipegrid.schedules import (
+    PipelineConfig,
+    Plan,
+    Recorder,
+    Recording,
+    get_forward_backward_func,
+    recording_to_json,
+    step_plan,
+)
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.training.pipeline.losses import Counted
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
-from pipegrid.training.pipeline.recording import recorder_for, write_recording
 from pipegrid.training.stages import Stage
 
 
@@ -77,8 +84,9 @@ class Steps:
         return sums[0] / sums[1].clamp(min=1)
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
-        """`run` with a recorder, whose recording the first rank writes."""
-        recorder = recorder_for(self.device)
+        """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
+        cuda = self.device.type == "cuda"
+        recorder = Recorder(memory=(lambda: int(torch.cuda.memory_allocated(self.device))) if cuda else None)
         self._set_config(attrs.evolve(self.config, hooks=(*self.config.hooks, recorder)))
         try:
             dist.barrier()
@@ -86,7 +94,14 @@ class Steps:
             loss = self.run(parts)
         finally:
             self._set_config(self.config)
-        write_recording(path, recorder, self.plan(len(parts)), self.communicator)
+        plan, rank = self.plan(len(parts)), dist.get_rank()
+        position = next(number for number, ranks in enumerate(self.communicator.positions.ranks) if rank in ranks)
+        tracks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tracks, recorder.track(plan, rank=rank, position=position))
+        if rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(recording_to_json(Recording(plan, tracks)), encoding="utf-8")
+        dist.barrier()
         return loss
 
     def plan(self, num_microbatches: int) -> Plan:

@@ -90,13 +90,13 @@ class Attempt:
         # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
         spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
         self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-        reason: list[RestartError | None] = [None]
+        reason: RestartError | None = None
         if dist.get_rank() == 0:
             attempts, now = read_attempts(self.directory), AttemptRecord(launch=launch_name(), restart=restart_count())
-            reason = [reason_to_stop(attempts, now, limit=self._limit)]
-            if reason[0] is None:
+            reason = reason_to_stop(attempts, now, limit=self._limit)
+            if reason is None:
                 self._line = AttemptLine.append(self.directory, now)
-        said = gather_plain(None if reason[0] is None else (str(reason[0]), reason[0].exit_code), self._group)[0]
+        said = gather_plain(None if reason is None else (str(reason), reason.exit_code), self._group)[0]
         if said is not None:
             text, exit_code = said
             self._close(for_good=True)
@@ -131,7 +131,7 @@ class Attempt:
         work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         if self._monitor is not None:
-            self._monitor.wait(work, f"the agreement after step {step}")
+            self._monitor.wait(work, f"the agreement after step {step}", on_device=False)
         else:
             work.wait()
         self._step = checked(step, Index, "step", ValueError)

@@ -225,7 +225,7 @@ class Stage(nn.Module):
         config: read by the step functions; with ``check`` set, the first forward of stage 0 compares the stages.
         proofs: of the calls of this cut; None: calls are not proved.
         received: what arrived for the running microbatch: a payload, or payloads by source module.
-        memories: while tokens are generated, what the stage remembers of each microbatch.
+        kv_caches: while tokens are generated, the KV cache of each microbatch.
         current_microbatch: its number, set by the step functions.
         current_slice: the slice of it, set by the step functions of a schedule with slices.
     """
@@ -253,7 +253,7 @@ class Stage(nn.Module):
         self.number, self.module, self.config = number, module, config
         self.placement: tuple[int, ...] | None = None
         self.received: Any = None
-        self.memories: Sequence[Any] | None = None
+        self.kv_caches: Sequence[Any] | None = None
         self.current_microbatch = 0
         self.current_slice: Slice | None = None
         self._output, self.assignment, self.proofs, self._compared = output, assignment, proofs, compared
@@ -318,7 +318,7 @@ class Stage(nn.Module):
         """
         received: Any = None if self.is_first else self._arrived()
         part = None if self.current_slice is None or self._slices_itself else self.current_slice
-        if received is not None or self._carry or self.memories is not None or part is not None:
+        if received is not None or self._carry or self.kv_caches is not None or part is not None:
             kwargs, args = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}, ()
         carried: list[Any] = []
         if self._carry and received is None:
@@ -331,12 +331,12 @@ class Stage(nn.Module):
             self._compared(args, kwargs)
             self._compared = None
         absent: Sequence[str] = ()
-        # Of generated tokens the first pass, over the prompts: further ones do the same with what is remembered.
-        further = self.memories is not None and self.memories[self.current_microbatch].mask is not None
+        # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
+        further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
             absent = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs))
-        if self.memories is not None:
-            kwargs = self._remembered(received, kwargs)
+        if self.kv_caches is not None:
+            kwargs = self._with_cache(received, kwargs)
         if part is None:
             result = self._flow.run(self._run, received, args, kwargs)
         else:
@@ -354,7 +354,7 @@ class Stage(nn.Module):
         return self._sent(result, carried)
 
     def _to_carry(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        if name not in kwargs and self.memories is None:
+        if name not in kwargs and self.kv_caches is None:
             raise CutError(
                 f"carry has {name!r}, and stage 0 is called with {', '.join(kwargs) or 'nothing'}; call it with "
                 f"{name}=... (None is a value), or leave it out of carry"
@@ -395,12 +395,12 @@ class Stage(nn.Module):
         result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf, result)
         return result if self.module is None else {self.module: result}
 
-    def _remembered(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a forward, with what the stage remembers of the microbatch."""
-        assert self.memories is not None
+    def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward, with the KV cache of the microbatch."""
+        assert self.kv_caches is not None
         tokens = self._tokens(received, kwargs)
         batch, length = tokens.shape[:2]
-        inputs = self.memories[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
+        inputs = self.kv_caches[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
         return {name: value for name, value in inputs.items() if name in self._flow.accepted}
 
     def _tokens(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:

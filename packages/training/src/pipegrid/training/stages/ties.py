@@ -58,7 +58,7 @@ def tie_stage_parameters(
     Raises:
         CutError: copies on one rank are two parameters, their stages cut by separate calls; a layout with other than pp
             x chunks stages; another placement than that of the stages.
-        TyingError: as `tie_parameters`.
+        GradientError: as `tie_parameters`.
     """
     if isinstance(ties, nn.Module):
         raise CutError(f"ties is a {type(ties).__name__}; give stage.ties, or ties_of(...)")

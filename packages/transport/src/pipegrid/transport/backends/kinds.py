@@ -14,22 +14,9 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.topology.torch_compat import backend_of
+from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 NCCL = "nccl"
-
-
-@frozen
-class OrderModel:
-    """Which messages of a group come in the order of their launches.
-
-    Attributes:
-        batched: batches; a group is one line.
-        lone: messages outside of a batch: on the group's line, or on one of the pair of ranks, which nothing orders
-            against the group's.
-    """
-
-    batched: Literal["group"] = "group"
-    lone: Literal["group", "pair"] = "group"
 
 
 @frozen(kw_only=True)
@@ -52,7 +39,7 @@ class BackendKind:
     name: str
     devices: tuple[str, ...]
     options: bool = False
-    order: OrderModel = OrderModel()
+    order: OrderModel
     waits: Literal["orders", "orders_and_raises", "holds"]
     keeps_sends: bool = False
     connects: Literal["lazy", "eager"]
@@ -66,22 +53,31 @@ class BackendKind:
 
 
 _LEGACY = BackendKind(
-    name="nccl-legacy", devices=("cuda",), options=True, waits="orders", connects="lazy", ends_process=60.0
+    name="nccl-legacy",
+    devices=("cuda",),
+    options=True,
+    order=ORDER_MODELS["nccl-legacy"],
+    waits="orders",
+    connects="lazy",
+    ends_process=60.0,
 )
 _NCCL2 = BackendKind(
     name="nccl2",
     devices=("cuda",),
     options=True,
+    order=ORDER_MODELS["nccl2"],
     waits="orders_and_raises",
     keeps_sends=True,
     connects="eager",
     ends_process=16.0,
 )
-_LAZY = attrs.evolve(_NCCL2, name="nccl-lazy", order=OrderModel(lone="pair"))
-_GLOO = BackendKind(name="gloo", devices=("cpu", "cuda"), waits="holds", connects="eager")
+_LAZY = attrs.evolve(_NCCL2, name="nccl-lazy", order=ORDER_MODELS["nccl-lazy"])
+_GLOO = BackendKind(name="gloo", devices=("cpu", "cuda"), order=ORDER_MODELS["gloo"], waits="holds", connects="eager")
 _KINDS = {
     **{kind.name: kind for kind in (_LEGACY, _NCCL2, _LAZY, _GLOO)},
-    "fake": BackendKind(name="fake", devices=("cpu", "cuda"), waits="holds", connects="lazy", peers=False),
+    "fake": BackendKind(
+        name="fake", devices=("cpu", "cuda"), order=ORDER_MODELS["gloo"], waits="holds", connects="lazy", peers=False
+    ),
 }
 
 

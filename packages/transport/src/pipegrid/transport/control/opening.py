@@ -45,7 +45,6 @@ from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.handshake import StoreCalls
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.errors import (
-    LaneSpecError,
     P2PConfigError,
     P2PError,
     P2PMismatchError,
@@ -94,8 +93,7 @@ def open_lanes(
         the lanes of this rank: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
 
     Raises:
-        LaneSpecError: a lane given twice, or beyond the world.
-        P2PConfigError: settings, backend and device that do not go together.
+        P2PConfigError: a lane given twice, or beyond the world; settings, backend and device that do not go together.
         P2PMismatchError: the two sides of a lane were given different settings or shapes.
         P2PTimeoutError: the other side of a lane did not come.
     """
@@ -140,7 +138,7 @@ def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> lis
         *(f"standing has lane {one}, which is not to be opened" for one in standing.keys() - set(ordered)),
     ]
     if faults:
-        raise LaneSpecError(faults[0])
+        raise P2PConfigError(faults[0])
     return ordered
 
 

@@ -158,8 +158,7 @@ class Lane:
 
         Raises:
             P2PUsageError: this rank is not the source; no manifest has the message; or it requires grad where that was
-                announced without. Nothing was sent.
-            P2PPayloadError: it cannot be sent as it is; nothing was sent.
+                announced without. Nothing was sent; it cannot be sent as it is; nothing was sent.
             P2PMismatchError: it differs from its announcement; nothing was sent, and the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """

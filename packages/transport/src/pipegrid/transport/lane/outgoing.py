@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import P2PPayloadError, P2PUsageError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.messages.message import ShapeContract, Signature
 from pipegrid.transport.messages.payload import (
@@ -60,7 +60,7 @@ class Outgoing:
         """Give a send its tensors and its signature, before it has a number: a payload that fails costs no message.
 
         Raises:
-            P2PPayloadError: see `check_sendable`.
+            P2PUsageError: see `check_sendable`.
         """
         tensors, tree = flatten(payload)
         for tensor in tensors:
@@ -71,7 +71,7 @@ class Outgoing:
         try:
             transfer.tensors = carried(tensors, self._nothing)
         except RuntimeError as error:
-            raise P2PPayloadError(f"lane {self._spec} cannot send these tensors as bytes: {error}") from error
+            raise P2PUsageError(f"lane {self._spec} cannot send these tensors as bytes: {error}") from error
 
     def announce(self, payloads: Sequence[Any], sent: int) -> None:
         """Announce the messages after the first ``sent``; see `Lane.announce`. Under the lock of the submitter."""

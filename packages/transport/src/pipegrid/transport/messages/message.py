@@ -51,7 +51,7 @@ class Signature:
     note: str = ""  # of the sender, for the receiver: travels in the header only
 
     def __str__(self) -> str:
-        return _describe(self.tree, self.tensors)
+        return describe(self.tree, self.tensors)
 
     @property
     def gradients(self) -> tuple[bool, ...]:
@@ -63,15 +63,16 @@ class Signature:
         return marks if any(marks) else (True,) * len(marks)
 
 
-def _describe(tree: Tree, tensors: Sequence[TensorSpec]) -> str:
+def describe(tree: Tree, tensors: Sequence[object]) -> str:
+    """A tree in words, with these at its leaves."""
     if tree is None:
         return "None"
     if isinstance(tree, int):
         return str(tensors[tree])
     kind, children = tree
     if kind == "dict":
-        return "{" + ", ".join(f"{key!r}: {_describe(child, tensors)}" for key, child in children) + "}"
-    inside = ", ".join(_describe(child, tensors) for child in children)
+        return "{" + ", ".join(f"{key!r}: {describe(child, tensors)}" for key, child in children) + "}"
+    inside = ", ".join(describe(child, tensors) for child in children)
     return f"[{inside}]" if kind == "list" else f"({inside})"
 
 
@@ -83,6 +84,19 @@ def leaves(tree: Tree) -> Iterator[int | None]:
         kind, children = tree
         for child in children:
             yield from leaves(child[1] if kind == "dict" else child)
+
+
+def unflatten(tree: Tree, values: Sequence[Any]) -> Any:
+    """The payload of a tree, with these values at its leaves."""
+    if isinstance(tree, int):
+        return values[tree]
+    if tree is None:
+        return None
+    kind, children = tree
+    if kind == "dict":
+        return {key: unflatten(child, values) for key, child in children}
+    parts = [unflatten(child, values) for child in children]
+    return parts if kind == "list" else tuple(parts)
 
 
 # ---- Headers

@@ -12,8 +12,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from pipegrid.transport.errors import P2PPayloadError, P2PUsageError
-from pipegrid.transport.messages.message import Signature, TensorSpec, Tree, leaves
+from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.messages.message import Signature, TensorSpec, Tree, leaves, unflatten
 from pipegrid.transport.spec import Tally
 from pipegrid.transport.streams import follow
 
@@ -41,7 +41,7 @@ def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree of their places.
 
     Raises:
-        P2PPayloadError: something other than a tensor, None, list, tuple or dict with string or integer keys; a
+        P2PUsageError: something other than a tensor, None, list, tuple or dict with string or integer keys; a
             subclass of these, such as a named tuple, which the receiver could not rebuild; or more than 100 levels.
     """
     if isinstance(payload, Tensor):
@@ -57,30 +57,17 @@ def _flatten(payload: Any, tensors: list[Tensor], levels: int) -> Tree:
     if payload is None:
         return None
     if levels == 0:
-        raise P2PPayloadError(f"a payload has more than {_DEEPEST} levels, or contains itself")
+        raise P2PUsageError(f"a payload has more than {_DEEPEST} levels, or contains itself")
     if type(payload) in (list, tuple):
         kind = "list" if type(payload) is list else "tuple"
         return kind, tuple(_flatten(part, tensors, levels - 1) for part in payload)
     if type(payload) is dict and {str, int}.issuperset(map(type, payload)):
         return "dict", tuple((key, _flatten(part, tensors, levels - 1)) for key, part in payload.items())
     keys = f" with keys {list(payload)!r:.80}" if type(payload) is dict else ""
-    raise P2PPayloadError(
+    raise P2PUsageError(
         f"a payload contains a {type(payload).__name__}{keys}; it must consist of tensors, None, and lists, tuples and "
         "dicts (not subclasses, keys strings or integers) of them"
     )
-
-
-def unflatten(tree: Tree, tensors: Sequence[Tensor]) -> Any:
-    """The payload of a tree and its tensors."""
-    if isinstance(tree, int):
-        return tensors[tree]
-    if tree is None:
-        return None
-    kind, children = tree
-    if kind == "dict":
-        return {key: unflatten(child, tensors) for key, child in children}
-    parts = [unflatten(child, tensors) for child in children]
-    return parts if kind == "list" else tuple(parts)
 
 
 def signature_of(tensors: Sequence[Tensor], tree: Tree, note: str = "") -> Signature:
@@ -98,33 +85,33 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
-    """Raise `P2PPayloadError` for a tensor whose memory is not its values, in order, on ``device`` and of ``dtype``.
+    """Raise `P2PUsageError` for a tensor whose memory is not its values, in order, on ``device`` and of ``dtype``.
 
     ``dtype`` is that of floating-point tensors; None allows any.
     """
     if tensor.device != device:
-        raise P2PPayloadError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
+        raise P2PUsageError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
     if is_lazy(tensor):
-        raise P2PPayloadError(f"lane {lane} got a parameter without a shape; run its module once before sending it")
+        raise P2PUsageError(f"lane {lane} got a parameter without a shape; run its module once before sending it")
     if hasattr(tensor, "to_local"):
-        raise P2PPayloadError(f"lane {lane} got a DTensor, of which each rank has a part; send its to_local()")
+        raise P2PUsageError(f"lane {lane} got a DTensor, of which each rank has a part; send its to_local()")
     if tensor.is_quantized:
-        raise P2PPayloadError(f"lane {lane} got a quantized tensor, whose scale does not travel; send its int_repr()")
+        raise P2PUsageError(f"lane {lane} got a quantized tensor, whose scale does not travel; send its int_repr()")
     if tensor.is_conj() or tensor.is_neg():
         kind = "conj" if tensor.is_conj() else "neg"
-        raise P2PPayloadError(
+        raise P2PUsageError(
             f"lane {lane} got a view whose memory differs from its values; send tensor.resolve_{kind}(), a copy"
         )
     dense = tensor.layout is torch.strided and not tensor.is_nested
     if not dense or not tensor.is_contiguous():
         remedy = "send tensor.contiguous(), a copy" if dense else f"it is nested or {tensor.layout}; send a dense copy"
-        raise P2PPayloadError(f"lane {lane} got a tensor that is not contiguous; {remedy}")
+        raise P2PUsageError(f"lane {lane} got a tensor that is not contiguous; {remedy}")
     if not _has_memory(tensor):
-        raise P2PPayloadError(
+        raise P2PUsageError(
             f"lane {lane} got a tensor of shape {list(tensor.shape)} without memory: it was freed, or is a fake tensor"
         )
     if dtype is not None and tensor.dtype is not dtype and tensor.dtype.is_floating_point:
-        raise P2PPayloadError(f"lane {lane} got a tensor of {tensor.dtype}, but pipeline_dtype is {dtype}")
+        raise P2PUsageError(f"lane {lane} got a tensor of {tensor.dtype}, but pipeline_dtype is {dtype}")
 
 
 def _has_memory(tensor: Tensor) -> bool:

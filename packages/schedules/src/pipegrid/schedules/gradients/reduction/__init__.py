@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipegrid.schedules.errors import TyingError as TyingError
 from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_backwards
 from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed, required_ties
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction, reduce_gradients

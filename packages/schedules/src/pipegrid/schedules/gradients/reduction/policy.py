@@ -17,7 +17,7 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
-from pipegrid.schedules.gradients.all_reduce import Waiting, gathered
+from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
 from pipegrid.schedules.gradients.layout import marks_of
@@ -25,11 +25,9 @@ from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters
 from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.topology.differences import difference
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.adapted import as_communicator
-
-_FINISHERS = ("a finalize_model_grads_func", "reduce_gradients", "what wraps the model")
-_WAYS = tuple(f"{losses} losses and {finisher}" for losses in ("mean", "per-token") for finisher in _FINISHERS)
 
 Models = Mapping[int, torch.nn.Module]
 """This rank's models by stage."""
@@ -90,19 +88,16 @@ class GradientPolicy:
             group = None if pg_collection is None else lanes_group(pg_collection, name)
             if group is None or group.size() == 1:
                 continue
-            finisher = _FINISHERS[0 if self.by_hand else 1 if name in self.reduced else 2]
+            finisher = "reduce_gradients" if name in self.reduced else "what wraps the model"
+            finisher = "a finalize_model_grads_func" if self.by_hand else finisher
             elements, form = (0, 0) if reduction is None else reduction.summed_over(group)
-            way = _WAYS.index(f"{self.losses} losses and {finisher}")
-            rows = gathered([way, elements, form, compared], device_of(models[stage], group), group, waiting)
-            ranks: dict[str, list[int]] = {}
-            for rank, (way, elements, form, checks) in zip(dist.get_process_group_ranks(group), rows, strict=True):
-                summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
-                unchecked = "" if checks else ", and check_replicas=None"
-                ranks.setdefault(f"{_WAYS[way]}{summed}{unchecked}", []).append(rank)
-            if len(ranks) > 1:
-                found = ", ".join(f"ranks {held} have {way}" for way, held in ranks.items())
+            summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
+            unchecked = "" if compared else ", and check_replicas=None"
+            own = f"{self.losses} losses and {finisher}{summed}{unchecked}"
+            found = difference(texts_of_ranks(own, group, device_of(models[stage], group), waiting))
+            if found is not None:
                 raise DisagreementError(
-                    f"the data lanes of module {name!r} do not finish their gradients alike: {found}; give them one "
+                    f"the data lanes of module {name!r} do not finish their gradients alike: {found}. Give them one "
                     "config, and the same parameters to train"
                 )
         if compared:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, gathered
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.schedules.gradients.lanes import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.schedules.gradients.reduction.checksum import checksums
+from pipegrid.topology.differences import by_text, difference
 
 _SHOWN = 4  # checksums in an error
 
@@ -30,8 +32,8 @@ def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Wai
 
     Over data lanes those that each lane holds whole, or the same shards of; over tp, and over dims of a DTensor's mesh,
     those that are known to be whole there (``partial_over_tp``, ``sequence_parallel``, placement ``Replicate``).
-    Buffers are not compared: running statistics and numbers of lanes differ by design. One read of the parameters, one
-    all-gather of a checksum per group and one read by the host; every rank of the groups calls it.
+    Buffers are not compared: running statistics and numbers of lanes differ by design. One read of the parameters, and
+    per group one gather of a checksum, for which the host waits; every rank of the groups calls it.
 
     Raises:
         ReplicaError: on every rank of a group, with the first parameter that differs and which ranks have which.
@@ -44,33 +46,30 @@ def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Wai
         # Names and forms beside the bytes: parameters in another order are other parameters.
         forms = [zlib.crc32(f"{name} {each.dtype} {tuple(each.shape)}".encode()) for name, each in held.items()]
         sums += torch.tensor(forms, device=device)
-        rows = gathered(torch.cat([checksums([sums], device), sums.new_tensor([len(held)])]), device, group, waiting)
-        if any(row != rows[0] for row in rows):
-            differing.append((module, group, list(held), sums, max(count for _, count in rows)))
+        own = f"{int(checksums([sums], device).item())} of {len(held)}"
+        if difference(texts_of_ranks(own, group, device, waiting)) is not None:
+            differing.append((module, group, list(held), sums))
     # A rank raises after all of its groups have compared, in which others wait for it.
     errors = []
-    for module, group, names, sums, count in differing:
-        row = sums.new_zeros(count)
-        row[: len(names)] = sums
-        errors.append(_apart(module, group, names, gathered(row, sums.device, group, waiting)))
+    for module, group, names, sums in differing:
+        own = " ".join(f"{value % 2**64:016x}" for value in sums.tolist())
+        errors.append(_apart(module, names, texts_of_ranks(own, group, sums.device, waiting)))
     if errors:
         raise errors[0]
 
 
-def _apart(module: str, group: dist.ProcessGroup, names: list[str], rows: list[list[int]]) -> ReplicaError:
-    """The error for the checksums of all parameters by rank of ``group``."""
-    differing = [place for place, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
+def _apart(module: str, names: list[str], said: dict[int, str]) -> ReplicaError:
+    """The error for the checksums of all parameters, in the order of ``names`` here, by rank."""
+    columns = list(zip_longest(*(text.split() for text in said.values()), fillvalue="none"))
+    differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
     first = differing[0]
-    holders: dict[int, list[int]] = {}
-    for rank, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
-        holders.setdefault(row[first], []).append(rank)
-    listed = [f"{value % 2**64:016x} on ranks {ranks}" for value, ranks in holders.items()]
-    more = f" and {len(listed) - _SHOWN} others" if len(listed) > _SHOWN else ""
+    found = by_text(dict(zip(said, columns[first], strict=True)))
+    more = f" and {len(found) - _SHOWN} others" if len(found) > _SHOWN else ""
     which = names[first] if first < len(names) else "one that this rank does not have"
     return ReplicaError(
-        f"replicas of module {module!r} start with different parameters, {len(differing)} of {len(rows[0])}; the first "
-        f"is {which}, checksum {', '.join(listed[:_SHOWN])}{more}. Make the model with one seed (torch.manual_seed) or "
-        "load one checkpoint; check_replicas=None is for replicas that differ on purpose"
+        f"replicas of module {module!r} start with different parameters, {len(differing)} of {len(columns)}; the first "
+        f"is {which}, with the checksums {'; '.join(found[:_SHOWN])}{more}. Make the model with one seed "
+        "(torch.manual_seed) or load one checkpoint; check_replicas=None is for replicas that differ on purpose"
     )
 
 

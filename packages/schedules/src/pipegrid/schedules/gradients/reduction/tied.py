@@ -16,19 +16,18 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import is_dtensor
 from pipegrid.schedules.gradients.layout import TieMark, marks_of
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan import chain
 from pipegrid.topology import HyperCommGrid, create_groups
+from pipegrid.topology.differences import by_text
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
 
 _CHUNK = 2**22
 """Elements compared at a time: bounds the memory of the check beside a large embedding."""
-_FORM_BYTES = 256
-"""Of a copy's dtype and shape as text."""
 
 
 @frozen(eq=False, field_transformer=checked_fields(GradientError))
@@ -184,30 +183,30 @@ def _require_copies(name: str, copies: Mapping[int, torch.nn.Parameter], held: S
 
 def _require_equal(tied: TiedParameters) -> None:
     """Raise on all members or none: every member gathers the forms and differences of all, and the text is the same."""
-    ranks = [dist.get_rank()] if tied.group is None else dist.get_process_group_ranks(tied.group)
-    forms = _forms(tied)
-    if len(set(forms)) > 1 or " beside " in forms[0]:
-        found = ", ".join(f"{each} on rank {ranks[forms.index(each)]}" for each in dict.fromkeys(forms))
-        raise GradientError(f"the copies of tied parameter {tied.name!r} differ: {found}")
-    apart = [f"rank {rank} by {value:.6g}" for rank, value in zip(ranks, _differences(tied), strict=True) if value]
+    form = " beside ".join(dict.fromkeys(f"{copy.dtype} of shape {tuple(copy.shape)}" for copy in tied.copies))
+    forms = _of_ranks(tied, form)
+    if len(set(forms.values())) > 1 or any(" beside " in each for each in forms.values()):
+        raise GradientError(f"the copies of tied parameter {tied.name!r} differ: {'; '.join(by_text(forms))}")
+    values = _of_ranks(tied, f"{_difference_to_first(tied):.6g}")
+    apart = [f"rank {rank} by {value}" for rank, value in values.items() if float(value)]
     if apart:
         raise GradientError(
-            f"the copies of tied parameter {tied.name!r} differ from that of rank {ranks[0]}: {', '.join(apart)}; "
+            f"the copies of tied parameter {tied.name!r} differ from that of rank {next(iter(values))}: "
+            f"{', '.join(apart)}; "
             "initialize them with the same seed, or broadcast one of them first"
         )
 
 
-def _forms(tied: TiedParameters) -> list[str]:
-    """Dtype and shape of the copies of each rank of the group."""
-    form = " beside ".join(dict.fromkeys(f"{copy.dtype} of shape {tuple(copy.shape)}" for copy in tied.copies))
-    own = list(form.encode().ljust(_FORM_BYTES)[:_FORM_BYTES])
-    forms = _gathered(torch.tensor(own, dtype=torch.uint8, device=tied.copies[0].device), tied.group)
-    return [bytes(each.tolist()).decode().rstrip() for each in forms]
+def _of_ranks(tied: TiedParameters, text: str) -> dict[int, str]:
+    """What each rank of the group says of its copies."""
+    if tied.group is None:
+        return {dist.get_rank(): text}
+    return texts_of_ranks(text, tied.group, tied.copies[0].device, Waiting())
 
 
 @torch.no_grad()
-def _differences(tied: TiedParameters) -> list[float]:
-    """How far the copies of each rank of the group are from that of its first rank."""
+def _difference_to_first(tied: TiedParameters) -> float:
+    """How far this rank's copies are from that of the group's first rank."""
     flats = [copy.detach().reshape(-1) for copy in tied.copies]
     difference = torch.zeros((), dtype=torch.float64, device=flats[0].device)
     for start in range(0, flats[0].numel(), _CHUNK):
@@ -216,8 +215,7 @@ def _differences(tied: TiedParameters) -> list[float]:
             dist.broadcast(reference, group_src=0, group=tied.group)
         for flat in flats:
             difference = torch.maximum(difference, _difference(flat[start : start + _CHUNK], reference))
-    differences: list[float] = torch.stack(_gathered(difference, tied.group)).tolist()
-    return differences
+    return float(difference.item())
 
 
 def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -225,14 +223,6 @@ def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     same = (values == reference) | (values.isnan() & reference.isnan())
     apart = (values.double() - reference.double()).abs().nan_to_num(nan=float("inf"))
     return torch.where(same, 0.0, apart).max()
-
-
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    if group is None:
-        return [own]
-    gathered = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(gathered, own, group=group)
-    return gathered
 
 
 def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipegrid.schedules.autograd import compiled_modules
-from pipegrid.schedules.errors import StageInputError
+from pipegrid.schedules.errors import StageOutputError
 
 _FORWARD = CheckpointFunction.forward.__code__
 
@@ -31,7 +31,7 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[None]:
     Not where modules are compiled: they would be compiled anew without the hook that looks.
 
     Raises:
-        StageInputError: names the module's class and a parameter.
+        StageOutputError: names the module's class and a parameter.
     """
     if compiled_modules(getattr(stage, "model", None)):
         yield
@@ -45,7 +45,7 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[None]:
         name = next((name for name, own in module.named_parameters(recurse=False) if own.requires_grad), None)
         region = None if name is None else _region(sys._getframe())  # noqa: SLF001 -- documented, for such uses
         if region is not None and not any(isinstance(one, torch.Tensor) and one.requires_grad for one in region):
-            raise StageInputError(
+            raise StageOutputError(
                 f"stage {number}: {type(module).__name__} (its parameter {name!r} requires grad) is checkpointed with "
                 "use_reentrant=True, and no input of the region requires grad: its parameters would get no gradient. "
                 "Use use_reentrant=False"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from pipegrid.schedules.errors import PlanMismatchError
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind
 from pipegrid.schedules.runtime.stages.stage import modules_of
@@ -39,7 +39,7 @@ class ShardedStage:
         found = {id(module): module for _, module in modules_of(self.stage) if is_fsdp(module)}
         self._modules = tuple(found.values())
         if not self._modules:
-            raise PlanMismatchError(
+            raise StepArgumentError(
                 f"the plan gathers the parameters of stage {self.number} ({self.number}UNSHARD), and nothing in the "
                 "stage is sharded by fully_shard"
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import frozen
 
-from pipegrid.schedules.errors import DataEndedError, LossError, PlanMismatchError, StageInputError, StageOutputError
+from pipegrid.schedules.errors import DataEndedError, LossError, StageOutputError, StepArgumentError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def payloads_of(
 
     Raises:
         StageOutputError: another type than `Forwarded`, or a payload that is not made of tensors.
-        PlanMismatchError: payloads for other edges than the plan's.
+        StepArgumentError: payloads for other edges than the plan's.
     """
     outputs = produced.outputs if isinstance(produced, Forwarded) else None
     # The common case, one tensor or none, without a lookup: an edge has no fast hash.
@@ -86,7 +86,7 @@ def payloads_of(
             "Forwarded({edge: payload, ...}, loss), with a payload for each outgoing edge, or no edge and the loss"
         )
     if outputs.keys() != set(edges):
-        raise PlanMismatchError(
+        raise StepArgumentError(
             f"the forward of stage {stage} returned outputs for {sorted(map(str, outputs))} for microbatch "
             f"{microbatch}; the plan has edges {sorted(map(str, edges))}"
         )
@@ -120,11 +120,11 @@ def ended(stage: int, microbatch: int | str, num_microbatches: int, num_slices: 
     )
 
 
-def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> StageInputError | None:
+def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> StageOutputError | None:
     """The error for an in-place change of a received tensor, which is a leaf; None for any other error."""
     if "leaf Variable" not in str(error) or "in-place" not in str(error):
         return None
-    return StageInputError(
+    return StageOutputError(
         f"the forward of stage {stage} changes a tensor in place for microbatch {microbatch} that it received, or a "
         f"parameter: a gradient is collected there. Compute a new tensor, or change x.clone(). Torch says: {error}"
     )

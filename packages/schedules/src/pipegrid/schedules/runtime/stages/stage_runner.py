@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from pipegrid.schedules.autograd import backward_inputs, backward_weights, run_backward
-from pipegrid.schedules.errors import PlanMismatchError, StageInputError
+from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
@@ -194,7 +194,7 @@ class StageRunner:
         except CheckpointError as error:
             if live.part is None:
                 raise
-            raise StageInputError(
+            raise StageOutputError(
                 f"stage {self.number} checkpoints activations that read keys and values, and its backward of slice "
                 f"{self.flight.name(piece)} in halves would recompute them twice; seq1f1b has whole backwards"
             ) from error
@@ -240,7 +240,7 @@ class StageRunner:
                 if root is None or gradient is None:
                     continue
                 if gradient.shape != root.shape:  # the engine might sum it up
-                    raise PlanMismatchError(
+                    raise StepArgumentError(
                         f"edge {queue.edge} carried a tensor of shape {tuple(root.shape)} forward for microbatch "
                         f"{self.flight.name(piece)}, but a gradient of shape {tuple(gradient.shape)} came back"
                     )

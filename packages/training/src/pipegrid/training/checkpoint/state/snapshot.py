@@ -1,4 +1,4 @@
-"""The tensors of a training state copied to the CPU, so that the next step may change them.
+"""The state of a rank at a step: its tensors, copied to the CPU before the next step changes them, and plain data.
 
 The copies live from save to save: a save costs one copy and no allocation. On an accelerator they are pinned, and the
 copy is ordered on the current stream before whatever the step does next; the host does not wait for it.
@@ -6,90 +6,149 @@ copy is ordered on the current stream before whatever the step does next; the ho
 
 from __future__ import annotations
 
-import io
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.training.checkpoint.stored.plain import raw_bytes
+from pipegrid.training.checkpoint.agreement import Held
+from pipegrid.training.checkpoint.state import groups, optimizer, random_state
+from pipegrid.training.checkpoint.state.names import TrainingState
+from pipegrid.training.checkpoint.state.tensors import StateTensors
+from pipegrid.training.checkpoint.stored import dcp
+from pipegrid.training.checkpoint.stored.manifest import GroupEntry
+from pipegrid.training.checkpoint.stored.plain import raw_bytes, to_plain
 
 
-@frozen(eq=False)
+@frozen(eq=False, kw_only=True)
 class Snapshot:
-    """Copies of tensors.
+    """What one rank saves.
 
     Attributes:
-        items: what is to be written: a box of a named tensor each, as torch's planner has it.
-        copies: by the index of the item.
+        boxes: this rank's parts of the tensors, and their copies.
         events: end when the copies are complete.
+        held: the tensors of the model.
+        random: states of the random generators.
+        groups: parameter groups of the optimizers.
+        values: entries of optimizer states that are no tensors.
+        data: the data position.
+        plan: its text.
+        grids: dims and first rank of each grid.
+        layout: as text, or texts by module.
     """
 
-    items: tuple[WriteItem, ...]
-    copies: Mapping[MetadataIndex, Tensor]
-    events: tuple[Any, ...]
+    step: int
+    boxes: Sequence[dcp.Box]
+    events: Sequence[Any]
+    held: tuple[Held, ...]
+    random: dict[str, Any]
+    seed: int
+    groups: list[GroupEntry]
+    values: dict[str, Any]
+    scaler: Any
+    data: Any
+    plan: str | None
+    grids: Any
+    layout: Any
 
     def wait(self) -> None:
         """Wait until the copies are complete."""
         for event in self.events:
             event.synchronize()
 
-    def checksums(self) -> dict[tuple[str, tuple[int, ...]], int]:
-        """The checksum of the values of each box, by key and offset."""
+    def checksums(self) -> dict[str, int]:
+        """By key and offset, of all that is equal on replicas: parameters and optimizer states, not buffers."""
+        buffers = {one.key for one in self.held if not one.parameter}
         return {
-            (index.fqn, tuple(index.offset or ())): zlib.crc32(raw_bytes(copy)) for index, copy in self.copies.items()
+            f"the checksum of {item.index.fqn} at {tuple(item.index.offset or ())}": zlib.crc32(raw_bytes(copy))
+            for item, copy in self.boxes
+            if item.index.fqn not in buffers
         }
 
 
-class Copies:
-    """Makes snapshots of the same tensors over and over."""
+class Snapshots:
+    """Takes snapshots of one state, each into the memory of the one before; what does not change is read once."""
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._items: tuple[WriteItem, ...] = ()
-        self._kept: list[Tensor] = []
-        self._copies: dict[MetadataIndex, Tensor] = {}
+    def __init__(self, state: TrainingState) -> None:
+        self.state = state
+        self._plan, self._grids, self._layout = _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
+        self._model: StateTensors | None = None
+        self._tensors: dict[str, Tensor] = {}  # of the snapshot before, by key
+        self._boxes: list[dcp.Box] = []
 
-    def fit(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether the copies have the shapes of ``tensors``."""
-        if tensors.keys() != self._tensors.keys():
-            return False
-        pairs = zip(tensors.values(), (self._tensors[key] for key in tensors), strict=True)
-        return all(tensor is known or _alike(tensor, known) for tensor, known in pairs) and all(
-            kept.shape == local.shape for kept, local in zip(self._kept, self._locals(tensors), strict=True)
+    def take(self, step: int) -> Snapshot:
+        """Copy the state; overwrites the snapshot before."""
+        state = self.state
+        model, values = self._found()
+        data = state.data.state_dict() if hasattr(state.data, "state_dict") else state.data
+        return Snapshot(
+            step=step,
+            boxes=self._boxes,
+            events=self._copy(),
+            held=model.held,
+            random=random_state.capture(model.device),
+            seed=torch.initial_seed(),
+            groups=groups.groups(state.optimizers, model.owners),
+            values=values,
+            scaler=None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the scaler"),
+            data=to_plain(data, "the data position"),
+            plan=self._plan,
+            grids=self._grids,
+            layout=self._layout,
+        )
+
+    def _found(self) -> tuple[StateTensors, dict[str, Any]]:
+        """What the state has of the model, and the entries of optimizer states that are no tensors.
+
+        It is read again where the objects of the state, or the shapes of its tensors, are others than before; after
+        that the boxes are those of all its tensors.
+        """
+        if self._model is not None and self._model.are_of(self.state):
+            tensors, values = self._read(self._model)
+            if self._fit(tensors):
+                self._tensors = tensors
+                return self._model, values
+        self._model = StateTensors(self.state)
+        tensors, values = self._read(self._model)
+        if not self._fit(tensors):
+            self._boxes = [(item, _room_for(tensors[item.index.fqn])) for item in dcp.items_of(tensors)]
+        self._tensors = tensors
+        return self._model, values
+
+    def _read(self, model: StateTensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of the model and of optimizer states by key; and the other entries of the states."""
+        tensors, values = model.now(), dict[str, Any]()
+        for key, value in optimizer.entries(self.state.optimizers, model.owners):
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            else:
+                values[key] = to_plain(value, key)
+        return tensors, values
+
+    def _fit(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the boxes are those of ``tensors``."""
+        return (
+            tensors.keys() == self._tensors.keys()
+            and all(_alike(tensor, self._tensors[key]) for key, tensor in tensors.items())
+            and all(copy.shape == _local(tensors[item.index.fqn]).shape for item, copy in self._boxes)
         )
 
     @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> Snapshot:
-        """Copy ``tensors``; overwrites the copies of the snapshot before."""
-        if not self.fit(tensors):
-            self._plan(tensors)
-        self._tensors = tensors
-        sources = self._locals(tensors)
+    def _copy(self) -> list[Any]:
+        """Copy the tensors into the boxes; events that end when all are complete."""
+        copies = [copy for _, copy in self._boxes]
+        sources = [_local(self._tensors[item.index.fqn]) for item, _ in self._boxes]
         devices = {source.device for source in sources if not source.is_cpu}
         if not devices:
-            foreach.copy_(self._kept, sources)
-        for source, kept in zip(sources, self._kept, strict=True) if devices else ():
-            kept.copy_(source, non_blocking=True)
-        return Snapshot(self._items, self._copies, tuple(_recorded(device) for device in devices))
-
-    def _locals(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        return [_local(tensors[item.index.fqn]) for item in self._items]
-
-    def _plan(self, tensors: dict[str, Tensor]) -> None:
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors))
-        self._items = tuple(planner.create_local_plan().items)
-        self._kept = [_kept(source) for source in self._locals(tensors)]
-        self._copies = {item.index: kept for item, kept in zip(self._items, self._kept, strict=True)}
+            foreach.copy_(copies, sources)
+        for source, copy in zip(sources, copies, strict=True) if devices else ():
+            copy.copy_(source, non_blocking=True)
+        return [_recorded(device) for device in devices]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -97,13 +156,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _alike(tensor: Tensor, known: Tensor) -> bool:
+    if tensor is known:
+        return True
     if isinstance(tensor, DTensor) or isinstance(known, DTensor):
         return False  # the sharding may be another one
     return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+def _room_for(tensor: Tensor) -> Tensor:
+    local = _local(tensor)
+    return torch.empty(local.shape, dtype=local.dtype, pin_memory=not local.is_cpu)
 
 
 def _recorded(device: torch.device) -> Any:
@@ -113,31 +175,24 @@ def _recorded(device: torch.device) -> Any:
     return event
 
 
-class SnapshotPlanner(DefaultSavePlanner):
-    """Writes a snapshot. Of the ranks that hold the same box, one writes it: the least busy, or the lowest."""
+def _plan_text(plan: Any) -> str | None:
+    if plan is None or isinstance(plan, str):
+        return plan
+    from pipegrid.schedules.plan import to_text
 
-    def __init__(self, snapshot: Snapshot, random_states: Mapping[str, Tensor], *, lowest: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=lowest)
-        self._snapshot, self._random = snapshot, random_states
-
-    def create_local_plan(self) -> SavePlan:
-        """The boxes of this rank."""
-        own = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        own.set_up_planner(dict(self._random))
-        self.plan = SavePlan([*self._snapshot.items, *own.create_local_plan().items])
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The copy of a box."""
-        index = write_item.index
-        return self._random[index.fqn] if index.fqn in self._random else self._snapshot.copies[index]
+    return to_text(plan)
 
 
-def local_box(key: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and shape of this rank's part of a tensor; None without a part."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({key: tensor})
-    for item in planner.create_local_plan().items:
-        if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes:
-            return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
-    return None
+def _grids(grids: Mapping[str, Any] | None) -> Any:
+    if grids is None:
+        return None
+    return {
+        name: {"dims": dict(zip(grid.dim_names, grid.shape, strict=True)), "rank_offset": grid.rank_offset}
+        for name, grid in grids.items()
+    }
+
+
+def _layout(layout: Any) -> Any:
+    if isinstance(layout, Mapping):
+        return {module: _layout(one) for module, one in layout.items()}
+    return layout if layout is None or isinstance(layout, str) else layout.short_text()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import cattrs
-from cattrs import BaseValidationError, transform_error
+from cattrs import BaseValidationError
 
-from pipegrid.layout.strict_json import read_json
+from pipegrid.layout.strict_json import first_fault, read_json
 from pipegrid.topology.fields import checked, shown
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.manifest import FORMAT, Chunk, FileName, Manifest, TensorEntry, checksum
@@ -59,7 +59,8 @@ def _structured(content: Any) -> Manifest:
     try:
         found = _converter().structure(content, Manifest)
     except BaseValidationError as error:
-        raise CorruptCheckpointError(transform_error(error, path="")[0].replace(" @ .", " at ")) from None
+        where, what = first_fault(error, CorruptCheckpointError)
+        raise CorruptCheckpointError(f"{what} at {where}") from None
     for name in found.files:
         checked(name, FileName, "a key of files", CorruptCheckpointError)
     for key, entry in found.tensors.items():

@@ -1,4 +1,4 @@
-"""What a stage remembers of a text between tokens: the keys and values of its own layers, and the mask."""
+"""The KV cache of a stage: the keys and values of its own layers between tokens, and the mask."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipegrid.training.stages.slicing.states import other_states, require_length
 
 
 @define(eq=False)
-class Memory:
-    """The memory of one microbatch on one stage.
+class KVCache:
+    """The KV cache of one microbatch on one stage, and what else the next pass needs of the ones before.
 
     Attributes:
         cache: Hugging Face's, with entries for all layers of the model; only those of the stage are filled.
@@ -63,7 +63,7 @@ class Memory:
 
 
 def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
-    """A cache for the layers of a stage.
+    """Hugging Face's cache for the layers of a stage.
 
     A model asks the entry of some layer, often the first, how many tokens the cache has; so the entry of a layer on
     another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one.

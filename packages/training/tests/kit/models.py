@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import transformers
 import transformers.models.llama.modeling_llama  # ranks are forked with it: see conftest.py
+from torch.nn import functional as F
 
 WORDS, LENGTH = 50, 7
 _TEXT = {
@@ -143,3 +144,10 @@ def loss_of(output):
     loss = 3 * output.last_hidden_state.square().mean() + output.last_hidden_state[..., 0].mean()
     pooled = getattr(output, "pooler_output", None)
     return loss if pooled is None else loss + pooled.square().mean()
+
+
+def next_words(output, batch):
+    """The sum over following words, and how many they are, in the dtype of the logits."""
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum()

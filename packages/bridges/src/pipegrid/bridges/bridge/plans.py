@@ -1,17 +1,18 @@
-"""What both ends of a bridge know of a message: the source announces its shape, and the plans follow from it."""
+"""Plans of a bridge's messages: the source announces what it sends, and the reshard plans follow on both ends."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 import torch
 from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.errors import LaneTotalsError, ShapeError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.bridges.steps import require_summed
@@ -44,14 +45,27 @@ class Announcement:
         packed = "" if self.samples is None else f", packed in samples of {shown(self.samples)}"
         return f"shape {self.shape} of {self.dtype}{packed}"
 
-    def encode(self) -> str:
-        """The announcement as text; equal announcements have equal texts."""
-        return json.dumps((self.shape, self.dtype, self.samples), separators=(",", ":"))
 
-    @classmethod
-    def decode(cls, text: str) -> Announcement:
-        """The announcement that `encode` wrote."""
-        return cls(*json.loads(text))
+@frozen
+class Number:
+    """A value of a `Whole` leaf that travels with the shapes: an int, a float or a bool."""
+
+    value: float
+
+
+LeafNote: TypeAlias = Announcement | Number
+"""What a source rank announces of one leaf, in the note of a message."""
+
+
+def encode(notes: Iterable[LeafNote]) -> str:
+    """What is announced of each leaf as text; equal announcements have equal texts."""
+    forms = [(one.shape, one.dtype, one.samples) if isinstance(one, Announcement) else one.value for one in notes]
+    return json.dumps(forms, separators=(",", ":"))
+
+
+def decode(text: str) -> list[LeafNote]:
+    """What `encode` wrote."""
+    return [Announcement(*form) if isinstance(form, list) else Number(form) for form in json.loads(text)]
 
 
 @frozen
@@ -152,7 +166,7 @@ _Key = tuple[tuple[int, Announcement], ...]
 
 
 @define(eq=False)
-class ShapeExchange:
+class ShapePlans:
     """The plans of the edge ``name``, by announced shapes.
 
     Attributes:
@@ -167,7 +181,7 @@ class ShapeExchange:
     choice: Choice
     comm_dtype: torch.dtype | None
     variable: bool
-    shape: tuple[int | None, ...] | None = None
+    shape: Sequence[int | None] | None = None
     _cached: Callable[[_Key], PlanPair] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -180,7 +194,7 @@ class ShapeExchange:
 
         Raises:
             ShapeError: the shape is not the declared one, or partial sums are of a dtype that is not added up.
-            LaneTotalsError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
+            BridgeError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
         """
         src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
         if self.wiring.reductions:
@@ -195,7 +209,7 @@ class ShapeExchange:
             declares = src.lane_weights or dst.lane_weights
             if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != lane_bounds(lanes * rows, parts):
                 taken = lane_sizes(lanes * rows, parts)
-                raise LaneTotalsError(
+                raise BridgeError(
                     f"{self.name}: a batch of {lanes * rows} gives lanes of {taken}, some from two source lanes; "
                     f"declare src_lanes={(rows,) * lanes} and dest_lanes={taken}"
                 )
@@ -219,7 +233,7 @@ class ShapeExchange:
 
         Raises:
             ShapeError: as `check`, or samples that do not fit the shape.
-            LaneTotalsError: as `check`.
+            BridgeError: as `check`.
         """
         self.check(announced)
         plans = self.plans({self.wiring.rank: announced})

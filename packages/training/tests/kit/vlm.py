@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
 from pipegrid.training import Names
 
-from .training_models import MAKERS, WORDS, batch_of, llama
+from .models import MAKERS, WORDS, batch_of, llama, next_words
 
 
 class Tower(nn.Module):
@@ -51,3 +53,17 @@ def seen_and_text(embedding, seen, batch):
     embeds = torch.cat((seen, embedding(batch["input_ids"])), dim=1)
     mask = torch.cat((torch.ones(seen.shape[:2], dtype=torch.long), batch["attention_mask"]), dim=1)
     return {"inputs_embeds": embeds, "attention_mask": mask}
+
+
+def read_images(stage, batch):
+    """A forward of the language model: the first stage has image tokens before the text, the others their mask."""
+    if stage.is_first:
+        (seen,) = (payload for module, payload in stage.received.items() if module != stage.module)
+        return stage(**seen_and_text(stage.get_submodule("model.embed_tokens"), seen, batch))
+    image = torch.ones(len(batch["input_ids"]), 5, dtype=torch.long)
+    return stage(attention_mask=torch.cat((image, batch["attention_mask"]), dim=1))
+
+
+def after_image(output, batch):
+    """`next_words` of the text."""
+    return next_words(SimpleNamespace(logits=output.logits[:, -batch["input_ids"].shape[1] :]), batch)

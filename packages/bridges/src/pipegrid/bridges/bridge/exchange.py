@@ -1,0 +1,328 @@
+"""What crosses one edge on a rank of its boundary: activations one way, the gradients of the oldest one back.
+
+A source announces the shape of each leaf, and the plans of both directions follow from it. All leaves of a microbatch
+travel in one message per lane. Where shapes are fixed the first message alone announces; an edge of one tensor then has
+as much to do for a message as its lane.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from attrs import define, field, frozen
+
+from pipegrid.bridges.bridge.leaves import Leaves, Microbatch, peers_of, tensor_of
+from pipegrid.bridges.bridge.plans import LeafNote, PlanPair, decode, encode
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives
+from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
+from pipegrid.bridges.errors import CompletionError, ShapeError, StageError
+from pipegrid.bridges.steps import Completing, broadcast_text
+from pipegrid.transport.edge import Direction
+from pipegrid.transport.messages.handle import Transfer
+from pipegrid.transport.protocol import Handle, ReceiveHandle
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+Sent = TypeVar("Sent")
+
+
+@define(eq=False)
+class PendingGradients(Generic[Sent]):
+    """Activations that were sent, or received, and whose gradients are still to come.
+
+    Attributes:
+        call: the call that answers them, for errors: edge, verb and rank.
+        what: what is pending, for errors, such as ``"activation that was sent"``.
+        variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
+            nothing to count.
+        first: where they do not, the one that stands for all; None before the first.
+    """
+
+    call: str
+    what: str
+    variable: bool
+    first: Sent | None = field(default=None, init=False)
+    _waiting: deque[Sent] = field(factory=deque, init=False)
+
+    def add(self, activation: Sent, *, has_gradient: bool) -> None:
+        """Add an activation; ``has_gradient``: its gradient will come."""
+        if self.first is None and not self.variable:
+            self.first = activation
+        if self.variable and has_gradient:
+            self._waiting.append(activation)
+
+    @property
+    def oldest(self) -> Sent:
+        """The activation that the next gradient belongs to.
+
+        Raises:
+            StageError: no gradient is due.
+        """
+        found = self._waiting[0] if self._waiting else self.first
+        if found is None:
+            raise StageError(f"{self.call}: no {self.what} waits for its gradient")
+        return found
+
+    def answer(self) -> None:
+        """Remove the oldest activation: its gradient is on its way."""
+        if self.variable:
+            self._waiting.popleft()
+
+
+@define(eq=False)
+class Incoming:
+    """A microbatch on its way here: None until its messages, which announce it, are in their places."""
+
+    leaves: Microbatch | None = None
+    receive: BridgeReceive | None = None
+
+    def wait(self) -> Microbatch:
+        """The leaves; waits for the messages."""
+        if self.leaves is None:
+            assert self.receive is not None
+            self.receive.wait_filled()
+        assert self.leaves is not None
+        return self.leaves
+
+
+@frozen
+class _Steady:
+    """What a message after the first needs on an edge of one tensor of fixed shape: its plans, and who gets a part."""
+
+    shape: torch.Size
+    plans: PlanPair
+    peers: Iterable[int] | None
+
+
+class Exchange:
+    """The microbatches of one edge on a rank of its boundary.
+
+    Args:
+        traffic: of the edge.
+        leaves: what crosses.
+        variable: whether shapes and numbers may change from message to message.
+        skips_empty: lanes that carry nothing are left out from the second activation on: sizes are fixed by then. Only
+            where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer elements
+            than ranks, costs less than waiting for the first one before a second receive is posted.
+    """
+
+    def __init__(self, traffic: EdgeTraffic, leaves: Leaves, *, variable: bool, skips_empty: bool) -> None:
+        self.name, self.rank, self.backward, self.variable = leaves.name, leaves.rank, leaves.backward, variable
+        self._traffic, self._wiring, self._leaves = traffic, traffic.wiring, leaves
+        self._is_tensor, self._skips_empty = leaves.structure.is_tensor, skips_empty
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was agreed: the next message announces anew."""
+        self._announced: list[LeafNote] | None = None
+        self._steady: _Steady | None = None
+        self._arriving: Microbatch | None = None
+        what = "activation" if self._is_tensor else "payload"
+        self._sent: PendingGradients[Microbatch] = PendingGradients(
+            f"{self.name}: recv_backward on rank {self.rank}", f"{what} that was sent", self.variable
+        )
+        self._received: PendingGradients[Incoming] = PendingGradients(
+            f"{self.name}: send_backward on rank {self.rank}", f"{what} that was received", self.variable
+        )
+
+    # -- activations: send ---------------------------------------------------------------------------------------
+
+    def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
+        """See `BridgeCommunicator.isend_forward`."""
+        steady = self._steady
+        if (
+            steady is not None
+            and samples is None
+            and isinstance(payload, torch.Tensor)
+            and payload.shape == steady.shape
+            and payload.dtype is steady.plans.dtype
+            and (self.backward or not payload.requires_grad)
+        ):
+            plans = steady.plans
+            given = payload.detach() if payload.requires_grad else payload
+            return _one(
+                self._traffic.send(plans.forward_part, given, _FORWARD, dtype=plans.wire_dtype, peers=steady.peers)
+            )
+        values = self._leaves.values(payload, samples)
+        notes = self._leaves.notes(values)
+        if self._announced is not None and not self.variable:
+            self._leaves.require_agreed(notes, self._announced)
+        announced = encode(notes)
+        if self.variable or self._announced is None:
+            self._traffic.compare_announced(announced, ", ".join(map(str, notes)))
+        leaves = self._leaves.outgoing(notes)
+        # Every rank that may get something must hear of the sizes; gradients need no such message.
+        sending = self._send(leaves, [tensor_of(value) for value in values], _FORWARD, note=announced)
+        # Only now: after a lane's error nothing was sent, and no gradient of it will come.
+        self._announced = notes
+        agreed = leaves[0].plans
+        plain = self._is_tensor and isinstance(payload, torch.Tensor) and samples is None
+        if plain and not self.variable and agreed is not None:
+            self._steady = _Steady(payload.shape, agreed, agreed.forward_part.sends if self._skips_empty else None)
+        self._sent.add(leaves, has_gradient=self.backward and torch.is_grad_enabled())
+        return sending
+
+    # -- activations: receive ------------------------------------------------------------------------------------
+
+    def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
+        """See `BridgeCommunicator.irecv_forward`."""
+        expected = None if shape is None else self._leaves.expected(shape)
+        if self._arriving is not None:
+            whole = self._receive_whole(self._arriving, _FORWARD, expected)
+            if whole is not None:
+                return whole
+        is_first = self._received.first is None
+        incoming = Incoming()
+
+        def peers() -> Iterable[int] | None:
+            if is_first:
+                return self._wiring.senders(_FORWARD)
+            return None if self._arriving is None else peers_of(self._arriving, _FORWARD, sends=False)
+
+        def fill(handles: PostedReceives) -> Filled:
+            notes = {peer: handle.note for peer, handle in handles.items()}  # type: ignore[attr-defined]  # lanes' own
+            incoming.leaves = leaves = self._announced_leaves(notes)
+            return self._fill(leaves, handles, _FORWARD, expected)
+
+        incoming.receive = receive = self._traffic.receive(
+            _FORWARD,
+            fill,
+            peers=peers if self._skips_empty else None,
+            blocks=None if self._wiring.sizes_from is None else self._waits_for_leader,
+        )
+        self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
+        return receive
+
+    def _announced_leaves(self, texts: Mapping[int, str]) -> Microbatch:
+        """The leaves that the source ranks have announced; a copy without a lane gets the notes from the leader."""
+        if self._arriving is not None:
+            return self._arriving
+        leader = self._wiring.sizes_from
+        if leader is not None:
+            texts = self._notes_of_leader(leader, texts)
+        leaves = self._leaves.incoming({peer: decode(text) for peer, text in texts.items()})
+        if not self.variable:
+            # In place of the first receive, which would keep its tensors for as long as the bridge lives.
+            self._arriving, self._received.first = leaves, Incoming(leaves)
+        return leaves
+
+    def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
+        copies, traffic = self._wiring.copies(_FORWARD), self._traffic
+        group = traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
+        try:
+            text = broadcast_text(
+                json.dumps(sorted(notes.items())),
+                leader,
+                group,
+                traffic.device,
+                lambda work: traffic.waits.wait(work, copies, group, host=True),
+            )
+        except RuntimeError as error:
+            raise CompletionError(
+                f"rank {self.rank}, {self.name}: rank {leader} did not pass on the source's sizes before the "
+                f"deadline ({error})"
+            ) from error
+        return dict(json.loads(text))
+
+    def _waits_for_leader(self) -> bool:
+        """Whether filling still has to talk to the copies of this rank, and so may block."""
+        return self._arriving is None and self._wiring.sizes_from is not None
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def isend_backward(self, gradients: Any) -> Handle:
+        """See `BridgeCommunicator.isend_backward`."""
+        oldest = self._received.oldest
+        leaves = oldest.leaves or oldest.wait()
+        handle = self._send(leaves, self._leaves.due(leaves, gradients), _BACKWARD)
+        self._received.answer()  # only now: after an error the same activation still waits
+        return handle
+
+    def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
+        """See `BridgeCommunicator.irecv_backward`."""
+        leaves = self._sent.oldest
+        expected = None if shape is None else self._leaves.expected(shape)
+        receive = self._receive_whole(leaves, _BACKWARD, expected)
+        if receive is None:
+            receive = self._traffic.receive(
+                _BACKWARD,
+                lambda handles: self._fill(leaves, handles, _BACKWARD, expected),
+                peers=lambda: peers_of(leaves, _BACKWARD, sends=False),
+            )
+        self._sent.answer()
+        return receive
+
+    # -- both directions -----------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        leaves: Microbatch,
+        tensors: Sequence[torch.Tensor | None],
+        direction: Direction,
+        *,
+        note: str | None = None,
+    ) -> Handle:
+        """Send one message to each receiving rank: its boxes of every leaf, in the order of leaves.
+
+        With a note every rank that may get something gets a message, be it one without bytes.
+        """
+        peers = None if note is not None else peers_of(leaves, direction, sends=True)
+        shares = []
+        for one, tensor, wired in zip(leaves, tensors, self._wiring.leaves, strict=True):
+            part = one.part(direction)
+            if part is None or tensor is None or one.plans is None:
+                continue
+            given = tensor.detach() if tensor.requires_grad else tensor
+            if self._is_tensor:
+                return _one(
+                    self._traffic.send(part, given, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
+                )
+            view = given.reshape(part.source_shape)
+            shares.append(Share(part, view, one.plans.wire_dtype, wired.receivers(direction)))
+        return BridgeSend(self._traffic.send_shares(shares, direction, peers=peers, note=note))
+
+    def _receive_whole(
+        self, leaves: Microbatch, direction: Direction, expected: tuple[int, ...] | None
+    ) -> ReceiveHandle | None:
+        """A receive that is its lane's alone, where one tensor comes and its sizes are known; None else."""
+        if not self._is_tensor:
+            return None
+        (leaf,) = leaves
+        plans, part = leaf.plans, leaf.part(direction)
+        if plans is None or part is None or plans.wire_dtype is not plans.dtype:
+            return None
+        if expected is not None and expected != part.destination_shape:
+            return None
+        return self._traffic.receive_whole(part, direction, requires_grad=direction is _FORWARD and self.backward)
+
+    def _fill(
+        self, leaves: Microbatch, handles: PostedReceives, direction: Direction, expected: tuple[int, ...] | None
+    ) -> Filled:
+        """The tensors of all leaves with a part on this rank, their completions, and the payload of both."""
+        if expected is not None and expected != leaves[0].shape:
+            raise ShapeError(f"{self.name}: rank {self.rank} expects shape {expected}, but {leaves[0].shape} comes")
+        is_tensor = self._is_tensor
+        arrived = {peer: iter([handle.result()] if is_tensor else handle.result()) for peer, handle in handles.items()}
+        tensors: list[torch.Tensor] = []
+        completing: list[Completing] = []
+        for one, wired in zip(leaves, self._wiring.leaves, strict=True):
+            part = one.part(direction)
+            if part is None or one.plans is None:
+                continue
+            senders = wired.senders(direction)
+            pieces = {peer: next(own) for peer, own in arrived.items() if peer in senders}
+            tensor, steps = self._traffic.fill(
+                part, pieces, direction, dtype=one.plans.dtype, wire_dtype=one.plans.wire_dtype
+            )
+            tensors.append(tensor)
+            completing += steps
+        build = self._leaves.activations if direction is _FORWARD else self._leaves.gradients
+        return Filled(tensors, completing, partial(build, leaves, tensors))
+
+
+def _one(sending: Sequence[Transfer]) -> Handle:
+    return sending[0] if len(sending) == 1 else BridgeSend(sending)

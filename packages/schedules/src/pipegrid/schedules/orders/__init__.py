@@ -1,0 +1,18 @@
+"""Orders of other programs: what each rank launches, in which order, and the proof that no rank gets stuck."""
+
+from pipegrid.schedules.orders.orders import Launch, Message, Orders
+from pipegrid.schedules.orders.prove import OrderProof, prove_order
+from pipegrid.schedules.orders.read import is_orders, orders_from_json, orders_of_plan
+from pipegrid.schedules.orders.torch_schedules import plan_of_torch
+
+__all__ = [
+    "Launch",
+    "Message",
+    "OrderProof",
+    "Orders",
+    "is_orders",
+    "orders_from_json",
+    "orders_of_plan",
+    "plan_of_torch",
+    "prove_order",
+]

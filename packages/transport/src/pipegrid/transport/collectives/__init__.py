@@ -1,0 +1,1 @@
+"""Collectives beside the lanes: waited for up to a deadline, and gathers."""

@@ -1,0 +1,52 @@
+"""Gathers, of flat tensors and of texts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def gather_flat(
+    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Every rank's flat ``own``, one after another, into the flat ``out``."""
+    # torch 2.13 renames all_gather_into_tensor and warns about the old name; 2.11 has the old one only.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
+    return work
+
+
+def gather_text(
+    text: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    wait: Callable[[dist.Work | None, torch.Tensor], object],
+) -> dict[int, str]:
+    """What each rank of ``group`` says, by rank of the world, in the order of the group; on all of its ranks.
+
+    Text of any length, which no rank unpickles. `torch.distributed.all_gather_object` unpickles, and needs numpy, which
+    torch itself does not require.
+
+    Args:
+        text: of this rank.
+        group: all of its ranks call this.
+        device: of the tensors that the group gathers.
+        wait: holds the host until a collective with this result is done, or raises.
+    """
+
+    def gathered(own: torch.Tensor) -> torch.Tensor:
+        every = own.new_empty(group.size() * own.numel())
+        wait(gather_flat(every, own, group, async_op=True), every)
+        return every.cpu()
+
+    data = text.encode()
+    sizes: list[int] = gathered(torch.tensor([len(data)], device=device)).tolist()
+    width = max(*sizes, 1)
+    own = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8).to(device)
+    rows = gathered(own)
+    every = ctypes.string_at(rows.data_ptr(), rows.numel())
+    said = (every[place * width :][:size].decode() for place, size in enumerate(sizes))
+    return dict(zip(dist.get_process_group_ranks(group), said, strict=True))

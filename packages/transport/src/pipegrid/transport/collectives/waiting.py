@@ -1,0 +1,198 @@
+"""Waits for a collective: up to a deadline, or until its user gives it up. No torch.
+
+A wait does not raise: it says why there is no result (`NotDone`), and its user makes an error of that.
+
+On a device with streams a wait orders the current stream and returns, at once and for a collective that failed, too.
+So each is kept until it has ended and was asked for its error (`PendingCollectives`), and its group with it: a work has
+a bare pointer to the backend of its group.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from attrs import define, field, frozen
+
+from pipegrid.transport.errors import text_of
+from pipegrid.transport.waits.aborts import GroupAbortedError, abort_device_groups, device_aborts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Label = TypeVar("Label")
+
+_SLICE_SECONDS = 0.05  # of a wait of the host, between two looks whether its user has given up
+_POLL_SECONDS = 0.0001
+_PROBE = 2**29  # a tag of no message
+_LONGEST = 600  # characters of a backend's text, which may pass on the first failure
+
+
+@frozen
+class NotDone:
+    """Why a wait for a collective ended without its result.
+
+    Attributes:
+        why: the deadline passed (``late``); its user gave it up (``given up``); this rank aborted the group
+            (``aborted``); the backend failed, as it does where a rank has ended (``lost``).
+        text: of the reason, in one line; empty for ``late``.
+        error: of the backend, or of the abort.
+    """
+
+    why: Literal["late", "given up", "aborted", "lost"]
+    text: str = ""
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, error: RuntimeError) -> NotDone:
+        """As ``error``, of a work, says."""
+        why: Literal["aborted", "lost"] = "aborted" if isinstance(error, GroupAbortedError) else "lost"
+        return cls(why, " ".join(text_of(error).split())[:_LONGEST], error)
+
+
+def finish(
+    work: Any,
+    group: ProcessGroup | None,
+    *,
+    on_device: bool,
+    host: bool = False,
+    end: float | None = None,
+    given_up: Callable[[], str | None] = lambda: None,
+) -> NotDone | None:
+    """Wait for the collective ``work`` of ``group``; None when it is done, else why it is not.
+
+    Args:
+        work: started with ``async_op=True``.
+        group: None is the default one.
+        on_device: its tensors are on a device with streams: only the current stream waits, whatever ``end``.
+        host: hold the host on such a device as well: the caller reads the result, and a read has no deadline.
+        end: when the wait of the host is late, in `time.monotonic` seconds; None leaves it to the group's own timeout.
+        given_up: why the user does not wait any longer, None as long as it does; asked between slices of 0.05 s.
+    """
+    late = False
+    try:
+        while (reason := given_up()) is None and (host or not on_device):
+            if late:
+                return NotDone("late")
+            left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
+            if _done_on_device(work, group, left) if on_device else _done_on_host(work, left):
+                break
+            late = end is not None and time.monotonic() >= end
+        if reason is None and on_device:
+            work.wait()
+            device_aborts.require_not_aborted(group)
+        reason = given_up()  # NCCL calls an aborted collective done: its stream goes on, without the data
+    except RuntimeError as error:
+        return NotDone.of(error)
+    return None if reason is None else NotDone("given up", reason)
+
+
+def _done_on_host(work: Any, seconds: float) -> bool:
+    """Wait for ``seconds``; a collective's wait that times out leaves it as it is, unlike that of a transfer."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 1e-3)))
+    except RuntimeError:
+        if not device_aborts.poll(work.is_completed):
+            return False
+        work.wait()  # raises if it failed; one that ended just after the slice returns
+    return True
+
+
+def _done_on_device(work: Any, group: ProcessGroup | None, seconds: float) -> bool:
+    """The same by polling: past the timeout of a wait NCCL would end the communicator."""
+    from pipegrid.transport.backends import NcclTicket  # torch, which a process without collectives need not have
+
+    limit, ticket = time.monotonic() + seconds, NcclTicket((work,), group)
+    while not ticket.done():
+        if time.monotonic() >= limit:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def lost_ranks(group: ProcessGroup, device: str) -> list[int]:
+    """The ranks of ``group`` whose connections are closed here, as far as the backend says: gloo does.
+
+    ``device`` is the type of the device of the collective that failed. A send over a closed connection raises at once;
+    one whose work is dropped is never delivered.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if f"{device}:gloo" not in dist.get_backend_config(group):
+        return []
+    lost = []
+    for index, rank in enumerate(dist.get_process_group_ranks(group)):
+        try:
+            if index != group.rank():
+                group.send([torch.empty(1, dtype=torch.uint8)], index, _PROBE)
+        except RuntimeError:
+            lost.append(rank)
+    return lost
+
+
+@define(eq=False)
+class PendingCollectives(Generic[Label]):
+    """Collectives that a stream was ordered after, each with a label of its user's, in order; for any thread."""
+
+    _works: deque[tuple[Label, Any, ProcessGroup | None]] = field(factory=deque, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def add(self, label: Label, work: Any, group: ProcessGroup | None) -> None:
+        """Keep ``work`` of ``group`` until it has ended and was asked for its error."""
+        with self._lock:
+            self._works.append((label, work, group))
+
+    def failed(self) -> tuple[Label, RuntimeError] | None:
+        """Forget those that have ended, up to the first that has not; the first that failed, once. Never blocks."""
+        if not self._works:
+            return None
+        from pipegrid.transport.backends import NcclTicket  # torch, which a process without collectives need not have
+
+        with self._lock:
+            while self._works:
+                label, work, group = self._works[0]
+                try:
+                    if not NcclTicket((work,), group).done():
+                        break
+                except RuntimeError as error:
+                    self._works.popleft()
+                    return label, error
+                self._works.popleft()
+        return None
+
+    def check(self) -> None:
+        """Raise the error of a collective that has failed, once. Never blocks.
+
+        Raises:
+            RuntimeError: one has failed; the text begins with its label.
+        """
+        failed = self.failed()
+        if failed is not None:
+            label, error = failed
+            raise RuntimeError(f"{label} failed: {NotDone.of(error).text}") from error
+
+    def abort(self, cause: str) -> None:
+        """Begin to abort every device group of this process, and forget the collectives that were under way.
+
+        Where a step fails, all device groups of the process are aborted together: a free waits for every kernel of the
+        device, so an abort of the lanes alone would wait for a reduction that no rank will end. None of them is of use
+        after that.
+        """
+        if "torch.distributed" in sys.modules:
+            abort_device_groups(cause)
+        with self._lock:
+            works, self._works = self._works, deque()
+        for _, work, group in works:
+            abort = device_aborts.of(group)
+            if abort is not None:
+                abort.keep(work, group)
+
+
+device_collectives: PendingCollectives[str] = PendingCollectives()
+"""Those of this process beside its plan, on devices with streams: reductions of gradients, norms, loss scales."""

@@ -133,6 +133,14 @@ def _in_threads():
     return in_threads
 
 
+@pytest.fixture
+def threads(network):
+    """Runs all positions of a plan in this process; see `InThreads`."""
+    from .kit.threads import InThreads
+
+    return InThreads(network, MemoryCommunicator, in_threads)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,16 +29,11 @@ from pipegrid.schedules.gradients import (
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.transport import Edge
 
+from ..kit.groups import Groups
+
 WIDTH, LENGTH, LANES = 4, 6, 2
 MAX_NORM = 1e-2
 EDGE = Edge(0, 1)
-
-
-@frozen
-class Groups:
-    dp: object = None
-    dp_cp: object = None
-    tp: object = None
 
 
 class Block(nn.Module):

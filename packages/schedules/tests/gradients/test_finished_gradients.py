@@ -27,16 +27,10 @@ from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.groups import Groups
+
 WORDS, WIDTH = 7, 4
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
-
-
-@frozen
-class Groups:
-    dp: object = None
-    dp_cp: object = None
-    cp: object = None
-    tp: object = None
 
 
 def parameter(seed, *shape):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
 
@@ -127,25 +127,14 @@ class Computation:
         return Forwarded(dict.fromkeys(self.outgoing, y), None if self.outgoing else loss_of(self.case, y))
 
 
-def pipelined(case, plan, network, memory_communicator, in_threads):
+def pipelined(case, plan, threads):
     models = case.models(plan.num_stages)
     stages = [
         Computation(case, model, tuple(edge for edge in plan.graph.stage_edges if edge.source == stage))
         for stage, model in enumerate(models)
     ]
     reducers = {"word": reducing(plan, models[0].word, models[-1].word)} if case.special == "tied" else {}
-    in_threads(
-        [
-            PipelineRuntime(
-                plan,
-                {stage: stages[stage] for stage in held},
-                memory_communicator(network, plan.num_stages, position),
-                reducers=reducers,
-                deallocate_outputs=case.microbatches % 2 == 1,
-            ).step
-            for position, held in enumerate(plan.stages_at)
-        ]
-    )
+    threads.run(plan, stages, reducers=reducers, deallocate_outputs=case.microbatches % 2 == 1)
     finish(case, models)
     return models
 
@@ -237,17 +226,17 @@ SAMPLE = MATRIX[::37]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_gradients_are_those_of_one_process(case, network, memory_communicator, in_threads):
-    check(case, network, memory_communicator, in_threads)
+def test_gradients_are_those_of_one_process(case, threads):
+    check(case, threads)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_one_process_in_every_case(name, memory_communicator, in_threads, network):
+def test_gradients_are_those_of_one_process_in_every_case(name, threads):
     for case in MATRIX:
         if case.schedule == name:
-            network.lanes.clear()
-            check(case, network, memory_communicator, in_threads)
+            threads.network.lanes.clear()
+            check(case, threads)
 
 
 def test_the_sample_has_every_value_of_everything():

@@ -13,6 +13,8 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 
+from ..kit.groups import Groups
+
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
 TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
 
@@ -26,14 +28,6 @@ class Group:
 
     def rank(self):
         return 0
-
-
-@frozen
-class Groups:
-    dp: object = None
-    dp_cp: object = None
-    cp: object = None
-    tp: object = None
 
 
 @frozen

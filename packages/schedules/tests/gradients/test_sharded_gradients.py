@@ -26,12 +26,7 @@ from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron import PipelineConfig
 
-
-@frozen
-class Groups:
-    dp: object = None
-    dp_cp: object = None
-    tp: object = None
+from ..kit.groups import Groups
 
 
 def network():

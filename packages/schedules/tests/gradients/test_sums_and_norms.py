@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import nn
 
 from pipegrid.schedules.gradients.all_reduce import Waiting
@@ -15,12 +14,7 @@ from pipegrid.schedules.gradients.clip import clip_grad_norm_
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
 
-
-@frozen
-class Groups:
-    dp: object = None
-    dp_cp: object = None
-    tp: object = None
+from ..kit.groups import Groups
 
 
 def network(seed):

@@ -17,7 +17,6 @@ from pipegrid.schedules import (
     ActionKind,
     Costs,
     Forwarded,
-    PipelineRuntime,
     PlanError,
     forward_only,
     from_json,
@@ -295,22 +294,12 @@ class Squares:
 
 
 @pytest.mark.parametrize(("schedule", "limit"), [(one_f_one_b, 2), (gpipe, 2), (zero_bubble_v, 2.5)])
-def test_a_step_that_offloads_has_the_gradients_of_one_that_does_not(
-    schedule, limit, network, memory_communicator, in_threads
-):
+def test_a_step_that_offloads_has_the_gradients_of_one_that_does_not(schedule, limit, threads):
     found, most = [], []
     plain = lower(schedule(3, 7))
     for plan in (plain, offload(plain, limit)):
         stages = [Squares(plan, number) for number in range(plan.num_stages)]
-        runtimes = [
-            PipelineRuntime(
-                plan,
-                {number: stages[number] for number in held},
-                memory_communicator(network, plan.num_stages, position),
-            )
-            for position, held in enumerate(plan.stages_at)
-        ]
-        in_threads([runtime.step for runtime in runtimes])
+        threads.run(plan, stages)
         found.append([stage.weight.grad for stage in stages])
         most.append(max(stage.most for stage in stages))
     assert all(map(torch.equal, *found))

@@ -12,8 +12,9 @@ from attrs import field, frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, StageOutputError
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes
 from pipegrid.schedules.megatron.step_functions import (
     StepArgumentError,
     forward_backward_no_pipelining,

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import nn
 
 from pipegrid.schedules import (
@@ -37,6 +36,8 @@ from pipegrid.schedules.runtime import preflight
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
+
+from ..kit.groups import Groups
 
 MICROBATCHES = 4
 COMMON = {"num_microbatches": MICROBATCHES, "seq_length": 1, "micro_batch_size": 1}
@@ -103,7 +104,7 @@ def test_the_second_call_constructs_nothing(constructions, monkeypatch):
     made = dict(constructions)
     assert made["PipelineRuntime"] == made["PreparedStep"] == 2
     with monkeypatch.context() as patch:
-        for name in ("gradient_policy", "required_ties", "PreparedStep", "StageSettings"):
+        for name in ("gradient_policy", "required_ties", "PreparedStep", "MegatronStage"):
             patch.setattr(prepared, name, None)
         assert alone(model) == first
         alone(model, forward_only=True)
@@ -436,11 +437,6 @@ def test_a_second_thread_leaves_the_running_step_alone():
     expected = alone(model)
     assert alone(model, forward_step_func=forward) == expected
     assert len(errors) == MICROBATCHES
-
-
-@frozen
-class Groups:
-    dp: object = None
 
 
 @pytest.mark.ranks(2)

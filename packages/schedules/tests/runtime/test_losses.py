@@ -9,7 +9,7 @@ from torch import nn
 from pipegrid.schedules.generators import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import Forwarded
 
 WIDTH, MICROBATCHES = 4, 5
 
@@ -71,23 +71,11 @@ PLANS = {
 @pytest.mark.parametrize("deallocate", [False, True])
 @pytest.mark.parametrize("auxiliary", ["first", "middle", "all"])
 @pytest.mark.parametrize("name", PLANS)
-def test_a_loss_on_any_stage_is_differentiated_with_the_gradients_of_its_outputs(
-    name, auxiliary, deallocate, network, memory_communicator, in_threads
-):
+def test_a_loss_on_any_stage_is_differentiated_with_the_gradients_of_its_outputs(name, auxiliary, deallocate, threads):
     plan = PLANS[name]
     chosen = {"first": {0}, "middle": {1}, "all": set(range(plan.num_stages))}[auxiliary]
     stages = [Expert(stage, plan, auxiliary=stage in chosen) for stage in range(plan.num_stages)]
-    in_threads(
-        [
-            PipelineRuntime(
-                plan,
-                {stage: stages[stage] for stage in held},
-                memory_communicator(network, plan.num_stages, position),
-                deallocate_outputs=deallocate,
-            ).step
-            for position, held in enumerate(plan.stages_at)
-        ]
-    )
+    threads.run(plan, stages, deallocate_outputs=deallocate)
     for ours, theirs in zip(stages, reference(plan, chosen), strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-14)
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -15,7 +15,6 @@ from pipegrid.schedules.generators import gpipe, interleaved_1f1b, multi_module_
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import parse_action
-from pipegrid.schedules.plan.plan import Plan
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
@@ -27,59 +26,7 @@ from pipegrid.schedules.verify import verify
 from pipegrid.transport import streams
 from pipegrid.transport.edge import Edge
 
-
-@define
-class Scale:
-    """A stage with one weight: the sum of what arrives (or the microbatch's number), times the weight."""
-
-    plan: Plan
-    stage: int
-    weight: torch.Tensor
-    losses: list[float]
-
-    def forward(self, microbatch, inputs):
-        x = sum(inputs.values()) if inputs else torch.full((2,), 1.0 + microbatch, dtype=torch.float64)
-        y = x * self.weight
-        outgoing = [edge for edge in self.plan.graph.stage_edges if edge.source == self.stage]
-        if outgoing:
-            return Forwarded(dict.fromkeys(outgoing, y))
-        self.losses.append(y.sum().item())
-        return Forwarded({}, y.sum())
-
-
-def scales(plan):
-    return [
-        Scale(plan, stage, torch.tensor(0.5 + stage, dtype=torch.float64, requires_grad=True), [])
-        for stage in range(plan.num_stages)
-    ]
-
-
-def run(plan, network, memory_communicator, in_threads, *, hooks=None, verb="step"):
-    stages = scales(plan)
-    runtimes = [
-        PipelineRuntime(
-            plan,
-            {stage: stages[stage] for stage in held},
-            memory_communicator(network, plan.num_stages, position),
-            hooks=hooks[position] if hooks else (),
-        )
-        for position, held in enumerate(plan.stages_at)
-    ]
-    in_threads([getattr(runtime, verb) for runtime in runtimes])
-    return stages
-
-
-def expected_gradients(plan):
-    stages = scales(plan)
-    for microbatch in range(plan.num_microbatches):
-        values = {}
-        for stage in range(plan.num_stages):
-            inputs = {e: values[e.source] for e in plan.graph.stage_edges if e.destination == stage}
-            forwarded = stages[stage].forward(microbatch, inputs)
-            values[stage] = next(iter(forwarded.outputs.values()), None)
-        forwarded.loss.backward()
-    return [stage.weight.grad for stage in stages]
-
+from ..kit.threads import Scale, expected_gradients, scales
 
 DIAMOND = ModuleGraph({"a": 1, "b": 2, "c": 1}, {"a": ["b", "c"], "b": ["c"]})
 PLANS = {
@@ -99,24 +46,24 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_any_plan_gives_the_gradients_of_one_process(name, network, memory_communicator, in_threads):
-    plan = PLANS[name]
-    stages = run(plan, network, memory_communicator, in_threads)
+def test_any_plan_gives_the_gradients_of_one_process(name, threads):
+    plan, stages = PLANS[name], scales(PLANS[name])
+    threads.run(plan, stages)
     for stage, expected in zip(stages, expected_gradients(plan), strict=True):
         assert torch.allclose(stage.weight.grad, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_eval_runs_the_forwards_only(name, network, memory_communicator, in_threads):
-    plan = PLANS[name]
-    stages = run(plan, network, memory_communicator, in_threads, verb="eval")
+def test_eval_runs_the_forwards_only(name, threads):
+    plan, stages = PLANS[name], scales(PLANS[name])
+    threads.run(plan, stages, "eval")
     assert len(stages[-1].losses) == plan.num_microbatches
     assert all(stage.weight.grad is None for stage in stages)
-    assert all(lane.empty() for lane in network.lanes.values())
+    assert all(lane.empty() for lane in threads.network.lanes.values())
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_hooks_see_exactly_the_plans_actions_in_order(name, network, memory_communicator, in_threads):
+def test_hooks_see_exactly_the_plans_actions_in_order(name, threads):
     plan = PLANS[name]
 
     @define
@@ -130,19 +77,19 @@ def test_hooks_see_exactly_the_plans_actions_in_order(name, network, memory_comm
             assert self.seen[-1] is action
 
     hooks = [[Watch([])] for _ in plan.positions]
-    run(plan, network, memory_communicator, in_threads, hooks=hooks)
+    threads.run(plan, scales(plan), hooks=hooks)
     for position, (watch,) in enumerate(hooks):
         assert watch.seen == list(plan.actions(position))
 
 
-def test_a_recording_has_every_action_and_draws_arrows(network, memory_communicator, in_threads):
+def test_a_recording_has_every_action_and_draws_arrows(threads):
     plan = PLANS["1f1b"]
     recorders = [Recorder() for _ in plan.positions]
     for recorder in recorders:
         recorder.start()
         with recorder.aside("data"):
             pass
-    run(plan, network, memory_communicator, in_threads, hooks=[[r] for r in recorders])
+    threads.run(plan, scales(plan), hooks=[[r] for r in recorders])
     tracks = [r.track(plan, rank=p, position=p) for p, r in enumerate(recorders)]
     for track in tracks:
         assert [entry.index for entry in track.actions] == list(range(sum(1 for _ in plan.actions(track.position))))
@@ -231,7 +178,7 @@ class OutOfData(Scale):
 
 def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
     plan = gpipe(1, 2)
-    runtime = PipelineRuntime(plan, {0: OutOfData(plan, 0, scales(plan)[0].weight, [])}, None)
+    runtime = PipelineRuntime(plan, {0: OutOfData(plan, 0)}, None)
     with pytest.raises(
         PipelineError,
         match=r"microbatch 1: DataEndedError: .* microbatch 1 of 2 .*\n  at position 0, step 2 of 4: 0F1\n",
@@ -242,15 +189,12 @@ def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
             verb()
 
 
-def test_eval_comes_before_the_first_step_as_well_as_after(network, memory_communicator, in_threads):
+def test_eval_comes_before_the_first_step_as_well_as_after(threads):
     plan = PLANS["zero_bubble_v, 3 positions"]
     stages = scales(plan)
-    runtimes = [
-        PipelineRuntime(plan, {s: stages[s] for s in held}, memory_communicator(network, plan.num_stages, position))
-        for position, held in enumerate(plan.stages_at)
-    ]
+    runtimes = threads.runtimes(plan, stages)
     for verb in ("eval", "step", "eval"):
-        in_threads([getattr(runtime, verb) for runtime in runtimes])
+        threads.in_threads([getattr(runtime, verb) for runtime in runtimes])
     losses = stages[-1].losses
     assert sorted(losses[:4]) == sorted(losses[4:8]) == sorted(losses[8:])
     for stage, expected in zip(stages, expected_gradients(plan), strict=True):
@@ -266,9 +210,10 @@ def test_a_profile_has_a_range_for_every_action():
     assert {"0F0", "0I0", "0W0"} <= names
 
 
-def test_a_plan_of_forwards_alone_keeps_nothing(network, memory_communicator, in_threads):
+def test_a_plan_of_forwards_alone_keeps_nothing(threads):
     plan = lower(SCHEDULES["forward_only"].plan(3, 4))
-    stages = run(plan, network, memory_communicator, in_threads)
+    stages = scales(plan)
+    threads.run(plan, stages)
     assert len(stages[-1].losses) == 4
     assert all(stage.weight.grad is None for stage in stages)
 
@@ -289,7 +234,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network, memo
         def abort(self, reason):
             told.append(reason)
 
-    runtime = PipelineRuntime(plan, {0: Interrupted(plan, 0, scales(plan)[0].weight, [])}, Telling(network, 2, 0))
+    runtime = PipelineRuntime(plan, {0: Interrupted(plan, 0)}, Telling(network, 2, 0))
     with pytest.raises(interrupt) as found:
         runtime.step()
     assert found.value.__cause__ is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -27,14 +27,9 @@ from pipegrid.schedules import (
 from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
 from pipegrid.transport import Edge
 
+from ..kit.groups import Groups
+
 WIDTH, MICROBATCHES = 4, 4
-
-
-@frozen
-class Groups:
-    dp: object = None
-    dp_cp: object = None
-    tp: object = None
 
 
 class Layer(nn.Module):

@@ -31,24 +31,14 @@ from ..kit.sliced_transformer import SlicedStage, batches, in_one_process, parts
 LENGTHS = {1: (9,), 2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
 
 
-def run(plan, network, memory_communicator, in_threads, *, verb="step", models=None, options=None, **stage_options):
+def run(plan, threads, *, verb="step", models=None, options=None, **stage_options):
     models = parts(plan.num_stages) if models is None else models
     data = batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices]))
     stages = [
         SlicedStage(number, model, plan.num_stages, data, LENGTHS[plan.num_slices], **stage_options)
         for number, model in enumerate(models)
     ]
-    runtimes = [
-        PipelineRuntime(
-            plan,
-            {stage: stages[stage] for stage in held},
-            memory_communicator(network, plan.num_stages, position),
-            **(options or {}),
-        )
-        for position, held in enumerate(plan.stages_at)
-    ]
-    in_threads([getattr(runtime, verb) for runtime in runtimes])
-    return stages, runtimes
+    return stages, threads.run(plan, stages, verb, **(options or {}))
 
 
 def assert_gradients_of_one_process(plan, stages):
@@ -62,9 +52,9 @@ def assert_gradients_of_one_process(plan, stages):
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble])
 @pytest.mark.parametrize(("p", "m", "k"), [(1, 2, 3), (2, 3, 2), (3, 2, 4), (4, 2, 3)])
-def test_gradients_are_those_of_one_process(make, p, m, k, network, memory_communicator, in_threads):
+def test_gradients_are_those_of_one_process(make, p, m, k, threads):
     plan = lower(make(p, m, num_slices=k))
-    stages, runtimes = run(plan, network, memory_communicator, in_threads)
+    stages, runtimes = run(plan, threads)
     assert_gradients_of_one_process(plan, stages)
     for runtime in runtimes:
         for runner in runtime._bound.runners.values():
@@ -74,9 +64,9 @@ def test_gradients_are_those_of_one_process(make, p, m, k, network, memory_commu
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_zero_bubble])
 @pytest.mark.parametrize("options", [{"deallocate_outputs": True}, {"reuse_buffers": True}])
-def test_options_of_memory_change_no_gradient(make, options, network, memory_communicator, in_threads):
+def test_options_of_memory_change_no_gradient(make, options, threads):
     plan = lower(make(3, 3, num_slices=3))
-    stages, _ = run(plan, network, memory_communicator, in_threads, options=options)
+    stages, _ = run(plan, threads, options=options)
     assert_gradients_of_one_process(plan, stages)
 
 
@@ -84,9 +74,9 @@ def again(block, x, update):
     return checkpoint(block, x, update, use_reentrant=False)
 
 
-def test_checkpointed_layers_read_the_same_past_again(network, memory_communicator, in_threads):
+def test_checkpointed_layers_read_the_same_past_again(threads):
     plan = lower(seq1f1b(2, 2, num_slices=3))
-    stages, _ = run(plan, network, memory_communicator, in_threads, run=again)
+    stages, _ = run(plan, threads, run=again)
     assert_gradients_of_one_process(plan, stages)
 
 
@@ -97,9 +87,9 @@ def test_checkpointed_layers_are_named_where_backwards_run_in_halves():
         PipelineRuntime(plan, {0: stage}, None).step()
 
 
-def test_an_evaluation_runs_slices_and_keeps_nothing(network, memory_communicator, in_threads):
+def test_an_evaluation_runs_slices_and_keeps_nothing(threads):
     plan = lower(seq1f1b(2, 2, num_slices=4))
-    stages, runtimes = run(plan, network, memory_communicator, in_threads, verb="eval")
+    stages, runtimes = run(plan, threads, verb="eval")
     models = parts(2)
     total = in_one_process(models, batches(2, sum(LENGTHS[4])))
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
@@ -108,7 +98,7 @@ def test_an_evaluation_runs_slices_and_keeps_nothing(network, memory_communicato
 
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved])
-def test_as_many_slices_are_live_as_the_proof_counts(make, network, memory_communicator, in_threads):
+def test_as_many_slices_are_live_as_the_proof_counts(make, threads):
     class Watch:
         def __init__(self):
             self.peak, self.runners = 0.0, {}
@@ -127,18 +117,10 @@ def test_as_many_slices_are_live_as_the_proof_counts(make, network, memory_commu
         SlicedStage(number, model, plan.num_stages, batches(4, 9), LENGTHS[3])
         for number, model in enumerate(parts(plan.num_stages))
     ]
-    runtimes = [
-        PipelineRuntime(
-            plan,
-            {stage: stages[stage] for stage in held},
-            memory_communicator(network, plan.num_stages, position),
-            hooks=[watches[position], recorders[position]],
-        )
-        for position, held in enumerate(plan.stages_at)
-    ]
+    runtimes = threads.runtimes(plan, stages, hooks=list(zip(watches, recorders, strict=True)))
     for watch, runtime in zip(watches, runtimes, strict=True):
         watch.runners = runtime._bound.runners
-    in_threads([runtime.step for runtime in runtimes])
+    threads.in_threads([runtime.step for runtime in runtimes])
     assert [watch.peak for watch in watches] == pytest.approx(runtimes[0].proof.peak_live)
     tracks = [recorder.track(plan, rank=p, position=p) for p, recorder in enumerate(recorders)]
     recording = recording_from_json(recording_to_json(Recording(plan, tracks)))

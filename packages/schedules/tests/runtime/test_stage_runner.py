@@ -58,19 +58,9 @@ class Function:
         return Forwarded({}, result)
 
 
-def step(plan, functions, network, memory_communicator, in_threads, *, hooks=None, **options):
-    in_threads(
-        [
-            PipelineRuntime(
-                plan,
-                {stage: Function(plan, stage, functions[stage]) for stage in held},
-                memory_communicator(network, plan.num_stages, position),
-                hooks=[hooks[position]] if hooks else (),
-                **options,
-            ).step
-            for position, held in enumerate(plan.stages_at)
-        ]
-    )
+def step(plan, functions, threads, *, hooks=None, **options):
+    stages = [Function(plan, stage, function) for stage, function in enumerate(functions)]
+    threads.run(plan, stages, hooks=hooks and [[hook] for hook in hooks], **options)
 
 
 # How much is live
@@ -118,7 +108,7 @@ class Weighty:
 @pytest.mark.parametrize(
     "name", [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 )
-def test_as_many_bytes_are_live_as_the_plan_predicts(name, network, memory_communicator, in_threads):
+def test_as_many_bytes_are_live_as_the_plan_predicts(name, threads):
     plan = lower(SCHEDULES[name].plan(3, 7))
     proof = verify(plan)
     watches = [Watch() for _ in plan.positions]
@@ -126,7 +116,7 @@ def test_as_many_bytes_are_live_as_the_plan_predicts(name, network, memory_commu
         Weighty(stage, watches[plan.placement[stage][0]], last=stage == plan.num_stages - 1)
         for stage in range(plan.num_stages)
     ]
-    step(plan, functions, network, memory_communicator, in_threads, hooks=watches)
+    step(plan, functions, threads, hooks=watches)
     # A stage counts for its share of a position.
     sizes = [8 * WIDTH * WIDTH * len(held) for held in plan.stages_at]
     assert [watch.most[0] / size for watch, size in zip(watches, sizes, strict=True)] == list(proof.peak_live)
@@ -135,7 +125,7 @@ def test_as_many_bytes_are_live_as_the_plan_predicts(name, network, memory_commu
     assert inputs[1:] == list(proof.peak_live_inputs)[1:]
 
 
-def test_an_output_that_nothing_saved_goes_when_it_is_sent(network, memory_communicator, in_threads):
+def test_an_output_that_nothing_saved_goes_when_it_is_sent(threads):
     plan = lower(gpipe(2, 3))
     watches = [Watch(), Watch()]
     weight = torch.ones(WIDTH, requires_grad=True)
@@ -145,7 +135,7 @@ def test_an_output_that_nothing_saved_goes_when_it_is_sent(network, memory_commu
         watches[0].note(0, output)
         return output
 
-    step(plan, [first, lambda m, x: x.sum()], network, memory_communicator, in_threads, hooks=watches)
+    step(plan, [first, lambda m, x: x.sum()], threads, hooks=watches)
     assert watches[0].most[0] <= 2 * 4 * WIDTH * WIDTH, "one being sent, one being made"
 
 
@@ -156,7 +146,7 @@ FAN_OUT = ModuleGraph({"images": 1, "one": 1, "two": 1}, {"images": ["one", "two
 
 
 @pytest.mark.parametrize("placement", [[0, 1, 2], [0, 0, 1]], ids=["all sent", "one handed over"])
-def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, network, memory_communicator, in_threads):
+def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, threads):
     plan = lower(multi_module_1f1b(FAN_OUT, 3, placement=placement))
     weight = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
     held = []
@@ -166,7 +156,7 @@ def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, netwo
         return held[-1]
 
     functions = [images, lambda m, x: (x**2).sum(), lambda m, x: 3 * x.sum()]
-    step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=True)
+    step(plan, functions, threads, deallocate_outputs=True)
     assert [tensor.numel() for tensor in held] == [1, 1, 1]
     assert torch.equal(weight.grad, torch.full_like(weight, 3 * (2 * 2 + 3)))
 
@@ -192,7 +182,7 @@ def test_a_view_cannot_be_freed(network, memory_communicator):
 FROZEN = ModuleGraph({"encoder": 2, "head": 2}, {"encoder": ["head"]})
 
 
-def test_nothing_is_differentiated_for_stages_that_run_no_backward(network, memory_communicator, in_threads):
+def test_nothing_is_differentiated_for_stages_that_run_no_backward(threads):
     plan = lower(multi_module_1f1b(FROZEN, 4, forward_only=["encoder"]))
     weights = [torch.full((WIDTH,), 1.5, requires_grad=True) for _ in range(4)]
     received = []
@@ -207,13 +197,13 @@ def test_nothing_is_differentiated_for_stages_that_run_no_backward(network, memo
 
         return function
 
-    step(plan, [first, *map(stage, (1, 2, 3))], network, memory_communicator, in_threads)
+    step(plan, [first, *map(stage, (1, 2, 3))], threads)
     assert set(received) == {(1, False, False), (2, False, True), (3, True, True)}
     assert [weight.grad is None for weight in weights] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
-def test_a_frozen_stage_passes_gradients_on(name, network, memory_communicator, in_threads):
+def test_a_frozen_stage_passes_gradients_on(name, threads):
     plan = lower(SCHEDULES[name].plan(3, 4))
     weights = [torch.full((WIDTH,), 2.0, requires_grad=stage != 1) for stage in range(3)]
     functions = [
@@ -221,7 +211,7 @@ def test_a_frozen_stage_passes_gradients_on(name, network, memory_communicator, 
         lambda m, x: x * weights[1],
         lambda m, x: (x * weights[2]).sum(),
     ]
-    step(plan, functions, network, memory_communicator, in_threads)
+    step(plan, functions, threads)
     assert weights[0].grad.tolist() == [4 * 2.0 * 2.0] * WIDTH
     assert weights[1].grad is None
 
@@ -242,7 +232,7 @@ def pack(weight, microbatch):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v"])
-def test_payloads_of_many_tensors_whose_lengths_vary(name, network, memory_communicator, in_threads):
+def test_payloads_of_many_tensors_whose_lengths_vary(name, threads):
     plan = lower(SCHEDULES[name].plan(2, 5))
     last = plan.num_stages - 1
 
@@ -266,7 +256,7 @@ def test_payloads_of_many_tensors_whose_lengths_vary(name, network, memory_commu
         return weights, [function(stage) for stage in range(last + 1)]
 
     weights, functions = build()
-    step(plan, functions, network, memory_communicator, in_threads)
+    step(plan, functions, threads)
     expected, others = build()
     for microbatch in range(5):
         payload = others[0](microbatch)
@@ -453,10 +443,10 @@ MADE_FROM_IT = {
 
 @pytest.mark.parametrize("made", MADE_FROM_IT)
 @pytest.mark.parametrize("name", FREED)
-def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, network, memory_communicator, in_threads):
+def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, threads):
     plan = FREED[name]
 
-    def gradients(network, *, deallocate):
+    def gradients(*, deallocate):
         torch.manual_seed(0)
         first, head, last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
 
@@ -465,15 +455,15 @@ def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, ne
             return {"h": h, "more": MADE_FROM_IT[made](h, head)}
 
         functions = [outputs, lambda microbatch, x: (last(x["h"]) * x["more"]).sum()]
-        step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=deallocate)
+        step(plan, functions, threads, deallocate_outputs=deallocate)
         return [p.grad for layer in (first, head, last) for p in layer.parameters() if p.grad is not None]
 
-    freed, kept = gradients(network, deallocate=True), gradients(type(network)(), deallocate=False)
+    freed, kept = gradients(deallocate=True), gradients(deallocate=False)
     assert [torch.equal(one, other) for one, other in zip(freed, kept, strict=True)] == [True] * len(kept)
 
 
 @pytest.mark.parametrize("number", [1, 4])
-def test_an_output_is_freed_where_it_is_the_only_one(number, network, memory_communicator, in_threads):
+def test_an_output_is_freed_where_it_is_the_only_one(number, threads):
     plan = lower(gpipe(2, 2))
     made = []
 
@@ -484,7 +474,7 @@ def test_an_output_is_freed_where_it_is_the_only_one(number, network, memory_com
         return made[-4 : -3 if number == 1 else None]
 
     functions = [two, lambda microbatch, x: sum(part.sum() for part in x)]
-    step(plan, functions, network, memory_communicator, in_threads, deallocate_outputs=True)
+    step(plan, functions, threads, deallocate_outputs=True)
     assert [tensor.numel() for tensor in made[::4]] == [1 if number == 1 else 2 * WIDTH] * 2
     assert [tensor.numel() for tensor in made[3::4]] == [2 * WIDTH] * 2
 
@@ -504,13 +494,11 @@ FIRST_OPERATORS = {
 
 @pytest.mark.parametrize("name", FIRST_OPERATORS)
 @pytest.mark.parametrize("schedule", [gpipe, zero_bubble_h1])
-def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(
-    schedule, name, network, memory_communicator, in_threads
-):
+def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(schedule, name, threads):
     plan = lower(schedule(2, 2))
     model = nn.Linear(WIDTH, WIDTH)
 
-    class Strict(memory_communicator):
+    class Strict(threads.communicator):
         def isend(self, payload, *, edge, direction):
             assert payload.is_contiguous()
             return super().isend(payload, edge=edge, direction=direction)
@@ -519,7 +507,7 @@ def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(
         lambda m: model(torch.ones(3, 2, WIDTH)),
         lambda m, x: FIRST_OPERATORS[name](x, model).square().mean(),
     ]
-    step(plan, functions, network, Strict, in_threads)
+    step(plan, functions, evolve(threads, communicator=Strict))
 
 
 def test_the_verbs_of_a_subclass_and_of_a_wrapper_are_called():
@@ -583,7 +571,7 @@ def test_an_output_without_a_graph_on_a_stage_with_parameters_is_an_error(schedu
 
 
 @pytest.mark.parametrize("payload", ["None", "frozen", "one with a graph"])
-def test_an_output_without_a_graph_may_be_right(payload, network, memory_communicator, in_threads):
+def test_an_output_without_a_graph_may_be_right(payload, threads):
     plan = lower(gpipe(2, 3))
     model = nn.Linear(WIDTH, WIDTH).requires_grad_(payload != "frozen")
 
@@ -598,12 +586,7 @@ def test_an_output_without_a_graph_may_be_right(payload, network, memory_communi
         Function(plan, 0, first, model=model),
         Function(plan, 1, lambda m, x: weight * (1.0 if x is None else x.sum())),
     ]
-    in_threads(
-        [
-            PipelineRuntime(plan, {stage: each}, memory_communicator(network, 2, stage)).step
-            for stage, each in enumerate(positions)
-        ]
-    )
+    threads.run(plan, positions)
     assert (model.weight.grad is not None) == (payload == "one with a graph")
 
 
@@ -646,12 +629,10 @@ def test_two_sends_of_an_edge_are_under_way_or_sixteen_small_ones_that_no_hook_f
 
 
 @pytest.mark.parametrize("batches", [True, False])
-def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_messages(
-    batches, network, memory_communicator, in_threads
-):
+def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_messages(batches, threads):
     entered = []
 
-    class Batching(memory_communicator):
+    class Batching(threads.communicator):
         def batch(self):
             entered.append(self.current_stage)
             return super().batch()
@@ -666,7 +647,7 @@ def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_mes
         )
         for stage in range(plan.num_stages)
     ]
-    step(plan, functions, network, Batching, in_threads)
+    step(plan, functions, evolve(threads, communicator=Batching))
     assert bool(entered) == batches
     for weight in weights:
         assert torch.equal(weight.grad, torch.full((WIDTH,), 4.0))

@@ -5,8 +5,9 @@ communication, `verify` proves that the result can be run, `simulate` gives its 
 finds the best plan under a memory cap, and `timeline` makes a picture of any of them. All of this is plain Python,
 without torch. `PipelineRuntime` and the step functions run a verified plan; they load torch on first use.
 
-Names outside ``__all__`` (the helpers of the step functions, parts of timelines, rarer errors) live in the folders and
-are imported from here as well. Where torch is not installed, ``__all__`` holds the planning names only.
+Names outside ``__all__`` (schedules, helpers of the step functions, drawings, rarer errors) live in the folders, the
+schedules in ``pipegrid.schedules.generators``, and are imported from here as well. Where torch is not installed,
+``__all__`` holds the planning names only.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from typing import TYPE_CHECKING
 from pipegrid.schedules.errors import Fault as Fault, PlanError, PlanSyntaxError as PlanSyntaxError
 from pipegrid.schedules.generators import (
     SCHEDULES,
-    dualpipe_v,
+    dualpipe_v as dualpipe_v,
     find_schedule as find_schedule,
     fitting_schedules as fitting_schedules,
-    forward_only,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    multi_module_1f1b,
-    one_f_one_b,
+    forward_only as forward_only,
+    gpipe as gpipe,
+    interleaved_1f1b as interleaved_1f1b,
+    interleaved_zero_bubble as interleaved_zero_bubble,
+    looped_bfs as looped_bfs,
+    multi_module_1f1b as multi_module_1f1b,
+    one_f_one_b as one_f_one_b,
     schedule_for,
-    seq1f1b,
+    seq1f1b as seq1f1b,
     seq1f1b_interleaved as seq1f1b_interleaved,
     seq1f1b_zero_bubble as seq1f1b_zero_bubble,
     stage_places,
-    u_shape,
+    u_shape as u_shape,
     u_shape_counts as u_shape_counts,
-    v_half,
-    v_min,
-    zero_bubble_h1,
-    zero_bubble_h2,
-    zero_bubble_v,
+    v_half as v_half,
+    v_min as v_min,
+    zero_bubble_h1 as zero_bubble_h1,
+    zero_bubble_h2 as zero_bubble_h2,
+    zero_bubble_v as zero_bubble_v,
 )
 from pipegrid.schedules.gradients import LossScale
 from pipegrid.schedules.passes.lowering import lower, with_reduce as with_reduce
@@ -72,12 +73,12 @@ from pipegrid.schedules.timeline import (
     Recording as Recording,
     Timeline as Timeline,
     TimelineError as TimelineError,
-    ascii_timeline,
+    ascii_timeline as ascii_timeline,
     recording_from_json as recording_from_json,
     recording_to_json as recording_to_json,
     timeline,
-    write_perfetto,
-    write_svg,
+    write_perfetto as write_perfetto,
+    write_svg as write_svg,
 )
 from pipegrid.schedules.verify import Proof as Proof, verify
 from pipegrid.topology.lazy import lazy_names
@@ -127,32 +128,22 @@ __all__ = [
     "PlanError",
     "Recorder",
     "accumulate_in_main_grad",
-    "ascii_timeline",
     "chain",
     "clip_grad_norm_",
     "compare",
-    "dualpipe_v",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
-    "forward_only",
     "from_json",
     "from_text",
     "get_forward_backward_func",
-    "gpipe",
     "greedy",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "looped_bfs",
     "lower",
-    "multi_module_1f1b",
     "offload",
-    "one_f_one_b",
     "output_linear",
     "reduce_gradients",
     "schedule_for",
     "search",
-    "seq1f1b",
     "simulate",
     "stage_places",
     "step_plan",
@@ -160,16 +151,8 @@ __all__ = [
     "timeline",
     "to_json",
     "to_text",
-    "u_shape",
-    "v_half",
-    "v_min",
     "verify",
     "warm_up",
-    "write_perfetto",
-    "write_svg",
-    "zero_bubble_h1",
-    "zero_bubble_h2",
-    "zero_bubble_v",
     "zero_main_grads",
 ]
 

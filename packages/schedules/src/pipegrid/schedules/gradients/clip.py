@@ -11,9 +11,10 @@ import torch.distributed as dist
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
-from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of, mesh_ranks
-from pipegrid.schedules.gradients.lanes import device_of, groups_of, ranks_of, require_groups
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules, parameters_of
+from pipegrid.schedules.gradients.dtensors import local_of, mesh_ranks
+from pipegrid.schedules.gradients.lanes import device_of, ranks_of
+from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.topology.fields import Rule, checked
 
 
@@ -64,15 +65,14 @@ def clip_grad_norm_(
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)
     gradients: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
-    for name, module in named_modules(modules):  # also on ranks without gradients
-        sharded = all(is_dtensor(each) or getattr(each, "tensor_model_parallel", False) for each in module.parameters())
-        require_groups(collections, name, () if sharded else ("tp",))
-    for name, parameter in parameters_of(modules):
-        gradient = accumulated(parameter)
+    layout = GradientLayout.of(modules, collections)
+    layout.require_groups(("tp",))  # also on ranks without gradients
+    for each in layout.trained:
+        gradient = accumulated(each.parameter)
         if gradient is None:
             continue
         gradients.append(local_of(gradient))
-        if _counts(parameter, gradient, *groups_of(parameter, collections, name)) and gradients[-1].numel():
+        if _counts(each, gradient) and gradients[-1].numel():
             counted.append(gradients[-1])
     infinite = math.isinf(norm_type)
     # float64 in between: the sum of powers is then the same to the last float32 bit however it is cut over ranks.
@@ -90,14 +90,9 @@ def clip_grad_norm_(
     return norm
 
 
-def _counts(
-    parameter: torch.nn.Parameter,
-    gradient: torch.Tensor,
-    lanes: dist.ProcessGroup | None,
-    tensor: dist.ProcessGroup | None,
-) -> bool:
+def _counts(layout: ParameterGradient, gradient: torch.Tensor) -> bool:
     """Whether this rank's part of a gradient counts: it is the first of the ranks that hold the same numbers."""
-    if getattr(parameter, "tied_replica", False):
+    if layout.marks.replica:
         return False
     mesh = mesh_ranks(gradient)
     first_of_mesh = True
@@ -113,15 +108,14 @@ def _counts(
             not placement.is_replicate() or not coordinate
             for placement, coordinate in zip(placements, coordinates, strict=True)
         )
-    sharded = getattr(parameter, "tensor_model_parallel", False)
     return (
         first_of_mesh
-        and _first_outside(mesh, lanes, parameter)
-        and (bool(sharded) or _first_outside(mesh, tensor, parameter))
+        and _first_outside(mesh, layout.lanes, layout)
+        and (layout.marks.sharded or _first_outside(mesh, layout.tensor, layout))
     )
 
 
-def _first_outside(mesh: frozenset[int], group: dist.ProcessGroup | None, parameter: torch.nn.Parameter) -> bool:
+def _first_outside(mesh: frozenset[int], group: dist.ProcessGroup | None, layout: ParameterGradient) -> bool:
     """Whether this rank is the first of ``group``, or a mesh over all its ranks says which counts."""
     if group is None:
         return True
@@ -130,7 +124,7 @@ def _first_outside(mesh: frozenset[int], group: dist.ProcessGroup | None, parame
         return group.rank() == 0
     if len(shared) < group.size():
         raise GradientError(
-            f"a parameter of shape {tuple(parameter.shape)} is a DTensor over {len(shared)} of the {group.size()} "
-            "ranks of a group of its module; its mesh must have all or one"
+            f"{layout} is a DTensor over {len(shared)} of the {group.size()} ranks of a group of its module; its mesh "
+            "must have all or one"
         )
     return True

@@ -51,18 +51,11 @@ def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def may_be_partial(parameter: Any) -> bool:
-    """Whether ranks of its mesh hold the parameter alike, so that their gradients may be parts of a sum."""
-    if not is_dtensor(parameter):
-        return False
-    return any(
-        size > 1 and placement.is_replicate()
-        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    )
-
-
 def replicating_groups(parameter: Any) -> list[dist.ProcessGroup]:
-    """The groups, by mesh dim, of ranks that hold a DTensor's shard alike; none of another tensor."""
+    """The groups, by mesh dim, of ranks that hold a DTensor's shard alike; none of another tensor.
+
+    Over these, gradients may be parts of a sum.
+    """
     if not is_dtensor(parameter):
         return []
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""Process groups of a module: its data lanes and its tensor-parallel ranks; an expert's parameters have others."""
+"""Process groups of a module: its data lanes, and what the sizes of its grid demand."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ def collection_of(collections: Any, name: str) -> Any:
     if name not in by_name:
         raise GradientError(f"no process groups for module {name!r}; there are collections for {sorted(by_name)}")
     return by_name[name]
-
-
-def described(parameter: torch.nn.Parameter, module: str) -> str:
-    """A parameter in an error: its shape and its module."""
-    return f"a parameter of shape {tuple(parameter.shape)} in module {module!r}"
 
 
 def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
@@ -86,27 +81,6 @@ def lanes_group_or_none(collection: Any) -> dist.ProcessGroup | None:
         return group
     data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
     return data_parallel
-
-
-def is_expert(parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter is an expert's, with data lanes of its own: by Megatron's mark, or ours."""
-    return getattr(parameter, "allreduce", True) is False or bool(getattr(parameter, "expert", False))
-
-
-def groups_of(
-    parameter: torch.nn.Parameter, collections: Any, name: str
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The data lanes and the tensor-parallel ranks of a parameter: of an expert's those of the expert view."""
-    lanes, collection = lanes_group(collections, name), collection_of(collections, name)
-    if not is_expert(parameter):
-        return lanes, getattr(collection, "tp", None)
-    experts: dist.ProcessGroup | None = getattr(collection, "expt_dp", None)
-    if experts is None and size_of(lanes) > 1:
-        raise GradientError(
-            f"{described(parameter, name)} is an expert's (allreduce=False, expert), and its collection has no expt_dp "
-            "group to sum it over: ProcessGroupCollection.from_grid(grid, expert_view=...)"
-        )
-    return experts, getattr(collection, "expt_tp", None)
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

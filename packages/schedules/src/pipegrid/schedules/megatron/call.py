@@ -17,7 +17,6 @@ from pipegrid.schedules.gradients.lanes import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
 from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes
 from pipegrid.schedules.runtime import MessageHook
 
 
@@ -53,7 +52,7 @@ class StepKey(NamedTuple):
         communicator: compared by identity, as communicators are.
         num_microbatches: with its type, because ``True == 1``.
         sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
-        announced: what ``adjust_tensor_shapes_fn`` returned in this call.
+        adjusts: whether there is an ``adjust_tensor_shapes_fn``, which each call asks anew.
         models: those of the call, flat, and ``nesting``, how they are nested in it.
         options: see `options_of`; and whether all models have one config.
         groups: the process groups in ``pg_collection``.
@@ -66,7 +65,7 @@ class StepKey(NamedTuple):
     forward_only: bool
     collect_non_loss_data: bool
     sizes: tuple[int | None, ...]
-    announced: AnnouncedShapes | None
+    adjusts: bool
     nesting: object
     models: tuple[weakref.ref[torch.nn.Module], ...]
     options: tuple[object, ...]
@@ -74,8 +73,8 @@ class StepKey(NamedTuple):
     marks: tuple[object, ...]
 
 
-def step_key(kind: object, call: StepCall, announced: AnnouncedShapes | None) -> StepKey:
-    """The key of ``call``; ``announced`` is the result of its ``adjust_tensor_shapes_fn``.
+def step_key(kind: object, call: StepCall) -> StepKey:
+    """The key of ``call``.
 
     Raises:
         StepArgumentError: a model has no config.
@@ -89,7 +88,7 @@ def step_key(kind: object, call: StepCall, announced: AnnouncedShapes | None) ->
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),
-        announced,
+        call.adjust is not None,
         nesting,
         tuple(map(weakref.ref, models)),
         (have_one_config(models), *options_of(config)),

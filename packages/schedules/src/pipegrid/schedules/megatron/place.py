@@ -176,20 +176,17 @@ def step_proof(
         graph, schedule, num_microbatches, placement=placement, forward_only=frozen, num_slices=num_slices
     )
     names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives}
-    lowered = lower(computes, collectives=names, tied=dict(tied), **_sharded(sharding), proved=True)
-    return verify(lowered, window=_window(sharding))
+    return _proved(computes, tied, sharding, collectives=names)
 
 
-def _sharded(sharding: Sharding) -> dict[str, Any]:
-    """Arguments of `lower`."""
-    if sharding is None:
-        return {}
-    shard, prefetch = sharding
-    return {"shard": shard if isinstance(shard, str) else dict(shard), "prefetch": prefetch}
-
-
-def _window(sharding: Sharding) -> int | None:
-    return None if sharding is None else sharding[1] + 1
+def _proved(computes: Plan, tied: Ties, sharding: Sharding, **options: Any) -> Proof:
+    """The proof of ``computes``, lowered with ``options``."""
+    window = None
+    if sharding is not None:
+        shard, prefetch = sharding
+        options |= {"shard": shard if isinstance(shard, str) else dict(shard), "prefetch": prefetch}
+        window = prefetch + 1
+    return verify(lower(computes, tied=dict(tied), proved=True, **options), window=window)
 
 
 @lru_cache(maxsize=64)
@@ -207,5 +204,4 @@ def interleaved_proof(
     computes = interleaved_1f1b(
         num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
     )
-    lowered = lower(computes, receives=receives, tied=dict(tied), **_sharded(sharding), proved=True)
-    return verify(lowered, window=_window(sharding))
+    return _proved(computes, tied, sharding, receives=receives)

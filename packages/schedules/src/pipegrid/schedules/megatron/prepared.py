@@ -39,7 +39,7 @@ from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import Models, StepKind
 from pipegrid.schedules.megatron.place import Place, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
-from pipegrid.schedules.megatron.stage import MegatronStage, StageSettings
+from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, checked
@@ -70,19 +70,15 @@ def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
 
     Those on other communicators are dropped: a model trains through one at a time.
     """
-    announced = None
-    if call.adjust is not None:
-        place = kind.place(call)
-        announced = _announced(call, place, kind.models(place, call.model))
     first = next(iter(flat(call.model)[1]), None)
     kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
     if kept:
-        key = step_key(kind, call, announced)
+        key = step_key(kind, call)
         for prepared in kept:
             if prepared.key == key:
                 return prepared
     kept = [prepared for prepared in kept if prepared.key.communicator is call.communicator][: _KEPT - 1]
-    prepared = PreparedStep(kind, call, announced, kept[0].state if kept else ModelState())
+    prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
     _STEPS[flat(call.model)[1][0]] = [prepared, *kept]
     return prepared
 
@@ -104,7 +100,7 @@ class PreparedStep:
         syncs: the config has a ``no_sync_func``.
     """
 
-    def __init__(self, kind: StepKind, call: StepCall, announced: AnnouncedShapes | None, state: ModelState) -> None:
+    def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
         self.state = state
         self._kind, self._place = kind, kind.place(call)
         models = kind.models(self._place, call.model)
@@ -127,7 +123,7 @@ class PreparedStep:
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
         self.early = self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.position)
-        self.stages = self._stages(call, models, config, announced)
+        self.stages = self._stages(call, models, config)
         self.ties = tuple(tie.name for tie in ties)
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
         self._config: Any = None
@@ -146,7 +142,7 @@ class PreparedStep:
             monitor=option(config, "monitor"),
             failure_dir=option(config, "failure_dir"),
         )
-        self.key = step_key(kind, call, announced)
+        self.key = step_key(kind, call)
 
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
         if call.forward_only:
@@ -169,30 +165,26 @@ class PreparedStep:
             and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
         )
 
-    def _stages(
-        self, call: StepCall, models: Models, config: Any, announced: AnnouncedShapes | None
-    ) -> dict[int, MegatronStage]:
+    def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = _chunk_numbers(plan, models)
-        shapes = announced or (None if plan.num_slices > 1 else _expected_shape(call, self._place, config))
+        expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
         return {
             stage: MegatronStage(
-                plan.graph,
-                stage,
-                StageSettings(
-                    plan.num_microbatches,
-                    plan.num_slices,
-                    cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
-                    forward_only=call.forward_only,
-                    collect_non_loss_data=call.collect_non_loss_data,
-                    shapes=shapes,
-                    per_token=bool(option(config, "calculate_per_token_loss")),
-                    loss_factor=factors.get(stage, 1.0),
-                    partly_checkpointed=option(config, CHECKPOINTS),
-                    window=_window(plan, self.position),
-                    forwards=_forwards(plan, self.position, stage),
-                    vp_stage=chunks.get(stage),
-                ),
+                graph=plan.graph,
+                stage=stage,
+                num_microbatches=plan.num_microbatches,
+                num_slices=plan.num_slices,
+                cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
+                forward_only=call.forward_only,
+                collect_non_loss_data=call.collect_non_loss_data,
+                expected=expected,
+                per_token=bool(option(config, "calculate_per_token_loss")),
+                loss_factor=factors.get(stage, 1.0),
+                partly_checkpointed=option(config, CHECKPOINTS),
+                window=_window(plan, self.position),
+                forwards=_forwards(plan, self.position, stage),
+                vp_stage=chunks.get(stage),
             )
             for stage in models
         }
@@ -200,6 +192,12 @@ class PreparedStep:
     def models(self) -> dict[int, torch.nn.Module]:
         """The models of the running call by stage."""
         return {stage: ref() for stage, ref in self._models.items()}  # type: ignore[misc]  # the caller holds them
+
+    def announced(self, call: StepCall, config: Any) -> AnnouncedShapes | None:
+        """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
+        if call.adjust is None:
+            return None
+        return announced_shapes(call.adjust, get_tensor_shapes(**_sizes(call, self._place, config)))
 
     def iterators(self, data_iterator: Any) -> Mapping[int, Any]:
         """The data iterators of a call by stage."""
@@ -294,12 +292,6 @@ def _window(plan: Plan, position: int) -> int:
         elif action.kind.is_compute:
             break
     return count
-
-
-def _announced(call: StepCall, place: Place, models: Models) -> AnnouncedShapes | None:
-    """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
-    sizes = _sizes(call, place, config_of(next(iter(models.values()))))
-    return None if call.adjust is None else announced_shapes(call.adjust, get_tensor_shapes(**sizes))
 
 
 def _expected_shape(call: StepCall, place: Place, config: Any) -> ExpectedShape | None:

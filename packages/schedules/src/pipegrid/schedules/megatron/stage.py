@@ -26,36 +26,6 @@ from pipegrid.transport.edge import Edge
 
 
 @frozen(eq=False)
-class StageSettings:
-    """Settings of one stage in a prepared step.
-
-    Attributes:
-        window: number of forwards on this rank before its first backward.
-        forwards: per microbatch, the number of forwards of any chunk on this rank before this one; default: the
-            microbatch's number.
-        vp_stage: chunk of the module, on a rank with several.
-        cp_group: context-parallel ranks of the module.
-        shapes: expected shapes of messages.
-        per_token: losses are sums over tokens.
-        loss_factor: factor of the stage's loss, for a mean over its own data lanes.
-        partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
-    """
-
-    num_microbatches: int
-    num_slices: int = 1
-    window: int = 1
-    forwards: tuple[int, ...] = ()
-    vp_stage: int | None = None
-    cp_group: Any = None
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    shapes: AnnouncedShapes | ExpectedShape | None = None
-    per_token: bool = False
-    loss_factor: float = 1.0
-    partly_checkpointed: int | None = None
-
-
-@frozen(eq=False)
 class StageCall:
     """One call of a step function, as one stage meets it.
 
@@ -64,6 +34,7 @@ class StageCall:
         sliced: modules with a ``current_slice``, in a plan with slices.
         set_input_tensor: the model's, looked up through wrappers.
         set_is_first_microbatch: likewise; None where it is not to be called.
+        shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
         context: makes the autocast context of each forward, where there is one.
     """
 
@@ -75,10 +46,11 @@ class StageCall:
     sliced: tuple[torch.nn.Module, ...]
     set_input_tensor: Any
     set_is_first_microbatch: Any
+    shapes: AnnouncedShapes | ExpectedShape | None
     context: Callable[[], AbstractContextManager[Any]] | None
 
 
-@define(eq=False)
+@define(eq=False, kw_only=True)
 class MegatronStage:
     """Runs one microbatch of one stage through `run_model`.
 
@@ -86,6 +58,14 @@ class MegatronStage:
 
     Attributes:
         stage: global number.
+        window: number of forwards on this rank before its first backward.
+        forwards: per microbatch, the number of forwards of any chunk on this rank before this one.
+        vp_stage: chunk of the module, on a rank with several.
+        cp_group: context-parallel ranks of the module.
+        expected: the shape of sent messages, where the arguments fix it.
+        per_token: losses are sums over tokens.
+        loss_factor: factor of the stage's loss, for a mean over its own data lanes.
+        partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
@@ -93,10 +73,21 @@ class MegatronStage:
 
     graph: ModuleGraph
     stage: int
-    settings: StageSettings
-    call: StageCall | None = None
-    infos: list[Any] = field(factory=list)
-    num_tokens: torch.Tensor | None = None
+    num_microbatches: int
+    num_slices: int
+    window: int
+    forwards: tuple[int, ...]
+    vp_stage: int | None
+    cp_group: Any
+    forward_only: bool
+    collect_non_loss_data: bool
+    expected: ExpectedShape | None
+    per_token: bool
+    loss_factor: float
+    partly_checkpointed: int | None
+    call: StageCall | None = field(default=None, init=False)
+    infos: list[Any] = field(factory=list, init=False)
+    num_tokens: torch.Tensor | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
     _one_module: bool = field(init=False)
 
@@ -116,9 +107,10 @@ class MegatronStage:
         model: torch.nn.Module,
         config: Any,
         first_val_step: bool | None,
+        announced: AnnouncedShapes | None,
     ) -> None:
         """Look up, before a step runs, what its forwards need of the model and the config."""
-        starts = check_first_val_step(first_val_step, self.settings.forward_only, cond=True)
+        starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
         self.infos, self.num_tokens = [], None
         self.call = StageCall(
             forward_step_func,
@@ -126,9 +118,10 @@ class MegatronStage:
             model,
             config,
             numbered_modules(model),
-            numbered_modules(model, "current_slice") if self.settings.num_slices > 1 else (),
+            numbered_modules(model, "current_slice") if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
+            announced or self.expected,
             autocast_of(config, model),
         )
 
@@ -146,10 +139,9 @@ class MegatronStage:
         """See `pipegrid.schedules.Stage.forward`; with slices, an item of the iterator is a slice."""
         call = self.call
         assert call is not None  # set by `begin`, before the runtime runs
-        settings = self.settings
-        if settings.shapes is not None:
+        if call.shapes is not None:
             for payload in inputs.values():
-                settings.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
+                call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         for module in call.numbered:
             module.current_microbatch = microbatch  # type: ignore[assignment]
         if part is not None:
@@ -161,7 +153,7 @@ class MegatronStage:
             if self._one_module
             else {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
         )
-        partial = settings.partly_checkpointed
+        partial = self.partly_checkpointed
         output, loss_func = run_model(
             call.forward_step_func,
             call.data_iterator,
@@ -173,12 +165,13 @@ class MegatronStage:
             not self.outgoing,
         )
         if self.outgoing:
-            return self._passed_on(received, output, microbatch)
+            return self._passed_on(call.shapes, received, output, microbatch)
         return self._with_loss(call, output, loss_func, part)
 
-    def _passed_on(self, received: Any, output: Any, microbatch: int) -> Forwarded:
+    def _passed_on(
+        self, shapes: AnnouncedShapes | ExpectedShape | None, received: Any, output: Any, microbatch: int
+    ) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
-        shapes = self.settings.shapes
         if output is None and self._one_module:  # the next stage would read data of its own, as a first stage does
             raise StageOutputError(
                 f"stage {self.stage} returned None for microbatch {microbatch}; it must return what stage "
@@ -196,12 +189,11 @@ class MegatronStage:
 
     def _with_loss(self, call: StageCall, output: Any, loss_func: Callable[..., Any], part: Slice | None) -> Forwarded:
         """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
-        settings = self.settings
-        if settings.collect_non_loss_data:
+        if self.collect_non_loss_data:
             self.infos.append(loss_func(output, non_loss_data=True))
             return Forwarded({})
         result = loss_func(output)
-        if part is not None and not settings.per_token and isinstance(result, tuple) and len(result) == 3:
+        if part is not None and not self.per_token and isinstance(result, tuple) and len(result) == 3:
             raise LossError(
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
                 "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
@@ -209,30 +201,29 @@ class MegatronStage:
         loss, num_tokens, info = scaled_loss(
             result,
             call.config,
-            settings.num_microbatches,
-            cp_group=settings.cp_group,
-            vp_stage=settings.vp_stage,
-            per_token=settings.per_token,
+            self.num_microbatches,
+            cp_group=self.cp_group,
+            vp_stage=self.vp_stage,
+            per_token=self.per_token,
         )
         self.infos.append(info)
-        if settings.per_token and num_tokens is not None:
+        if self.per_token and num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
-        if settings.forward_only:
+        if self.forward_only:
             return Forwarded({})
-        return Forwarded({}, loss if settings.loss_factor == 1.0 else loss * settings.loss_factor)
+        return Forwarded({}, loss if self.loss_factor == 1.0 else loss * self.loss_factor)
 
     def _own_loss(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """A stage's own mean loss, scaled like the loss of the last stage."""
-        settings = self.settings
-        if settings.forward_only:
+        if self.forward_only:
             return None
-        if settings.per_token:
+        if self.per_token:
             raise LossError(
                 f"stage {self.stage} returned WithLoss for microbatch {microbatch}: with calculate_per_token_loss "
                 "gradients are divided by the tokens of the job, and so would be this mean"
             )
-        cp = 1 if settings.cp_group is None else settings.cp_group.size()
-        return loss * (settings.loss_factor * cp / settings.num_microbatches)
+        cp = 1 if self.cp_group is None else self.cp_group.size()
+        return loss * (self.loss_factor * cp / self.num_microbatches)
 
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
         module = self.graph.module_of(self.stage)[0]
@@ -246,6 +237,4 @@ class MegatronStage:
 
     def _checkpoint(self, partial: int, microbatch: int) -> bool:
         """Whether to checkpoint all activations: False for the first few of each window of forwards in flight."""
-        settings = self.settings
-        forward = settings.forwards[microbatch] if settings.forwards else microbatch
-        return bool(forward % settings.window >= partial)
+        return bool(self.forwards[microbatch] % self.window >= partial)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
-from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.gradients.reduction import (
     EarlyReduction,
     GradientPolicy,
     GradientReduction,
-    require_equal_replicas,
+    require_equal_norms,
 )
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.checks import CHECKPOINTS, require_forward_step
@@ -31,7 +30,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     prepared = prepared_step(kind, call)
     models, policy = prepared.models(), prepared.policy
     config = config_of(next(iter(models.values())))
-    data_iterators = prepared.iterators(call.data_iterator)
+    data_iterators, announced = prepared.iterators(call.data_iterator), prepared.announced(call, config)
     require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
     with prepared.running(config), contextlib.ExitStack() as outside:
         deferred: Sequence[Callable[[], None]] = ()
@@ -47,7 +46,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
             outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
         for stage, model in models.items():
             prepared.stages[stage].begin(
-                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step
+                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced
             )
         if policy is None:
             prepared.runtime.eval()
@@ -102,9 +101,8 @@ def _train(
             config=config,
             pg_collection=pg_collection,
         )
-        if option(config, "check_replicas"):
-            collections = {name: collection_of(pg_collection, name) for name in policy.reduced}
-            require_equal_replicas(policy.modules(models), collections, waiting=prepared.waiting)
+        if reduction is not None and option(config, "check_replicas"):
+            require_equal_norms(reduction.layout, prepared.waiting)
 
     def compare() -> None:
         policy.compare(models, reduction, pg_collection, config, prepared.waiting)
@@ -114,7 +112,7 @@ def _train(
     if reduction is None:
         prepared.runtime.step(start=start, finish=finish, agree=policy.agreement)
         return
-    with fresh_gradients(reduction.modules):
+    with fresh_gradients(reduction.layout.modules):
         prepared.runtime.step(start=start, finish=finish, agree=policy.agreement)
 
 

@@ -6,7 +6,7 @@ from pipegrid.schedules.errors import TyingError as TyingError
 from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_backwards
 from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed, required_ties
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction, reduce_gradients
-from pipegrid.schedules.gradients.reduction.replicas import ReplicaError, require_equal_replicas
+from pipegrid.schedules.gradients.reduction.replicas import ReplicaError, require_equal_norms, require_equal_replicas
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, tie_parameters, tied_stages
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "last_backwards",
     "observed",
     "reduce_gradients",
+    "require_equal_norms",
     "require_equal_replicas",
     "required_ties",
     "tie_parameters",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -12,19 +13,17 @@ from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import (
     local_of,
-    may_be_partial,
     partial_groups,
     summed_like,
     unlike_its_parameter,
 )
-from pipegrid.schedules.gradients.lanes import described, is_expert
+from pipegrid.schedules.gradients.layout import ParameterGradient, TieMark
 from pipegrid.schedules.gradients.main_grad import (
     accumulated,
     accumulation_dtype,
     replace_accumulated,
     set_accumulated,
 )
-from pipegrid.schedules.gradients.reduction.tied import mark_of
 
 _AS_IT_IS_BYTES = 2**20  # from here on, a gradient alone in its bucket is not copied
 
@@ -38,26 +37,31 @@ class Bucket:
     A large gradient that is alone is summed in place, and its flag beside it: nothing would overlap copies of it.
 
     Attributes:
-        module: name of the module, for errors.
-        parameters: of one dtype and device.
-        lanes: group of data lanes to sum over; None where there is one lane, or a ``REDUCE`` has summed over them.
+        layouts: of its parameters, which are alike (`ParameterGradient.bucket`).
+        parameters: of ``layouts``.
         tensor: group of tensor-parallel ranks to sum over first.
-        own_lanes: data lanes of the module.
-        divided: what ``fully_shard`` has divided the gradients by; 1 where it has not.
+        lanes: group of data lanes to sum over; None where there is one lane, or a ``REDUCE`` has summed over them.
     """
 
-    module: str
-    parameters: tuple[torch.nn.Parameter, ...]
-    lanes: dist.ProcessGroup | None
-    tensor: dist.ProcessGroup | None
-    own_lanes: int
-    divided: float = 1.0
+    layouts: tuple[ParameterGradient, ...]
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
+    tensor: dist.ProcessGroup | None = field(init=False)
+    lanes: dist.ProcessGroup | None = field(init=False)
     gradients: list[torch.Tensor | None] = field(factory=list)
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
     started: bool = False
     wait: Callable[[Waiting], None] | None = None
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
+
+    def __attrs_post_init__(self) -> None:
+        self.parameters = tuple([each.parameter for each in self.layouts])
+        self.tensor, self.lanes = self.layouts[0].summed_over
+
+    @property
+    def tie(self) -> TieMark | None:
+        """The mark of the one parameter, if it is tied."""
+        return self.layouts[0].marks.tie
 
     @property
     def first(self) -> dist.ProcessGroup | None:
@@ -67,26 +71,24 @@ class Bucket:
     @property
     def perhaps_partial(self) -> bool:
         """Whether gradients may be partial sums over a mesh; the same on every lane, even without a gradient."""
-        return may_be_partial(self.parameters[0])
+        return bool(self.layouts[0].alike)
 
     def fault(self) -> str | None:
         """What is wrong with a gradient; None: nothing."""
-        mark = mark_of(self.parameters[0])
-        if mark is not None and not mark.summed:
+        if self.tie is not None and not self.tie.summed:
             return (
-                f"tied parameter {mark.name!r} in module {self.module!r} was not summed over its copies: the plan "
-                "needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
+                f"tied parameter {self.tie.name!r} in module {self.layouts[0].module!r} was not summed over its "
+                "copies: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
             )
-        for parameter, gradient in zip(self.parameters, map(accumulated, self.parameters), strict=True):
+        for each in self.layouts:
+            gradient = accumulated(each.parameter)
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                return f"{described(parameter, self.module)} has a sparse gradient; use Embedding(sparse=False)"
-            unlike = unlike_its_parameter(parameter, gradient)
+                return f"{each} has a sparse gradient; use Embedding(sparse=False)"
+            unlike = unlike_its_parameter(each.parameter, gradient)
             if unlike is not None:
-                return (
-                    f"{described(parameter, self.module)} has a DTensor gradient that no sum makes its shard: {unlike}"
-                )
+                return f"{each} has a DTensor gradient that no sum makes its shard: {unlike}"
         return None
 
     def start(self) -> None:
@@ -169,13 +171,12 @@ class Bucket:
 
         ``used``: which parameters have a gradient on any rank.
         """
-        mark = mark_of(self.parameters[0])
-        if mark is not None:
-            mark.summed = False
+        if self.tie is not None:
+            self.tie.summed = False
         if divisor is None:
-            divisor = self.own_lanes
-        if self.divided != 1:
-            divisor = divisor / self.divided
+            divisor = self.layouts[0].module_lanes
+        if self.layouts[0].divided != 1:
+            divisor = divisor / self.layouts[0].divided
         if self.values is None:
             foreach.divide_([gradient for gradient in self.gradients if gradient is not None], divisor)
         else:
@@ -198,11 +199,6 @@ class Bucket:
                 set_accumulated(parameter, part.view_as(local_of(parameter)))
 
 
-def partial_over_tp(parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter is whole on every tp rank while its gradient is a part: by Megatron's mark, or ours."""
-    return bool(getattr(parameter, "sequence_parallel", False) or getattr(parameter, "partial_over_tp", False))
-
-
 def used_in(buckets: Sequence[Bucket]) -> list[list[bool]]:
     """Per bucket with flags which parameters have a gradient on any rank; one read of the device for all buckets."""
     flags = [bucket.unknown.double() for bucket in buckets if bucket.unknown is not None]
@@ -210,29 +206,20 @@ def used_in(buckets: Sequence[Bucket]) -> list[list[bool]]:
     return [[next(counts) > 0 for _ in bucket.parameters] for bucket in buckets]
 
 
-def bucketed(
-    parameters: Iterator[torch.nn.Parameter], bucket_bytes: int, divided: Mapping[int, float | None]
-) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-    """Parameters in order, cut where their kind changes or the bucket is full; a tied one is a bucket of its own.
+def bucketed(layouts: Iterable[ParameterGradient], bucket_bytes: int) -> Iterator[tuple[ParameterGradient, ...]]:
+    """Gradients in order, cut where the module or their kind changes or the bucket is full.
 
-    The order in which an all-reduce sums depends on the place in the buffer, and all copies must get the same bits.
+    The order in which an all-reduce sums depends on the place in the buffer, and all copies of a tied parameter must
+    get the same bits: it is a bucket of its own.
     """
-    bucket: list[torch.nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        nbytes = parameter.numel() * accumulation_dtype(parameter).itemsize
-        if bucket and (_kind(bucket[0], divided) != _kind(parameter, divided) or size + nbytes > bucket_bytes):
-            yield tuple(bucket)
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += nbytes
-    if bucket:
+    for _, alike in groupby(layouts, lambda each: (each.module, each.bucket)):
+        bucket: list[ParameterGradient] = []
+        size = 0
+        for each in alike:
+            nbytes = each.parameter.numel() * each.dtype.itemsize
+            if bucket and size + nbytes > bucket_bytes:
+                yield tuple(bucket)
+                bucket, size = [], 0
+            bucket.append(each)
+            size += nbytes
         yield tuple(bucket)
-
-
-def _kind(parameter: torch.nn.Parameter, divided: Mapping[int, float | None]) -> tuple[object, ...]:
-    """What the parameters of one bucket have in common."""
-    alone = None if mark_of(parameter) is None else id(parameter)
-    by_fsdp = id(parameter) in divided, divided.get(id(parameter))
-    partial = partial_over_tp(parameter), may_be_partial(parameter)
-    return accumulation_dtype(parameter), parameter.device, is_expert(parameter), *partial, *by_fsdp, alone

@@ -20,10 +20,10 @@ from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
-from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
+from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
-from pipegrid.schedules.gradients.reduction.tied import TiedParameters, mark_of
+from pipegrid.schedules.gradients.reduction.tied import TiedParameters
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.adapted import as_communicator
@@ -171,9 +171,9 @@ def gradient_policy(
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
     that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
     Gradients that would not be the sum over the data lanes of their module, divided by the lanes of the loss or by the
-    tokens of the job, are a `GradientError`. A group that the sizes of a collection's grid demand, and that it lacks,
-    is a `GradientError`: where `reduce_gradients` reduces, that of the data lanes, and with the loss cp (losses are
-    shares of a mean) and tp (the first rank counts tokens).
+    tokens of the job, are a `GradientError`; so is a group that the sizes of a collection's grid demand, and that it
+    lacks: where `reduce_gradients` reduces, that of the data lanes, and with the loss cp (losses are shares of a mean)
+    and tp (the first rank counts tokens).
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
@@ -235,7 +235,7 @@ def _fault(
         return "fully_shard averages over them (set_gradient_divide_factor(1.0) leaves sums)"
     if by_hand:
         return None
-    part = next((parameter for parameter in model.parameters() if not whole and partial_over_tp(parameter)), None)
+    part = next((parameter for parameter in model.parameters() if not whole and marks_of(parameter).partial), None)
     if part is not None:
         return f"a parameter of shape {tuple(part.shape)} is marked as partial over tp, and nothing sums it over tp"
     if not hasattr(model, "no_sync"):
@@ -271,7 +271,7 @@ def required_ties(
     names = {tie.name for tie in ties}
     if getattr(config, "finalize_model_grads_func", None) is None:
         _require_declared_ties(models, names)
-    for mark in filter(None, map(mark_of, parameters.values())):
+    for mark in filter(None, (marks_of(parameter).tie for parameter in parameters.values())):
         if mark.name not in names:
             raise GradientError(
                 f"a parameter is tied as {mark.name!r}, which config.tied_parameters does not have ({sorted(names)}): "
@@ -320,8 +320,5 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         for _, inner in fsdp_modules(model) if sharded else ():
             found += (id(inner), divide_factor(inner))
         for parameter in model.parameters():
-            found += (None if sharded else id(parameter), parameter.requires_grad)
-            if vars(parameter):  # most parameters carry no mark
-                mark = mark_of(parameter)
-                found += (mark and (mark.name, mark.over_lanes), partial_over_tp(parameter))
+            found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
     return tuple(found)

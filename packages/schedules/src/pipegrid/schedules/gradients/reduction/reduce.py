@@ -17,20 +17,10 @@ from attrs import define, field
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
-from pipegrid.schedules.gradients.dtensors import fsdp_divisors, mesh_ranks
-from pipegrid.schedules.gradients.lanes import (
-    collections_by_name,
-    described,
-    device_of,
-    groups_of,
-    lanes_group,
-    ranks_of,
-    require_groups,
-    size_of,
-)
-from pipegrid.schedules.gradients.main_grad import Modules, accumulation_dtype, named_modules, parameters_of
-from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, partial_over_tp, used_in
-from pipegrid.schedules.gradients.reduction.tied import mark_of
+from pipegrid.schedules.gradients.lanes import collections_by_name, device_of, ranks_of, size_of
+from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
+from pipegrid.schedules.gradients.main_grad import Modules
+from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, used_in
 from pipegrid.topology.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
 
@@ -81,8 +71,6 @@ def reduce_gradients(
             summed. Nothing is sent then.
         ReductionFailedError: past the deadline; gradients are undefined then, as partial sums may be among them.
     """
-    for name in dict.fromkeys(name for name, _ in named_modules(modules)):
-        require_groups(collections, name)
     reduction = GradientReduction.of(
         modules, collections, loss_lanes=loss_lanes, job_group=job_group, bucket_bytes=bucket_bytes
     )
@@ -98,7 +86,7 @@ def reduce_gradients(
 class GradientReduction:
     """The reduction of one step's gradients on this rank: buckets in the order in which ranks of a group start them."""
 
-    modules: Modules
+    layout: GradientLayout
     buckets: tuple[Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
@@ -124,40 +112,16 @@ class GradientReduction:
         bucket_bytes = checked(
             BUCKET_BYTES if bucket_bytes is None else bucket_bytes, Count, "bucket_bytes", GradientError
         )
-        held: dict[str, list[torch.nn.Parameter]] = {name: [] for name, _ in named_modules(modules)}
-        for name, parameter in parameters_of(modules):
-            held[name].append(parameter)
-        buckets: list[Bucket] = []
-        for name, parameters in reversed(held.items()):  # backwards come to the last module, and its last layer, first
-            own_lanes = size_of(lanes_group(collections, name))
-            divided = {
-                number: factor
-                for own, module in named_modules(modules)
-                if own == name
-                for number, factor in fsdp_divisors(module).items()
-            }
-            for parameter in parameters:
-                lanes, tensor = groups_of(parameter, collections, name)
-                _require_reducible(parameter, name, lanes, tensor, by_fsdp=id(parameter) in divided)
-            for part in bucketed(reversed(parameters), bucket_bytes, divided):
-                mark = mark_of(part[0])
-                lanes, tensor = groups_of(part[0], collections, name)
-                by_fsdp = id(part[0]) in divided
-                over_lanes = size_of(lanes) > 1 and not by_fsdp and not (mark is not None and mark.over_lanes)
-                over_tensor = partial_over_tp(part[0]) and size_of(tensor) > 1
-                buckets.append(
-                    Bucket(
-                        name,
-                        part,
-                        lanes if over_lanes else None,
-                        tensor if over_tensor else None,
-                        own_lanes,
-                        (divided[id(part[0])] or size_of(lanes)) if by_fsdp else 1.0,
-                    )
-                )
+        layout = GradientLayout.of(modules, collections)
+        layout.require_groups()
+        trained = list(layout.trained)
+        for each in trained:
+            _require_reducible(each)
+        # Backwards come to the last module, and its last layer, first.
+        buckets = list(map(Bucket, bucketed(reversed(trained), bucket_bytes)))
         # A tied parameter waits for its REDUCE; nothing else waits behind it.
-        buckets.sort(key=lambda bucket: mark_of(bucket.parameters[0]) is not None)
-        return cls(modules, tuple(buckets), loss_lanes, job_group)
+        buckets.sort(key=lambda bucket: bucket.tie is not None)
+        return cls(layout, tuple(buckets), loss_lanes, job_group)
 
     @property
     def communicates(self) -> bool:
@@ -166,11 +130,10 @@ class GradientReduction:
 
     def summed_over(self, group: dist.ProcessGroup) -> tuple[int, int]:
         """The number of elements that are summed over ``group``, and a checksum of which they are, bucket by bucket."""
-        everything = [each for _, module in named_modules(self.modules) for each in module.parameters()]
-        places = {id(each): place for place, each in enumerate(everything)}
-        summed = [bucket.parameters for bucket in self.buckets if bucket.lanes is group]
-        forms = [[(places[id(each)], each.shape, accumulation_dtype(each)) for each in bucket] for bucket in summed]
-        return sum(each.numel() for bucket in summed for each in bucket), zlib.crc32(repr(forms).encode())
+        places = {id(each): place for place, each in enumerate(self.layout.gradients)}
+        summed = [bucket.layouts for bucket in self.buckets if bucket.lanes is group]
+        forms = [[(places[id(each)], each.parameter.shape, each.dtype) for each in bucket] for bucket in summed]
+        return sum(each.parameter.numel() for bucket in summed for each in bucket), zlib.crc32(repr(forms).encode())
 
     def ready(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """The gradients of ``parameters`` are whole; start the buckets of which that holds for all.
@@ -194,7 +157,7 @@ class GradientReduction:
         for bucket in self.buckets:
             if bucket.started or id(bucket.first) in behind:
                 continue
-            whole = self._missing[id(bucket)] == 0 and mark_of(bucket.parameters[0]) is None
+            whole = self._missing[id(bucket)] == 0 and bucket.tie is None
             if whole and bucket.fault() is None:
                 bucket.start()
             elif bucket.first is not None:
@@ -209,7 +172,7 @@ class GradientReduction:
         remaining = self._startable()
         divisor: Divisor | None = self.loss_lanes
         if num_tokens is not None:
-            divisor = global_tokens(num_tokens, device_of(self.modules, self.job_group), self.job_group, waiting)
+            divisor = global_tokens(num_tokens, device_of(self.layout.modules, self.job_group), self.job_group, waiting)
         for bucket in remaining:
             bucket.start()
         for bucket in self.buckets:
@@ -252,34 +215,27 @@ def global_tokens(
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _require_reducible(
-    parameter: torch.nn.Parameter,
-    name: str,
-    lanes: dist.ProcessGroup | None,
-    tensor: dist.ProcessGroup | None,
-    *,
-    by_fsdp: bool,
-) -> None:
-    mesh = mesh_ranks(parameter)
+def _require_reducible(layout: ParameterGradient) -> None:
+    """Raise for a gradient that no reduction makes right."""
+    mesh, lanes, tensor = layout.mesh, layout.lanes, layout.tensor
     shared = max(len(mesh & ranks_of(lanes)), 1)
-    if by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
+    if layout.by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
         raise GradientError(
-            f"{described(parameter, name)} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which "
-            f"{shared} are of its {size_of(lanes)} data lanes; the mesh must have all of these, and beside them tp "
-            "at most"
+            f"{layout} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which {shared} are of its "
+            f"{size_of(lanes)} data lanes; the mesh must have all of these, and beside them tp at most"
         )
-    if not by_fsdp and shared > 1:
+    if not layout.by_fsdp and shared > 1:
         raise GradientError(
-            f"{described(parameter, name)} is a DTensor over {shared} data lanes, and not by fully_shard: what is "
-            "summed over them already is not known; set finalize_model_grads_func"
+            f"{layout} is a DTensor over {shared} data lanes, and not by fully_shard: what is summed over them already "
+            "is not known; set finalize_model_grads_func"
         )
-    if not partial_over_tp(parameter):
+    if not layout.marks.partial:
         return
-    marked = f"{described(parameter, name)} is marked as partial over tp (sequence_parallel, partial_over_tp)"
+    marked = f"{layout} is marked as partial over tp (sequence_parallel, partial_over_tp)"
     if tensor is None:
         raise GradientError(f"{marked}, and its collection has no tp group to sum it over")
-    if getattr(parameter, "tensor_model_parallel", False) or mark_of(parameter) is not None:
-        other = "tensor_model_parallel" if mark_of(parameter) is None else "tied"
+    if layout.marks.sharded or layout.marks.tie is not None:
+        other = "tensor_model_parallel" if layout.marks.tie is None else "tied"
         raise GradientError(
             f"{marked}, and as {other}; the sum over tp is of a parameter that every tp rank holds whole"
         )

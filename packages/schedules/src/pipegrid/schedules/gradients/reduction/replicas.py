@@ -12,18 +12,10 @@ import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
-from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of, mesh_ranks, replicating_groups
-from pipegrid.schedules.gradients.lanes import (
-    collection_of,
-    device_of,
-    is_expert,
-    lanes_group_or_none,
-    ranks_of,
-    require_groups,
-    size_of,
-)
-from pipegrid.schedules.gradients.main_grad import Modules, accumulated, named_modules
-from pipegrid.schedules.gradients.reduction.buckets import partial_over_tp
+from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
+from pipegrid.schedules.gradients.lanes import device_of, ranks_of, size_of
+from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
+from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.schedules.gradients.reduction.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
 
@@ -48,7 +40,7 @@ def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Wai
     """
     waiting = waiting or Waiting()
     differing = []
-    for (module, group), held in _replicated(modules, collections, _known_whole).items():
+    for (module, group), held in _replicated(GradientLayout.of(modules, collections), _known_whole).items():
         device = device_of(modules, group)
         sums = checksums([local_of(parameter) for parameter in held.values()], device)
         # Names and forms beside the bytes: parameters in another order are other parameters.
@@ -81,7 +73,6 @@ def _apart(module: str, names: list[str], said: dict[int, str]) -> ReplicaError:
     )
 
 
-@torch.no_grad()
 def require_equal_replicas(
     modules: Modules, collections: Any, *, tolerance: float = 1e-6, waiting: Waiting | None = None
 ) -> None:
@@ -95,9 +86,15 @@ def require_equal_replicas(
         ReplicaError: on every rank of the group, with the parameters and by how much they differ.
         GradientError: a group of data lanes is missing.
     """
-    for name in dict.fromkeys(name for name, _ in named_modules(modules)):
-        require_groups(collections, name)
-    for (module, group), held in _replicated(modules, collections, _plain_and_trained).items():
+    layout = GradientLayout.of(modules, collections)
+    layout.require_groups()
+    require_equal_norms(layout, waiting or Waiting(), tolerance)
+
+
+@torch.no_grad()
+def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: float = 1e-6) -> None:
+    """`require_equal_replicas` of a layout."""
+    for (module, group), held in _replicated(layout, _plain_and_trained).items():
         names, parameters = [f"{module}.{name}" if module else name for name in held], list(held.values())
         kinds = ("parameter", "gradient")
         tensors = [tensor for parameter in parameters for tensor in (parameter.detach(), accumulated(parameter))]
@@ -107,7 +104,7 @@ def require_equal_replicas(
             local = [local_of(tensors[place]) for place in filled]
             norms[filled] = foreach.norms(local, 2.0).nan_to_num(nan=-1.0)
         extremes = torch.cat([norms, -norms])
-        all_reduce(extremes, group, dist.ReduceOp.MAX)(waiting or Waiting())
+        all_reduce(extremes, group, dist.ReduceOp.MAX)(waiting)
         most, least = extremes.chunk(2)
         apart = most + least  # the largest less the smallest
         found = [
@@ -123,49 +120,30 @@ def require_equal_replicas(
             )
 
 
-Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-"""The data lanes and the tensor-parallel ranks of a parameter."""
-
-
 def _replicated(
-    modules: Modules, collections: Any, groups_of: Callable[[torch.nn.Parameter, Groups], Iterator[Any]]
+    layout: GradientLayout, groups_of: Callable[[ParameterGradient], Iterator[dist.ProcessGroup | None]]
 ) -> dict[tuple[str, dist.ProcessGroup], dict[str, torch.nn.Parameter]]:
     """The parameters that all ranks of a group hold alike, under their names, by module and group."""
     found: dict[tuple[str, dist.ProcessGroup], dict[str, torch.nn.Parameter]] = {}
-    seen: set[int] = set()
-    for name, module in named_modules(modules):
-        collection = None if collections is None else collection_of(collections, name)
-        for inner, parameter in module.named_parameters():
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            lanes: dist.ProcessGroup | None = None
-            if is_expert(parameter):
-                lanes, tensor = getattr(collection, "expt_dp", None), getattr(collection, "expt_tp", None)
-            else:
-                lanes = None if collection is None else lanes_group_or_none(collection)
-                tensor = getattr(collection, "tp", None)
-            for group in groups_of(parameter, (lanes, tensor)):
-                if size_of(group) > 1:
-                    found.setdefault((name, group), {})[inner] = parameter
+    for each in layout.gradients:
+        for group in groups_of(each):
+            if group is not None and size_of(group) > 1:
+                found.setdefault((each.module, group), {})[each.name] = each.parameter
     return found
 
 
-def _known_whole(parameter: torch.nn.Parameter, groups: Groups) -> Iterator[dist.ProcessGroup | None]:
+def _known_whole(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None]:
     """The groups over which the parameter, or this rank's shard of it, is known to be replicated."""
-    lanes, tensor = groups
-    mesh = mesh_ranks(parameter)
-    if len(mesh & ranks_of(lanes)) <= 1:
-        yield lanes
-    if not mesh and partial_over_tp(parameter):
-        yield tensor
-    yield from replicating_groups(parameter)
+    if len(layout.mesh & ranks_of(layout.lanes)) <= 1:
+        yield layout.lanes
+    if not layout.mesh and layout.marks.partial:
+        yield layout.tensor
+    yield from layout.alike
 
 
-def _plain_and_trained(parameter: torch.nn.Parameter, groups: Groups) -> Iterator[dist.ProcessGroup | None]:
+def _plain_and_trained(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None]:
     """The groups of a plain parameter whose gradient is to be the same over them; over tp, unless it is marked."""
-    lanes, tensor = groups
-    if parameter.requires_grad and not is_dtensor(parameter):
-        yield lanes
-        if not getattr(parameter, "tensor_model_parallel", False):
-            yield tensor
+    if layout.parameter.requires_grad and not is_dtensor(layout.parameter):
+        yield layout.lanes
+        if not layout.marks.sharded:
+            yield layout.tensor

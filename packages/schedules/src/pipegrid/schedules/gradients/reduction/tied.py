@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, frozen
+from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import is_dtensor
+from pipegrid.schedules.gradients.layout import TieMark, marks_of
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan import chain
@@ -28,21 +28,6 @@ from pipegrid.transport.collectives.differences import by_text
 
 _CHUNK = 2**22
 """Elements compared at a time: bounds the memory of the check beside a large embedding."""
-
-
-@define
-class TieMark:
-    """The mark of a tied parameter (``parameter.tied``), read by the reductions of its gradient.
-
-    Attributes:
-        name: of the tie.
-        over_lanes: its ``REDUCE`` also sums over data lanes; the data-parallel reduction must not repeat that.
-        summed: the ``REDUCE`` of this step is done, and its result not yet used.
-    """
-
-    name: str
-    over_lanes: bool
-    summed: bool = False
 
 
 @frozen(eq=False, field_transformer=checked_fields(GradientError))
@@ -81,12 +66,7 @@ class TiedParameters:
             all_reduce(total, self.group)(waiting or Waiting())
         for copy in self.copies:
             set_accumulated(copy, total)
-            mark_of(copy).summed = True
-
-
-def mark_of(parameter: torch.nn.Parameter) -> Any:
-    """The parameter's `TieMark`; None for a parameter that is not tied."""
-    return getattr(parameter, "tied", None)
+            copy.tied.summed = True  # type: ignore[attr-defined]
 
 
 def tie_parameters(
@@ -168,7 +148,7 @@ def _over_grids(
     """This rank's part of a sum over stages and data lanes together."""
     rank = dist.get_rank()
     found = tie_groups(name, stages, graph, grids)
-    sharded = any(getattr(copy, "tensor_model_parallel", False) for copy in copies.values())
+    sharded = any(marks_of(copy).sharded for copy in copies.values())
     if sharded and not shards_alike(stages, graph, grids):
         raise GradientError(
             f"tied parameter {name!r} is sharded over tp, and the modules that hold it have different tp sizes; use "
@@ -196,7 +176,7 @@ def _require_copies(name: str, copies: Mapping[int, torch.nn.Parameter], held: S
     for stage, copy in copies.items():
         if not isinstance(copy, torch.nn.Parameter) or is_dtensor(copy):
             raise GradientError(f"tied parameter {name!r}: the copy of stage {stage} is no plain Parameter")
-        mark = mark_of(copy)
+        mark = marks_of(copy).tie
         if mark is not None and mark.name != name:
             raise GradientError(f"tied parameter {name!r}: the copy of stage {stage} is already tied as {mark.name!r}")
 

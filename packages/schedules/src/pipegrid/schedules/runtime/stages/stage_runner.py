@@ -69,10 +69,11 @@ class StageRunner:
     training: bool = False
     compiled: bool = field(default=False, init=False)
     """Whether a compiled region has made a backward in halves run whole at I."""
+    incoming: tuple[tuple[Edge, Callable[[int], Payload], bool], ...] = field(init=False)
+    """Per incoming edge the function that takes its payload, and whether a gradient goes back along it."""
     _num_slices: int = field(init=False)
     _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
-    _inputs: tuple[tuple[Edge, Callable[[int], Payload], bool], ...] = field(init=False)
     _outgoing: tuple[Edge, ...] = field(init=False)
     _lending: tuple[RecvQueue, ...] = field(init=False)
     _resume: Callable[[Slice], None] | None = field(init=False)
@@ -82,18 +83,13 @@ class StageRunner:
         self._num_slices = self.flight.num_slices
         self._outgoing = tuple(queue.edge for queue in self.leaving)
         differentiated = {queue.edge for queue in self.gradients_out}
-        self._inputs = tuple((queue.edge, queue.take, queue.edge in differentiated) for queue in self.arriving)
+        self.incoming = tuple((queue.edge, queue.take, queue.edge in differentiated) for queue in self.arriving)
         # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
         sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._whole = False if self.reduced_by_plan else True if sharded else None
         self._lending = tuple(queue for queue in self.arriving if queue.lends)
         self._resume = getattr(self.stage, "resume", None)
         self._unread = tuple(queue.unread for queue in (*self.leaving, *self.gradients_out))
-
-    @property
-    def incoming(self) -> tuple[tuple[Edge, Callable[[int], Payload], bool], ...]:
-        """Per incoming edge the function that takes its payload, and whether a gradient goes back along it."""
-        return self._inputs
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -107,7 +103,7 @@ class StageRunner:
         self._settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
-        for edge, take, differentiated in self._inputs:
+        for edge, take, differentiated in self.incoming:
             payload = take(piece)
             if differentiated:
                 kept.append(payload)

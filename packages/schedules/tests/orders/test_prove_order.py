@@ -51,7 +51,7 @@ class Player:
                 self.other[one], self.other[two] = two, one
 
     def group(self, r, n, i):
-        """The messages that start together with message ``i`` of a launch."""
+        """The messages that start together with message ``i`` of a launch; such parts come by their first message."""
         launch = self.found.ranks[r][n]
         if not launch.batched or self.model.batched == "none":
             return [i]
@@ -98,7 +98,8 @@ class Player:
             (r, k, j)
             for k in range(n + 1)
             for j in range(len(launches[k].messages))
-            if self.line(r, k, j) == self.line(r, n, i) and (k < n or (j < i and j not in self.group(r, n, i)))
+            if self.line(r, k, j) == self.line(r, n, i)
+            and (k < n or min(self.group(r, n, j)) < min(self.group(r, n, i)))
         ]
         return (
             (r, n) in self.launched

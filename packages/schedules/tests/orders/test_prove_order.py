@@ -8,8 +8,11 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import PlanError, from_csv, lower, verify
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import Action, Group, Plan, PlanError, from_csv, lower, verify
 from pipegrid.schedules.orders import Launch, Message, Orders, orders_from_json, orders_of_plan, prove_order
+from pipegrid.schedules.plan import forward
+from pipegrid.transport.edge import Edge
 from pipegrid.transport.order import ORDER_MODELS
 
 from ..kit.plans import GENERATORS
@@ -49,6 +52,25 @@ class Player:
         for both in ends.values():
             for one, two in zip(both["send"], both["receive"], strict=True):
                 self.other[one], self.other[two] = two, one
+
+    def batch(self, end):
+        """The launch of an end, if it is a batch."""
+        return [end[:2]] if self.found.ranks[end[0]][end[1]].batched else []
+
+    def joined(self, r, n):
+        """The other batches that start with one, where two ranks connect in the first batch between them."""
+        first, met = set(), set()
+        for rank, launches in enumerate(self.found.ranks):
+            for number, launch in enumerate(launches):
+                for i, message in enumerate(launch.messages):
+                    key = rank, message.peer, message.way, message.group
+                    first |= set() if key in met else {(rank, number, i)}
+                    met.add(key)
+        links = [{*self.batch(one), *self.batch(two)} for one, two in self.other.items() if {one, two} & first]
+        together = {(r, n)}
+        for _ in links:
+            together |= {batch for link in links if link & together for batch in link}
+        return together - {(r, n)} if self.model.connects else set()
 
     def group(self, r, n, i):
         """The messages that start together with message ``i`` of a launch; such parts come by their first message."""
@@ -120,6 +142,10 @@ class Player:
             (r, n, j) in self.started
             and ((self.buffered and messages[j].way == "send") or self.other[r, n, j] in self.started)
             for j in self.group(r, n, i)
+        ) and all(
+            (rank, number, j) in self.started
+            for rank, number in self.joined(r, n)
+            for j in range(len(self.found.ranks[rank][number].messages))
         )
 
     def ends(self):
@@ -164,7 +190,7 @@ def random_orders(draw):
     return Orders(tuple(ranks), begins=whole, ends=whole)
 
 
-@given(random_orders(), st.sampled_from([m for m in MODELS if not m.connects]), st.booleans(), st.booleans())
+@given(random_orders(), st.sampled_from(MODELS), st.booleans(), st.booleans())
 def test_the_slow_player_agrees_whether_orders_end(found, model, buffered, drains):
     try:
         prove_order(found, model, buffered=buffered, drains=drains)
@@ -236,7 +262,7 @@ def test_a_cycle_is_told_launch_by_launch():
         "deadlock under nccl2:",
         "    rank 0: ended - | under way 0SEND_F1>1 2RECV_F0<1 2F0 | not launched -",
         "    rank 1: ended - | under way 1SEND_F0>2 1RECV_F1<0 1F1 | not launched -",
-        "  [cycle] position 0, step 0: ranks 0 and 1 wait for each other in a cycle",
+        "  [cycle] ranks 0 and 1 wait for each other in a cycle",
         f"      {first} waits for rank 1, launch 1: 1RECV_F1<0, which is behind {second}",
         f"      {second} waits for rank 0, launch 1: 2RECV_F0<1, which is behind {first}",
     ]
@@ -274,6 +300,45 @@ def test_a_message_with_one_end_or_out_of_order_is_a_fault(ranks, rule):
     assert rule_of(orders(*ranks), "nccl2") == rule
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        (["0F0", "0SEND_F0"], ["1F0", "1RECV_F0"]),
+        (["...", "0F0", "0SEND_F0"], ["...", "1F0", "1RECV_F0"]),
+        (["0F0", "0SEND_F0", "0F1"], ["1RECV_F0", "1F0", "1F1"]),
+        ([{"send": "x", "to": 1}], [{"compute": "y", "needs": ["x"]}, {"receive": "x", "from": 0}]),
+        ([], [{"compute": "y", "needs": ["x"]}]),
+    ],
+)
+def test_a_compute_that_reads_what_has_not_come_is_a_fault(late):
+    assert rule_of(orders(*late), "gloo") == "late-receive"
+
+
+def test_what_a_fragment_reads_and_does_not_receive_came_before_it():
+    proof = prove_order(orders(["...", "0SEND_F1"], ["...", "1F0", "1RECV_F1", "1F1"]), ORDER_MODELS["nccl2"])
+    assert (proof.num_messages, proof.num_outside) == (1, 0)
+    proof = prove_order(orders(["...", "0SEND_F1"], ["...", "1F0"]), ORDER_MODELS["nccl2"])
+    assert (proof.num_messages, proof.num_outside) == (1, 1)
+    assert "1 messages (1 with an end before the fragments)" in str(proof)
+
+
+def test_a_compute_waits_for_what_a_collective_brings():
+    """Two positions that share a stage's edge by a group: the consumer's forward ends after the collective."""
+    graph = ModuleGraph({"a": 1, "b": 1}, [("a", "b")])
+    group = Group("g", (0, 1), edges=(Edge(0, 1),))
+    exchange = Action("COLLECTIVE", 0, 0, Edge(0, 1), "g")
+    plan = Plan(
+        positions=[[forward(0, 0), exchange], [exchange, forward(1, 0)]],
+        graph=graph,
+        placement=(0, 1),
+        num_microbatches=1,
+        forward_only=(0, 1),
+        groups=(group,),
+    )
+    (label,) = orders_of_plan(plan).ranks[1][1].needs
+    assert {message.label for message in orders_of_plan(plan).ranks[1][0].messages} == {label}
+
+
 def test_what_a_fragment_lacks_was_launched_before_it_or_comes_last():
     sent = [{"send": "x", "to": 1}, {"send": "y", "to": 1}]
     other = {"send": "z", "to": 0}, {"receive": "y", "from": 0}
@@ -297,6 +362,11 @@ def test_what_a_fragment_lacks_was_launched_before_it_or_comes_last():
         ('{"ranks": [[{"batch": ["0F0"]}]]}', "ranks[0]"),
         ('{"ranks": [[{"send": "x"}]]}', "ranks[0][0]"),
         ('{"ranks": [[{"send": "x", "to": -1}]]}', "ranks[0][0].to"),
+        ('{"ranks": [[{"send": 3, "to": 1}]]}', "ranks[0][0].send"),
+        ('{"ranks": [[{"send": "x", "to": 1, "group": ""}]]}', "ranks[0][0].group"),
+        ('{"ranks": [[{"send": "x", "to": 1, "holds": 1}]]}', "ranks[0][0]"),
+        ('{"ranks": [[{"compute": "x", "needs": "abc"}]]}', "ranks[0][0].needs"),
+        ('{"ranks": [[{"compute": "x", "to": 1}]]}', "ranks[0][0]"),
         ('{"ranks": [["0SEND_F0"]]}', "stage 1"),
         ('{"ranks": [["0F0"], ["0F1"]]}', "stage 0"),
         ('{"ranks": [["0F0"]], "placement": "x"}', "placement"),

@@ -78,7 +78,7 @@ class LossError(ValueError):
 
 
 class GradientError(ValueError):
-    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked. Nothing was sent."""
+    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked."""
 
 
 class ReductionFailedError(RuntimeError):

@@ -25,20 +25,26 @@ from pipegrid.transport.order import OrderModel
 
 @frozen
 class OrderProof:
-    """Orders that end, whatever the interleaving; ``model``, ``buffered`` and ``drains`` are those of the proof."""
+    """Orders that end, whatever the interleaving; ``model``, ``buffered`` and ``drains`` are those of the proof.
+
+    ``num_messages``: with at least one end in the lists. ``num_outside``: of these, the messages whose other end is
+    taken to be launched before the fragment of its rank.
+    """
 
     orders: Orders
     model: OrderModel
     buffered: bool
     drains: bool
     num_messages: int
+    num_outside: int
 
     def __str__(self) -> str:
         sends = "if sends are buffered" if self.buffered else "even if sends block"
         drains = ", and if any compute waits for the whole device" if self.drains else ""
+        outside = f" ({self.num_outside} with an end before the fragments)" if self.num_outside else ""
         return (
-            f"{len(self.orders.ranks)} ranks, {self.num_messages} messages: no deadlock under {self.model.name} "
-            f"{sends}{drains}"
+            f"{len(self.orders.ranks)} ranks, {self.num_messages} messages{outside}: no deadlock under "
+            f"{self.model.name} {sends}{drains}"
         )
 
 
@@ -67,11 +73,11 @@ def prove_order(orders: Orders, model: OrderModel, *, buffered: bool = False, dr
     that waits for the device does (loading a module, cudaFree, cudaHostAlloc). Linear in the number of messages.
 
     Raises:
-        PlanError: a message has one end only, the receives of a pair are in another order than the sends, or ranks wait
-            for each other; ``faults`` has them, a cycle launch by launch.
+        PlanError: a message has one end only, the receives of a pair are in another order than the sends, a compute
+            reads a message that its rank has not received before, or ranks wait for each other; ``faults`` has them, a
+            cycle launch by launch.
     """
-    count = sum(message.way == "send" for _, message in _ends(orders))
-    faults = _unknown_peers(orders)
+    faults = _unknown_peers(orders) + _late_receives(orders)
     if not faults:
         orders = _with_later_ends(orders)
         partners, alone = _partners(orders)
@@ -86,7 +92,8 @@ def prove_order(orders: Orders, model: OrderModel, *, buffered: bool = False, dr
     if any(index < len(program.operations) for index, program in zip(at, programs, strict=True)):
         found = [_cycle(orders, tracks, cycle) for cycle in cycles(programs, at)]
         raise PlanError(f"deadlock under {model.name}:{_standing(orders, tracks, at)}", faults=found)
-    return OrderProof(orders, model, buffered, drains, count)
+    ends = sum(1 for _ in _ends(orders))
+    return OrderProof(orders, model, buffered, drains, (ends - len(alone)) // 2 + len(alone), len(alone))
 
 
 # ---- Both ends of each message
@@ -140,17 +147,30 @@ def _partners(orders: Orders) -> tuple[dict[_End, _End], list[_End]]:
     return partners, sorted(end for ends in waiting.values() for side in ends for end in side)
 
 
+def _late_receives(orders: Orders) -> list[Fault]:
+    """The faults of computes that read what comes later on their rank, or never.
+
+    What a fragment does not receive at all came before it.
+    """
+    faults = []
+    for rank, launches in enumerate(orders.ranks):
+        left = [message.label for one in launches for message in one.messages if message.way == "receive"]
+        seen: set[str] = set()
+        for number, launch in enumerate(launches):
+            seen |= {message.label for message in launch.messages if message.way == "receive"}
+            late = launch.needs - seen if orders.begins[rank] else (launch.needs & set(left)) - seen
+            if late:
+                text = f"{_place(orders, rank, number)} reads {min(late)!r}, which its rank has not received before"
+                faults.append(Fault("late-receive", text))
+    return faults
+
+
 def _unknown_peers(orders: Orders) -> list[Fault]:
-    known = range(len(orders.ranks))
+    count = len(orders.ranks)
     return [
-        Fault(
-            "unknown-rank",
-            f"{orders.ranks[rank][number].text}: the peer is rank {message.peer}, not another of {list(known)}",
-            rank,
-            number,
-        )
+        Fault("unknown-rank", f"{_place(orders, rank, number)}: the peer is not another of the ranks 0 to {count - 1}")
         for (rank, number, _), message in _ends(orders)
-        if message.peer not in known or message.peer == rank
+        if not 0 <= message.peer < count or message.peer == rank
     ]
 
 
@@ -161,8 +181,8 @@ def _ends_alone(orders: Orders, alone: Sequence[_End]) -> list[Fault]:
         message = _message(orders, end)
         if orders.begins[message.peer]:
             done = "receives" if message.way == "send" else "sends"
-            text = f"{orders.ranks[end[0]][end[1]].text}: rank {message.peer} never {done} {message.label!r}"
-            faults.append(Fault("unpaired", text, end[0], end[1]))
+            text = f"{_place(orders, end[0], end[1])}: rank {message.peer} never {done} {message.label!r}"
+            faults.append(Fault("unpaired", text))
     return faults
 
 
@@ -178,7 +198,7 @@ def _crossed(orders: Orders, partners: dict[_End, _End]) -> list[Fault]:
                     f"rank {end[0]} sends {before!r} before {message.label!r}, rank {message.peer} receives them the "
                     "other way round: messages have no names, so each is received as the other"
                 )
-                faults.append(Fault("order", text, end[0], end[1]))
+                faults.append(Fault("order", text))
             last[key] = end, other
     return faults
 
@@ -187,17 +207,15 @@ def _on_two_communicators(orders: Orders, model: OrderModel, partners: dict[_End
     """Messages with one end in a batch and the other alone, where these two are on different communicators."""
     if "pair" not in (model.batched, model.lone) or model.batched == model.lone:
         return []
-    launches = {end: orders.ranks[end[0]][end[1]] for end in partners}
+    batched = {end: orders.ranks[end[0]][end[1]].batched for end in partners}
     return [
         Fault(
             "communicator",
-            f"{launches[end].text}: in a batch on the group's communicator, and at rank {other[0]} alone "
-            f"({launches[other].text}) on the pair's; neither end finds the other",
-            end[0],
-            end[1],
+            f"{_place(orders, end[0], end[1])}: in a batch on the group's communicator, and alone on the pair's at "
+            f"{_place(orders, other[0], other[1])}; neither end finds the other",
         )
         for end, other in partners.items()
-        if launches[end].batched and not launches[other].batched
+        if batched[end] and not batched[other]
     ]
 
 
@@ -337,13 +355,17 @@ def _first(texts: Sequence[str]) -> Sequence[str]:
     return texts if len(texts) <= _SHOWN + 1 else [*texts[:_SHOWN], "..."]
 
 
+def _place(orders: Orders, rank: int, number: int) -> str:
+    """A launch and where it stands."""
+    return f"rank {rank}, launch {number}: {orders.ranks[rank][number].text}"
+
+
 def _cycle(orders: Orders, tracks: Sequence[_Track], cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
     """The fault of programs that wait for each other, launch by launch."""
 
     def place(wait: Wait) -> str:
         track = tracks[wait.position]
-        number = track.launches[wait.step]
-        return f"rank {track.rank}, launch {number}: {orders.ranks[track.rank][number].text}"
+        return _place(orders, track.rank, track.launches[wait.step])
 
     lines = []
     for wait, setter in cycle:
@@ -351,9 +373,7 @@ def _cycle(orders: Orders, tracks: Sequence[_Track], cycle: Sequence[tuple[Wait,
         behind = "" if stuck.step == setter.step else f", which is behind {place(stuck)}"
         lines.append(f"\n      {place(wait)} waits for {place(setter)}{behind}")
     ranks = {tracks[wait.position].rank for wait, _ in cycle}
-    first = tracks[cycle[0][0].position]
-    text = f"{_waiting(sorted(ranks))} in a cycle{''.join(lines)}"
-    return Fault("cycle", text, first.rank, first.launches[cycle[0][0].step])
+    return Fault("cycle", f"{_waiting(sorted(ranks))} in a cycle{''.join(lines)}")
 
 
 def _waiting(ranks: Sequence[int]) -> str:

@@ -12,7 +12,8 @@ step is one of::
     {"batch": [...]}                   messages that are launched together
 
 A message of any name may have ``"group"`` (by default all messages go through one), and ``"holds": true`` where the
-program waits for it at once (`torch.distributed.send`).
+program waits for it at once (`torch.distributed.send`). A compute of a stage reads the messages of its microbatch that
+come along the edges on which its rank receives; one with a name reads its ``"needs"``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
@@ -29,12 +30,12 @@ from pipegrid.schedules.plan import Action, ActionKind, Plan, actions_of, load_j
 from pipegrid.schedules.plan.actions import parse_action
 from pipegrid.schedules.plan.csv import with_peer
 from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, dataflow_of
-from pipegrid.topology.fields import Index, checked
+from pipegrid.topology.fields import Index, Name, checked
+from pipegrid.transport.edge import Direction, Edge
 
 _OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B", re.ASCII)
 _READS = {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: BACKWARD}
 _CUT = "..."
-_WAY = {"send": "to", "receive": "from"}
 
 _Part: TypeAlias = Action | Launch
 """A step that is no batch; a launch is one that is complete as it is."""
@@ -85,7 +86,7 @@ def orders_of_plan(plan: Plan, *, lanes: bool = False, batched: bool = True) -> 
     through one group, as those of torch.distributed.pipelining do. ``batched``: a lone message is a batch of one.
 
     A collective among positions is a batch of messages, from each member to each, in a group of its own. What the
-    ranks of one position do among themselves (``UNSHARD``, ``REDUCE_GRAD``, ...) is no launch of its own here.
+    ranks of one position do among themselves (``UNSHARD``, ``REDUCE_GRAD``, ...) is no launch here.
 
     Raises:
         PlanError: a plan of computes alone.
@@ -94,42 +95,74 @@ def orders_of_plan(plan: Plan, *, lanes: bool = False, batched: bool = True) -> 
         raise PlanError("a plan of computes has no messages; lower adds them")
     routes = {(flow.edge, flow.direction): flow.routes for flow in dataflow_of(plan).crossing if flow.group is None}
     groups = {group.name: group.positions for group in plan.groups}
-    calls: dict[tuple[str, int], int] = {}
-
-    def messages_of(action: Action, position: int) -> Iterator[Message]:
-        if action.kind.is_message:
-            for source, destination in routes[action.edge, action.direction]:  # type: ignore[index]  # of a message
-                group = f"{action.direction} {source}>{destination}" if lanes else "default"
-                if action.kind.is_send and source == position:
-                    yield Message("send", destination, _label(action), group)
-                elif action.kind.is_receive and destination == position:
-                    yield Message("receive", source, _label(action), group)
-        elif action.group is not None:
-            call = calls[action.group, position] = calls.get((action.group, position), -1) + 1
-            for other in groups[action.group]:
-                if other != position:
-                    yield Message("send", other, f"{action.group} {call}", f"group {action.group}")
-                    yield Message("receive", other, f"{action.group} {call}", f"group {action.group}")
-
     rows = []
     for position, steps in enumerate(plan.positions):
-        row = []
+        calls: dict[str, int] = {}
+        row: list[Launch] = []
+        came: set[_Way] = set()
+        for action in plan.actions(position):
+            if action.kind.is_receive or action.kind is ActionKind.COLLECTIVE:
+                came |= _way_of(action)
         for step in steps:
             actions = actions_of(step)
-            messages = tuple(message for action in actions for message in messages_of(action, position))
+            messages: list[Message] = []
+            for action in actions:
+                if action.kind.is_message:
+                    for way in _way_of(action):
+                        messages += _along(action, position, routes[way], lanes=lanes)
+                elif action.group is not None:
+                    calls[action.group] = calls.get(action.group, -1) + 1
+                    label = _label(action, f"{action.group} {calls[action.group]}")
+                    for other in groups[action.group]:
+                        if other != position:
+                            messages.append(Message("send", other, label, f"group {action.group}"))
+                            messages.append(Message("receive", other, label, f"group {action.group}"))
             if messages:
-                row.append(Launch(step_text(step), messages, batched=batched or len(messages) > 1))
+                row.append(Launch(step_text(step), tuple(messages), batched=batched or len(messages) > 1))
             elif actions[0].kind.is_compute:
-                row.append(Launch(step_text(step), needs=_needs(actions[0], plan.graph.stage_edges)))
+                row.append(Launch(step_text(step), needs=_needs(actions[0], came)))
         rows.append(tuple(row))
     whole = (True,) * plan.num_positions
     return Orders(tuple(rows), begins=whole, ends=whole)
 
 
-def _label(action: Action) -> str:
-    """What a message carries, in words that both of its ends have."""
+def _along(action: Action, position: int, route: Iterable[tuple[int, int]], *, lanes: bool) -> Iterator[Message]:
+    """The messages of an action at a position, of those that go along its edge from position to position."""
+    for source, destination in route:
+        group = f"{action.direction} {source}>{destination}" if lanes else "default"
+        if action.kind.is_send and source == position:
+            yield Message("send", destination, _label(action), group)
+        elif action.kind.is_receive and destination == position:
+            yield Message("receive", source, _label(action), group)
+
+
+_Way: TypeAlias = tuple[Edge, Direction]
+
+
+def _way_of(action: Action) -> set[_Way]:
+    """The edge of an action and the direction along it; empty without an edge."""
+    return set() if action.edge is None or action.direction is None else {(action.edge, action.direction)}
+
+
+def _label(action: Action, otherwise: str = "") -> str:
+    """What a message carries, in words that both of its ends have; ``otherwise``, without an edge."""
+    return next((_labelled(way, action) for way in _way_of(action)), otherwise)
+
+
+def _labelled(way: _Way, action: Action) -> str:
+    edge, direction = way
     part = "" if action.slice is None else f".{action.slice}"
-    return f"{action.direction} {action.edge} {action.microbatch}{part}"
+    return f"{direction} {edge} {action.microbatch}{part}"
+
+
+def _needs(action: Action, came: Iterable[_Way]) -> frozenset[str]:
+    """The labels of the messages that a compute reads, of those that come to its rank."""
+    reads = _READS.get(action.kind)
+    return frozenset(
+        _labelled((edge, direction), action)
+        for edge, direction in came
+        if direction is reads and action.stage == (edge.destination if direction is FORWARD else edge.source)
+    )
 
 
 def _error(found: Any, path: str, expected: str) -> PlanFieldError:
@@ -167,14 +200,23 @@ def _part(step: Any, path: str) -> _Part:
 
 def _named(step: Mapping[str, Any], path: str) -> Launch:
     """A compute or a message with a name of its own."""
-    if step.keys() <= {"compute", "needs"} and isinstance(step.get("compute"), str):
-        return Launch(step["compute"], needs=frozenset(map(str, step.get("needs", ()))))
-    for way, rank in _WAY.items():
-        if step.keys() >= {way, rank} and step.keys() <= {way, rank, "group", "holds"}:
-            peer = checked(step[rank], Index, f"{path}.{rank}", partial(PlanFieldError, path=path))
-            message = Message(way, peer, str(step[way]), str(step.get("group", "default")))  # type: ignore[arg-type]
-            return Launch(f"{way}({step[way]}) {rank} {peer}", (message,), holds=step.get("holds") is True)
-    raise _error(step, path, 'an object with "compute", with "send" and "to", with "receive" and "from", or "batch"')
+    expected = 'an object with "compute", with "send" and "to", with "receive" and "from", or "batch"'
+    check = partial(checked, error=partial(PlanFieldError, path=path))
+    if step.keys() <= {"compute", "needs"} and "compute" in step:
+        needs: tuple[str, ...] = check(step.get("needs", ()), tuple[Name, ...], f"{path}.needs")
+        return Launch(check(step["compute"], Name, f"{path}.compute"), needs=frozenset(needs))
+    way: Literal["send", "receive"]
+    if step.keys() >= {"send", "to"}:
+        way, rank = "send", "to"
+    elif step.keys() >= {"receive", "from"}:
+        way, rank = "receive", "from"
+    else:
+        raise _error(step, path, expected)
+    if not step.keys() <= {way, rank, "group", "holds"} or not isinstance(step.get("holds", False), bool):
+        raise _error(step, path, f'{expected}; a message may have "group", and "holds", which is true or false')
+    peer = check(step[rank], Index, f"{path}.{rank}")
+    name, group = check(step[way], Name, f"{path}.{way}"), check(step.get("group", "default"), Name, f"{path}.group")
+    return Launch(f"{way}({name}) {rank} {peer}", (Message(way, peer, name, group),), holds=step.get("holds", False))
 
 
 def _placement(given: Any, rows: Sequence[Iterable[_Part | list[_Part]]]) -> Mapping[int, int]:
@@ -198,7 +240,7 @@ def _actions(steps: Iterable[_Part | list[_Part]]) -> Iterator[Action]:
 
 
 def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], rank: int) -> Iterator[Launch]:
-    edges = {action.edge for action in _actions(steps) if action.edge is not None}
+    came = {way for action in _actions(steps) if action.kind.is_receive for way in _way_of(action)}
 
     def messages_of(part: _Part) -> tuple[Message, ...]:
         if isinstance(part, Launch):
@@ -225,15 +267,4 @@ def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], r
         elif messages := messages_of(step):
             yield Launch(str(step), messages)
         elif step.kind.is_compute:
-            yield Launch(str(step), needs=_needs(step, edges))
-
-
-def _needs(action: Action, edges: Iterable[Any]) -> frozenset[str]:
-    """The labels of the messages that a compute reads, of those that come along ``edges``."""
-    direction = _READS.get(action.kind)
-    part = "" if action.slice is None else f".{action.slice}"
-    return frozenset(
-        f"{direction} {edge} {action.microbatch}{part}"
-        for edge in edges
-        if direction is not None and action.stage == (edge.destination if direction is FORWARD else edge.source)
-    )
+            yield Launch(str(step), needs=_needs(step, came))

@@ -305,16 +305,17 @@ class Exchange:
         """The tensors of all leaves with a part on this rank, their completions, and the payload of both."""
         if expected is not None and expected != leaves[0].shape:
             raise ShapeError(f"{self.name}: rank {self.rank} expects shape {expected}, but {leaves[0].shape} comes")
-        is_tensor = self._is_tensor
-        arrived = {peer: iter([handle.result()] if is_tensor else handle.result()) for peer, handle in handles.items()}
+        pieces = {peer: handle.result() for peer, handle in handles.items()}
+        shares = {} if self._is_tensor else {peer: iter(own) for peer, own in pieces.items()}
         tensors: list[torch.Tensor] = []
         completing: list[Completing] = []
         for one, wired in zip(leaves, self._wiring.leaves, strict=True):
             part = one.part(direction)
             if part is None or one.plans is None:
                 continue
-            senders = wired.senders(direction)
-            pieces = {peer: next(own) for peer, own in arrived.items() if peer in senders}
+            if shares:  # a piece of each leaf, from the ranks that may send one
+                senders = wired.senders(direction)
+                pieces = {peer: next(own) for peer, own in shares.items() if peer in senders}
             tensor, steps = self._traffic.fill(
                 part, pieces, direction, dtype=one.plans.dtype, wire_dtype=one.plans.wire_dtype
             )

@@ -69,12 +69,12 @@ class Network:
     held: tuple[float, ...]
     limit: float
 
-    @property
+    @cached_property
     def num_positions(self) -> int:
         """Positions of the placement."""
         return self.problem.num_positions
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """Stages of the graph."""
         return self.problem.graph.num_stages
@@ -84,7 +84,7 @@ class Network:
         """Operations of a step, each counted once."""
         return len(self.passes) * self.num_microbatches
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether it is a chain of trained stages on one position each."""
         return self.problem.is_chain

@@ -18,6 +18,7 @@ from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection, End, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
+from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.waits.wait_lock import BackgroundThread
@@ -161,7 +162,7 @@ def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
                 connection.wire.watch()
             except RuntimeError as error:
                 for lane in connection.lanes:
-                    lane.explain(error, next(iter(lane.queue), None))
+                    lane.explain(error, first_of(lane.queue))
 
         watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{connection.lanes[0].spec}", daemon=True))
         watchers[-1].start()

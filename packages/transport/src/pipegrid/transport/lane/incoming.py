@@ -211,7 +211,7 @@ class Incoming:
         self.contract.renew()
         self.plain = None
         self._buffers.clear()
-        self._given_up += self.ahead
+        self._given_up += self.ahead.copy()
         self.ahead.clear()
 
     def finish(self) -> None:

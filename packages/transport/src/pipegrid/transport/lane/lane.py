@@ -323,7 +323,8 @@ class Lane:
                 f"there is nothing to renew"
             )
         # A receive that a stream is ordered after needs no shapes any more.
-        under_way = [one for one in self.queue if not one.sending and not (self.mover.streams and one.waited)]
+        queue = self.queue.copy()
+        under_way = [one for one in queue if not one.sending and not (self.mover.streams and one.waited)]
         if under_way:
             raise P2PUsageError(
                 f"lane {self.spec} has {len(under_way)} receives under way; wait for them before renew()"

@@ -30,6 +30,7 @@ from pipegrid.transport.errors import (
 )
 from pipegrid.transport.lane.connection import Connection, End, end_together
 from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.spec import LaneSpec, Tally
 from pipegrid.transport.streams import has_streams, mark, used_here
@@ -338,7 +339,7 @@ class LaneTransfers:
 
     def _step(self, waited: Transfer | None) -> None:
         """Wait for one thing, on behalf of ``waited``; None is the lane's own thread. Only for the leader."""
-        head: Transfer | None = next(iter(self._incoming.deferred if self.mover.streams else self.queue), None)
+        head = self._next()
         if head is None:  # it ended meanwhile, and every waiter has been told
             return
         try:
@@ -369,13 +370,12 @@ class LaneTransfers:
 
     def _has_work(self, wanted: int) -> bool:
         """Whether the lane's own thread has something to wait for, up to that number."""
-        if self.mover.streams:
-            return (
-                self._incoming.header is not None
-                and bool(self._incoming.deferred)
-                and self._incoming.deferred[0].sequence <= wanted
-            )
-        return bool(self.queue) and self.queue[0].sequence <= wanted
+        head = None if self.mover.streams and self._incoming.header is None else self._next()
+        return head is not None and head.sequence <= wanted
+
+    def _next(self) -> Transfer | None:
+        """What the leader is to wait for: on a device group only headers take a host's wait."""
+        return first_of(self._incoming.deferred) if self.mover.streams else first_of(self.queue)
 
     def _set_due(self, transfer: Transfer, timeout: float | None) -> None:
         if timeout is not None:
@@ -395,7 +395,7 @@ class LaneTransfers:
         if self.mover.polled:
             self._see_ends()
         if self.mover.streams and self.queue and self._has_final_notice(now):
-            self.explain(RuntimeError("the other side ended the lane"), self.queue[0])
+            self.explain(RuntimeError("the other side ended the lane"), first_of(self.queue))
             return
         for transfer in self.queue.copy():
             if transfer.posted_at == math.inf:
@@ -434,8 +434,12 @@ class LaneTransfers:
                 else:
                     time.sleep(_POLL_SECONDS)
         with contextlib.suppress(RuntimeError):  # the other side is gone, or reads no more
-            while self.mover.streams and self.error is None and self.header_works and time.monotonic() < end:
-                self.header_works.popleft().wait(timedelta_of(end - time.monotonic()))
+            while self.mover.streams and self.error is None and time.monotonic() < end:
+                if (work := first_of(self.header_works)) is None:
+                    break
+                work.wait(timedelta_of(end - time.monotonic()))
+                with contextlib.suppress(IndexError):  # the lane has ended meanwhile
+                    self.header_works.popleft()
 
     # ---- Ends
 
@@ -492,12 +496,13 @@ class LaneTransfers:
         with self._lock:
             if transfer.state is not _ACTIVE:
                 return
+            # The state first: `wait_for` takes an active transfer off the queue without this lock.
+            transfer.error = error
+            transfer.state = state
             if self.queue and self.queue[0] is transfer:
                 self.queue.popleft()
             elif self.wire is None and transfer in self.queue:
                 self.queue.remove(transfer)  # both ends of the lane are in one queue
-            transfer.error = error
-            transfer.state = state
             if state is _FAILED:
                 self.connection.keep(transfer.tensors)
             if transfer.sending:

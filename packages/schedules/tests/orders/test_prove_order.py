@@ -54,10 +54,11 @@ class Player:
                 self.other[one], self.other[two] = two, one
 
     def batch(self, end):
-        """The launch of an end, if it is a batch."""
-        return [end[:2]] if self.found.ranks[end[0]][end[1]].batched else []
+        """The launch of an end and its group, if it is in a batch; each group of a batch is a call of its own."""
+        launch = self.found.ranks[end[0]][end[1]]
+        return [(*end[:2], launch.messages[end[2]].group)] if launch.batched else []
 
-    def joined(self, r, n):
+    def joined(self, own):
         """The other batches that start with one, where two ranks connect in the first batch between them."""
         first, met = set(), set()
         for rank, launches in enumerate(self.found.ranks):
@@ -67,10 +68,10 @@ class Player:
                     first |= set() if key in met else {(rank, number, i)}
                     met.add(key)
         links = [{*self.batch(one), *self.batch(two)} for one, two in self.other.items() if {one, two} & first]
-        together = {(r, n)}
+        together = {own}
         for _ in links:
             together |= {batch for link in links if link & together for batch in link}
-        return together - {(r, n)} if self.model.connects else set()
+        return together - {own} if self.model.connects else set()
 
     def group(self, r, n, i):
         """The messages that start together with message ``i`` of a launch; such parts come by their first message."""
@@ -144,8 +145,9 @@ class Player:
             for j in self.group(r, n, i)
         ) and all(
             (rank, number, j) in self.started
-            for rank, number in self.joined(r, n)
-            for j in range(len(self.found.ranks[rank][number].messages))
+            for rank, number, group in self.joined((r, n, messages[i].group))
+            for j, message in enumerate(self.found.ranks[rank][number].messages)
+            if message.group == group
         )
 
     def ends(self):
@@ -210,13 +212,13 @@ def test_every_lowered_plan_ends_under_every_model(name, lanes, drains):
     for positions, microbatches in ((2, 4), (3, 3), (4, 8)):
         plan = lower(GENERATORS[name](positions, microbatches))
         for model in MODELS:
-            prove_order(orders_of_plan(plan, lanes=lanes), model, drains=drains)
+            prove_order(orders_of_plan(plan, lanes="separate" if lanes else "one"), model, drains=drains)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_v", "interleaved_1f1b"])
 def test_receives_one_compute_earlier_do_not_survive_a_wait_for_the_whole_device(name):
     plan = lower(GENERATORS[name](4, 8))
-    found = orders_of_plan(plan, lanes=True)
+    found = orders_of_plan(plan, lanes="separate")
     early = []
     for launches in found.ranks:
         row = []
@@ -242,7 +244,7 @@ def test_what_verify_proves_for_lanes_ends_with_waits_for_the_whole_device():
     )
     verify(plan)
     for model in MODELS:
-        prove_order(orders_of_plan(plan, lanes=True), model, drains=True)
+        prove_order(orders_of_plan(plan, lanes="separate"), model, drains=True)
 
 
 def test_sends_at_both_ends_hang_on_one_stream_and_pass_where_sends_are_buffered():

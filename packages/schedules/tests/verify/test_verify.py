@@ -62,8 +62,8 @@ def test_a_right_plan_is_proved():
     assert proof.peak_live == (2.0, 1.0)
     assert str(proof) == (
         "2 positions, 2 microbatches, 16 actions, 4 messages: each once and in time; no deadlock even if sends "
-        "block in the order of each batch, separate lanes; at most 2 microbatches live on a position, 2 communicators "
-        "per rank"
+        "block, separate lanes, under every order model and with waits for the whole device; at most 2 microbatches "
+        "live on a position, 2 communicators per rank"
     )
     assert "if sends are buffered" in str(verify(from_text(RIGHT), rendezvous=False))
     assert "computes alone" in str(verify(one_f_one_b(2, 2)))

@@ -1,8 +1,9 @@
 """Orders of other programs: what each rank launches, in which order, and the proof that no rank gets stuck."""
 
+from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
 from pipegrid.schedules.orders.prove import OrderProof, prove_order
-from pipegrid.schedules.orders.read import is_orders, orders_from_json, orders_of_plan
+from pipegrid.schedules.orders.read import is_orders, orders_from_json
 from pipegrid.schedules.orders.torch_schedules import plan_of_torch
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The proof that orders end, under an order model: hosts, compute streams and lines played against each other.
 
-Each rank is several programs for `verify.deadlock.play`. Its *host* launches one thing after the other. Its *compute*
+Each rank is several programs for `play`. Its *host* launches one thing after the other. Its *compute*
 stream runs computes, each after the messages that it needs. Each *line* of the order model runs communications: one
 starts when those before it on the line have ended and the computes launched before it have, and it ends when the other
 end of each of its messages has started (rendezvous: NCCL need not buffer anything).
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from attrs import Factory, define, evolve, frozen
 
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
-from pipegrid.schedules.verify.deadlock import Program, Wait, cycles, play
+from pipegrid.schedules.orders.play import Program, Wait, cycles, play
 from pipegrid.transport.order import OrderModel
 
 
@@ -276,7 +276,7 @@ def _tracks(
                     for end in own
                     if end in partners and not (buffered and launch.messages[end[2]].way == "send")
                 ]
-                others += [~started[end] for end in joined.get((rank, number), ()) if end[:2] != (rank, number)]
+                others += [~started[end] for end in joined.get((rank, number, message.group), ()) if end not in own]
                 line.step(number, [~launched, *before, *(started[end] for end in own), *others, done])
                 under_way[line] = done
                 received |= {launch.messages[end].label: done for end in ends if launch.messages[end].way != "send"}
@@ -286,31 +286,40 @@ def _tracks(
     return tracks, size
 
 
-def _joined(orders: Orders, partners: dict[_End, _End]) -> dict[tuple[int, int], list[_End]]:
-    """Of each batch in which peers meet first, the ends of all batches that such messages join to it.
+_Part: TypeAlias = tuple[int, int, str]
+"""The messages of a batch that go through one group: rank, launch, group."""
+
+
+def _joined(orders: Orders, partners: dict[_End, _End]) -> dict[_Part, list[_End]]:
+    """Of each part of a batch in which peers meet first, the ends of all parts that such messages join to it.
 
     Two ranks meet at the first message of a direction between them; those of a fragment have met before it.
     """
     met = set[tuple[int, int, str, str]]()
     first = set[_End]()
+    ends_of: dict[_Part, list[_End]] = {}
+    part_of: dict[_End, _Part] = {}
     for end, message in _ends(orders):
+        if orders.ranks[end[0]][end[1]].batched:
+            part_of[end] = (end[0], end[1], message.group)
+            ends_of.setdefault(part_of[end], []).append(end)
         key = (end[0], message.peer, message.way, message.group)
         if orders.begins[end[0]] and key not in met:
             first.add(end)
         met.add(key)
-    found: dict[tuple[int, int], list[_End]] = {}
-    for rank, number, _ in first:
-        if orders.ranks[rank][number].batched and (rank, number) not in found:
-            ends: list[_End] = []
-            ready = [(rank, number)]
-            while ready:
-                launch = ready.pop()
-                if orders.ranks[launch[0]][launch[1]].batched and launch not in found:
-                    found[launch] = ends
-                    own = [(*launch, part) for part in range(len(orders.ranks[launch[0]][launch[1]].messages))]
-                    ends += own
-                    pairs = [(one, partners[one]) for one in own if one in partners]
-                    ready += [other[:2] for one, other in pairs if one in first or other in first]
+    found: dict[_Part, list[_End]] = {}
+    for end, meeting in part_of.items():
+        if end not in first or meeting in found:
+            continue
+        ends: list[_End] = []
+        ready = [meeting]
+        while ready:
+            part = ready.pop()
+            if part not in found:
+                found[part] = ends
+                ends += ends_of[part]
+                pairs = [(one, partners[one]) for one in ends_of[part] if partners.get(one) in part_of]
+                ready += [part_of[other] for one, other in pairs if one in first or other in first]
     return found
 
 

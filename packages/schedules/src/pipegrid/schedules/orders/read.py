@@ -1,4 +1,4 @@
-"""Orders from JSON that any program can write, and of a lowered plan.
+"""Orders from JSON that any program can write.
 
 A document has ``ranks``, per rank a list of steps, and optionally ``placement``, the rank of each stage (by default the
 rank that names the stage in a step of its own). ``"..."`` at the start or end of a list says that it is a fragment. A
@@ -25,16 +25,14 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.orders.of_plan import label_of, needs_of, ways_of
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
-from pipegrid.schedules.plan import Action, ActionKind, Plan, actions_of, load_json, step_text
+from pipegrid.schedules.plan import Action, load_json
 from pipegrid.schedules.plan.actions import parse_action
 from pipegrid.schedules.plan.csv import with_peer
-from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, dataflow_of
 from pipegrid.topology.fields import Index, Name, checked
-from pipegrid.transport.edge import Direction, Edge
 
 _OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B", re.ASCII)
-_READS = {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: BACKWARD}
 _CUT = "..."
 
 _Part: TypeAlias = Action | Launch
@@ -77,92 +75,6 @@ def is_orders(text: str) -> bool:
     except PlanError:
         return False
     return isinstance(document, dict) and "ranks" in document
-
-
-def orders_of_plan(plan: Plan, *, lanes: bool = False, batched: bool = True) -> Orders:
-    """The orders of a lowered plan, with a rank for each position.
-
-    ``lanes``: each lane is a group of its own, as pipegrid's communicators make them; by default all messages go
-    through one group, as those of torch.distributed.pipelining do. ``batched``: a lone message is a batch of one.
-
-    A collective among positions is a batch of messages, from each member to each, in a group of its own. What the
-    ranks of one position do among themselves (``UNSHARD``, ``REDUCE_GRAD``, ...) is no launch here.
-
-    Raises:
-        PlanError: a plan of computes alone.
-    """
-    if not plan.has_communication:
-        raise PlanError("a plan of computes has no messages; lower adds them")
-    routes = {(flow.edge, flow.direction): flow.routes for flow in dataflow_of(plan).crossing if flow.group is None}
-    groups = {group.name: group.positions for group in plan.groups}
-    rows = []
-    for position, steps in enumerate(plan.positions):
-        calls: dict[str, int] = {}
-        row: list[Launch] = []
-        came: set[_Way] = set()
-        for action in plan.actions(position):
-            if action.kind.is_receive or action.kind is ActionKind.COLLECTIVE:
-                came |= _way_of(action)
-        for step in steps:
-            actions = actions_of(step)
-            messages: list[Message] = []
-            for action in actions:
-                if action.kind.is_message:
-                    for way in _way_of(action):
-                        messages += _along(action, position, routes[way], lanes=lanes)
-                elif action.group is not None:
-                    calls[action.group] = calls.get(action.group, -1) + 1
-                    label = _label(action, f"{action.group} {calls[action.group]}")
-                    for other in groups[action.group]:
-                        if other != position:
-                            messages.append(Message("send", other, label, f"group {action.group}"))
-                            messages.append(Message("receive", other, label, f"group {action.group}"))
-            if messages:
-                row.append(Launch(step_text(step), tuple(messages), batched=batched or len(messages) > 1))
-            elif actions[0].kind.is_compute:
-                row.append(Launch(step_text(step), needs=_needs(actions[0], came)))
-        rows.append(tuple(row))
-    whole = (True,) * plan.num_positions
-    return Orders(tuple(rows), begins=whole, ends=whole)
-
-
-def _along(action: Action, position: int, route: Iterable[tuple[int, int]], *, lanes: bool) -> Iterator[Message]:
-    """The messages of an action at a position, of those that go along its edge from position to position."""
-    for source, destination in route:
-        group = f"{action.direction} {source}>{destination}" if lanes else "default"
-        if action.kind.is_send and source == position:
-            yield Message("send", destination, _label(action), group)
-        elif action.kind.is_receive and destination == position:
-            yield Message("receive", source, _label(action), group)
-
-
-_Way: TypeAlias = tuple[Edge, Direction]
-
-
-def _way_of(action: Action) -> set[_Way]:
-    """The edge of an action and the direction along it; empty without an edge."""
-    return set() if action.edge is None or action.direction is None else {(action.edge, action.direction)}
-
-
-def _label(action: Action, otherwise: str = "") -> str:
-    """What a message carries, in words that both of its ends have; ``otherwise``, without an edge."""
-    return next((_labelled(way, action) for way in _way_of(action)), otherwise)
-
-
-def _labelled(way: _Way, action: Action) -> str:
-    edge, direction = way
-    part = "" if action.slice is None else f".{action.slice}"
-    return f"{direction} {edge} {action.microbatch}{part}"
-
-
-def _needs(action: Action, came: Iterable[_Way]) -> frozenset[str]:
-    """The labels of the messages that a compute reads, of those that come to its rank."""
-    reads = _READS.get(action.kind)
-    return frozenset(
-        _labelled((edge, direction), action)
-        for edge, direction in came
-        if direction is reads and action.stage == (edge.destination if direction is FORWARD else edge.source)
-    )
 
 
 def _error(found: Any, path: str, expected: str) -> PlanFieldError:
@@ -240,7 +152,7 @@ def _actions(steps: Iterable[_Part | list[_Part]]) -> Iterator[Action]:
 
 
 def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], rank: int) -> Iterator[Launch]:
-    came = {way for action in _actions(steps) if action.kind.is_receive for way in _way_of(action)}
+    came = {way for action in _actions(steps) if action.kind.is_receive for way in ways_of(action)}
 
     def messages_of(part: _Part) -> tuple[Message, ...]:
         if isinstance(part, Launch):
@@ -250,7 +162,7 @@ def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], r
         if part.peer is None or part.peer not in places:
             text = f"{part}: no step says which rank has stage {part.peer}; give placement, the rank of each stage"
             raise PlanFieldError(text, path="placement")
-        return (Message("send" if part.kind.is_send else "receive", places[part.peer], _label(part)),)
+        return (Message("send" if part.kind.is_send else "receive", places[part.peer], label_of(part)),)
 
     for step in steps:
         if isinstance(step, list):
@@ -267,4 +179,4 @@ def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], r
         elif messages := messages_of(step):
             yield Launch(str(step), messages)
         elif step.kind.is_compute:
-            yield Launch(str(step), needs=_needs(step, came))
+            yield Launch(str(step), needs=needs_of(step, came))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from pipegrid.schedules.errors import Fault
+from pipegrid.schedules.orders.play import Program, Wait, cycles, play
 from pipegrid.schedules.plan import Lane, Plan
 from pipegrid.schedules.plan.dataflow import dataflow_of
-from pipegrid.schedules.verify.deadlock import Program, Wait, cycles, play
 
 Creation: TypeAlias = Sequence[Sequence[Lane | str]]
 """Per position, the groups (by name) and lanes that it creates before the first step, in order."""

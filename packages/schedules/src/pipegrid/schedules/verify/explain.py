@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from pipegrid.schedules.errors import Fault
+from pipegrid.schedules.orders.play import Wait
 from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Plan, Step, actions_of, for_piece, step_text
-from pipegrid.schedules.verify.deadlock import Wait
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
 from pipegrid.transport.edge import Direction
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from attrs import Factory, define
 
 from pipegrid.schedules.errors import Fault
+from pipegrid.schedules.orders.play import Program
 from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Plan, Step
-from pipegrid.schedules.verify.deadlock import Program
 from pipegrid.schedules.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
 

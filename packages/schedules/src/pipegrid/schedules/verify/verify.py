@@ -6,31 +6,34 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from pipegrid.schedules.errors import Fault, PlanError
+from pipegrid.schedules.orders.play import cycles, play
 from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.plan.dataflow import dataflow_of
-from pipegrid.schedules.verify.deadlock import cycles, play
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.memory import Peaks, peaks_of
+from pipegrid.schedules.verify.models import model_named, models_covered, require_end
 from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.sharding import Gathering, check_sharding
 from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
 from pipegrid.topology.fields import Count, checked, shown
+from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 
 @frozen(slots=False)
 class Proof:
     """A plan, and what `verify` has proved of it.
 
-    ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``peak_live``: per position, the most
-    activations live at once, in microbatches: a stage of n on its position counts 1/n of one and is live from its ``F``
-    to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or ``I``; both without
-    what is on the host, from its ``RELEASE`` to its ``RELOAD``.
+    ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``orders``: the names of the order models
+    under which it holds; ``drains``: whether it holds if computes wait for the whole device. ``peak_live``: per
+    position, the most activations live at once, in microbatches: a stage of n on its position counts 1/n of one and is
+    live from its ``F`` to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or
+    ``I``; both without what is on the host, from its ``RELEASE`` to its ``RELOAD``.
     ``peak_gathered``: the most sharded stages of which the parameters are gathered at once.
     """
 
@@ -40,6 +43,8 @@ class Proof:
     rendezvous: bool
     lanes: Lanes
     batches: Batches
+    orders: tuple[str, ...]
+    drains: bool
     peak_live: tuple[float, ...]
     peak_live_inputs: tuple[float, ...]
     peak_gathered: tuple[int, ...]
@@ -82,8 +87,10 @@ class Proof:
         elif not self.rendezvous:
             blocking = f"no deadlock if sends are buffered, {self.lanes} lanes"
         else:
-            each = " in the order of each batch" if self.lanes == "separate" and self.batches == "in_order" else ""
-            blocking = f"no deadlock even if sends block{each}, {self.lanes} lanes"
+            blocking = f"no deadlock even if sends block, {self.lanes} lanes"
+        if self.communicates:
+            under = "every order model" if len(self.orders) == len(ORDER_MODELS) else ", ".join(self.orders)
+            blocking += f", under {under}{' and with waits for the whole device' if self.drains else ''}"
         slices = f" of {self.plan.num_slices} slices" if self.plan.num_slices > 1 else ""
         gathered = max(self.peak_gathered)
         sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
@@ -103,6 +110,8 @@ def verify(
     lanes: Lanes = "separate",
     batches: Batches = "in_order",
     window: int | None = None,
+    order: OrderModel | str | None = None,
+    drains: bool = True,
 ) -> Proof:
     """Prove that ``plan`` can be run, or list all its faults.
 
@@ -121,6 +130,12 @@ def verify(
     match one to one. ``batches``: with ``"in_order"``, the messages of a batch block one after the other as written (a
     GPU that runs one communication kernel at a time, in the order of their launch); with ``"simultaneous"``, none of
     them waits for another of the batch. A batch on a shared lane is one call, and always simultaneous.
+
+    That rule is stricter than any backend and covers all order models (`pipegrid.transport.order`); with
+    ``"simultaneous"``, or shared lanes, all but ``"nccl-serial"``; without rendezvous, ``"gloo"``. ``order``: one
+    model in its place, where a plan that is safe on one backend need not be so on all; ``drains``: then also prove that
+    a compute may wait for all that its rank has launched, as a CUDA call that waits for the device does (loading a
+    module, cudaFree, cudaHostAlloc). Without ``order`` that is always proved, where there is rendezvous.
 
     ``window``: the most stages of a position whose parameters may be gathered at once; None sets no limit. A stage with
     an ``UNSHARD`` is proved to be gathered before each of its computes, reduced (``REDUCE_GRAD``) after its last
@@ -142,8 +157,18 @@ def verify(
     checked(lanes, Lanes, "lanes", PlanError)
     checked(batches, Batches, "batches", PlanError)
     checked(window, Count | None, "window", PlanError)
+    limits = _limits(memory_limit, plan)
     blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)
-    return _proof(plan, blocking, _limits(memory_limit, plan), window)
+    if order is None:
+        return evolve(_proof(plan, blocking, limits, window), orders=models_covered(blocking), drains=rendezvous)
+    model = model_named(order)
+    if batches != "in_order":
+        raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")
+    proof = _proof(plan, evolve(blocking, rendezvous=False), limits, window)
+    drained = drains and not model.host_waits
+    if plan.has_communication:
+        require_end(plan, model, blocking, drains=drained)
+    return evolve(proof, rendezvous=rendezvous, orders=(model.name,), drains=drained)
 
 
 def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int | None) -> Proof:
@@ -172,6 +197,8 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
         rendezvous=blocking.rendezvous,
         lanes=blocking.lanes,
         batches=blocking.batches,
+        orders=(),
+        drains=False,
         peak_live=tuple(peak.live for peak in peaks),
         peak_live_inputs=tuple(peak.inputs for peak in peaks),
         peak_gathered=tuple(found.peak for found in gathered),

@@ -1,4 +1,4 @@
-"""Deadlock: plays the events of all positions against each other, and finds the cycles of those that got stuck."""
+"""The engine of all proofs: plays programs of events against each other, and finds the cycles of those that hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Program:
     """The events of one position, in order: what `play` plays.
 
     `PositionVerifier` writes that of a position's steps while it verifies them, `check_creation` that of an order in
-    which groups and lanes are created. Both take the ids of events from one numbering for the whole plan.
+    which groups and lanes are created, `prove_order` one for each host, compute stream and line of a rank. Each takes
+    the ids of events from one numbering for the whole plan.
 
     ``operations``: an event id to set, or ``~id`` to wait for. ``ends``: per step of the plan, the number of operations
     to its end.

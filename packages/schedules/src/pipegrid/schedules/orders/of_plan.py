@@ -1,0 +1,129 @@
+"""The orders of a lowered plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, TypeAlias
+
+from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.orders.orders import Launch, Message, Orders
+from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Lane, Plan, actions_of, step_text
+from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, dataflow_of
+from pipegrid.transport.edge import Direction, Edge
+
+_READS = {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: BACKWARD}
+
+Groups: TypeAlias = Literal["one", "separate", "shared"] | Mapping[Lane, str]
+"""The process group of each lane: one for all, one for each lane, one for each pair of positions, or by name."""
+
+
+def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True) -> Orders:
+    """The orders of a lowered plan, with a rank for each position.
+
+    ``lanes``: the group of each lane. One for all is what torch.distributed.pipelining has; pipegrid's communicators
+    are ``"separate"``, or ``"shared"`` by pairs. ``batched``: a lone message is a batch of one.
+
+    A collective among positions is a batch of messages, from each member to each, in a group of its own; so is the
+    start of a compute of a stage that lies on several positions, which waits for all of them. What the ranks of one
+    position do among themselves (``UNSHARD``, ``REDUCE_GRAD``, ...) is no launch here.
+
+    Raises:
+        PlanError: a plan of computes alone.
+    """
+    if not plan.has_communication:
+        raise PlanError("a plan of computes has no messages; lower adds them")
+    rows = tuple(tuple(_launches(plan, position, lanes, batched=batched)) for position in range(plan.num_positions))
+    whole = (True,) * plan.num_positions
+    return Orders(rows, begins=whole, ends=whole)
+
+
+def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool) -> Iterator[Launch]:
+    dataflow = dataflow_of(plan)
+    routes = {(flow.edge, flow.direction): flow.routes for flow in dataflow.crossing if flow.group is None}
+    members = {group.name: group.positions for group in plan.groups}
+    came = {
+        way
+        for action in plan.actions(position)
+        if action.kind.is_receive or action.kind is ActionKind.COLLECTIVE
+        for way in ways_of(action)
+    }
+    calls: dict[str, int] = {}
+
+    def meet(name: str, others: Iterable[int], label: str) -> Iterator[Message]:
+        """The messages of a collective, from each of its members to each."""
+        for other in others:
+            if other != position:
+                yield Message("send", other, label, name)
+                yield Message("receive", other, label, name)
+
+    for step in plan.positions[position]:
+        messages: list[Message] = []
+        first, text = actions_of(step)[0], step_text(step)
+        for action in actions_of(step):
+            if action.kind.is_message:
+                for way in ways_of(action):
+                    messages += _along(action, position, routes[way], lanes)
+            elif action.group is not None:
+                calls[action.group] = calls.get(action.group, -1) + 1
+                label = label_of(action, f"{action.group} {calls[action.group]}")
+                messages += meet(f"group {action.group}", members[action.group], label)
+        if messages:
+            yield Launch(text, tuple(messages), batched=batched or len(messages) > 1)
+            continue
+        together: frozenset[str] = frozenset()
+        places = dataflow.shared.get(first.stage, ())
+        if places and (first.kind.is_compute or (first.kind in SHARDING and first.kind is not ActionKind.RESHARD)):
+            together = frozenset({f"stage {text}"})
+            starts = tuple(meet(f"stage {first.stage}", places, f"stage {text}"))
+            yield Launch(f"start of {text}", starts, batched=True)
+        if first.kind.is_compute:
+            yield Launch(text, needs=needs_of(first, came) | together)
+
+
+def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lanes: Groups) -> Iterator[Message]:
+    """The messages of an action at a position, of those that go along its edge from position to position."""
+    assert action.direction is not None
+    for source, destination in route:
+        group = _group_of(Lane(source, destination, action.direction), lanes)
+        if action.kind.is_send and source == position:
+            yield Message("send", destination, label_of(action), group)
+        elif action.kind.is_receive and destination == position:
+            yield Message("receive", source, label_of(action), group)
+
+
+def _group_of(lane: Lane, lanes: Groups) -> str:
+    if isinstance(lanes, Mapping):
+        return lanes[lane]
+    if lanes == "separate":
+        return str(lane)
+    first, second = sorted((lane.source, lane.destination))
+    return "default" if lanes == "one" else f"{first}-{second}"
+
+
+_Way: TypeAlias = tuple[Edge, Direction]
+
+
+def ways_of(action: Action) -> set[_Way]:
+    """The edge of an action and the direction along it; empty without an edge."""
+    return set() if action.edge is None or action.direction is None else {(action.edge, action.direction)}
+
+
+def label_of(action: Action, otherwise: str = "") -> str:
+    """What a message carries, in words that both of its ends have; ``otherwise``, without an edge."""
+    return next((_labelled(way, action) for way in ways_of(action)), otherwise)
+
+
+def _labelled(way: _Way, action: Action) -> str:
+    edge, direction = way
+    part = "" if action.slice is None else f".{action.slice}"
+    return f"{direction} {edge} {action.microbatch}{part}"
+
+
+def needs_of(action: Action, came: Iterable[_Way]) -> frozenset[str]:
+    """The labels of the messages that a compute reads, of those that come to its rank."""
+    reads = _READS.get(action.kind)
+    return frozenset(
+        _labelled((edge, direction), action)
+        for edge, direction in came
+        if direction is reads and action.stage == (edge.destination if direction is FORWARD else edge.source)
+    )

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from pipegrid.schedules import lower, one_f_one_b
 from pipegrid.schedules.__main__ import main
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.registry import SCHEDULES, find_schedule
@@ -220,6 +221,17 @@ def test_verify_reads_batches_in_order_or_as_simultaneous(tmp_path, capsys):
     assert "write their batches in one order" in capsys.readouterr().err
     assert main(["verify", str(plan), "--batches", "simultaneous"]) == 0
     assert "2 communicators per rank" in capsys.readouterr().out
+
+
+def test_verify_prints_the_fewest_communicators(tmp_path, capsys):
+    plan = tmp_path / "plan.txt"
+    plan.write_text(str(lower(one_f_one_b(3, 4))))
+    assert main(["verify", str(plan), "--communicators"]) == 0
+    _, *found = capsys.readouterr().out.splitlines()
+    assert found == [
+        "1 per rank, the fewest under nccl2, also with waits for the whole device; with one for each lane 4",
+        "  0: positions 0, 1, 2: F0>1 B1>0 F1>2 B2>1",
+    ]
 
 
 def test_verify_refuses_a_limit_that_is_none_as_it_refuses_a_plan(tmp_path, capsys):

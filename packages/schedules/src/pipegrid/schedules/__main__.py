@@ -11,7 +11,14 @@ from pathlib import Path
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import SCHEDULES, find_schedule
-from pipegrid.schedules.orders import Orders, is_orders, orders_from_json, orders_of_plan, prove_order
+from pipegrid.schedules.orders import (
+    Orders,
+    fewest_communicators,
+    is_orders,
+    orders_from_json,
+    orders_of_plan,
+    prove_order,
+)
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
@@ -157,9 +164,11 @@ def verify_file(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return FAULTY
     print(proof)
-    if not arguments.order:
-        return 0
-    return verify_orders(orders_of_plan(plan if plan.has_communication else lower(plan)), arguments)
+    lowered = plan if plan.has_communication else lower(plan)
+    if arguments.communicators:
+        for name in arguments.order or ("nccl2",):
+            print(fewest_communicators(lowered, name))
+    return verify_orders(orders_of_plan(lowered), arguments) if arguments.order else 0
 
 
 def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
@@ -167,8 +176,7 @@ def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
     failed = 0
     for name in arguments.order or ORDER_MODELS:
         try:
-            model = ORDER_MODELS[name]
-            print(prove_order(orders, model, buffered=arguments.buffered, drains=arguments.drains))
+            print(prove_order(orders, name, buffered=arguments.buffered, drains=arguments.drains))
         except PlanError as error:
             failed = FAULTY
             print(error, file=sys.stderr)
@@ -233,6 +241,11 @@ def parser() -> argparse.ArgumentParser:
         help="prove the messages of one group under this order model as well (again for several; orders: default all)",
     )
     prove.add_argument("--drains", action="store_true", help="orders: any compute may wait for the whole device")
+    prove.add_argument(
+        "--communicators",
+        action="store_true",
+        help="plans: the fewest communicators (under --order, or nccl2)",
+    )
     prove.set_defaults(run=verify_file)
 
     table = commands.add_parser("compare", help="a table of schedules at the same costs")

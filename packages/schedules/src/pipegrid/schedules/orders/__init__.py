@@ -1,5 +1,6 @@
 """Orders of other programs: what each rank launches, in which order, and the proof that no rank gets stuck."""
 
+from pipegrid.schedules.orders.communicators import SharedCommunicators, fewest_communicators
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
 from pipegrid.schedules.orders.prove import OrderProof, prove_order
@@ -11,6 +12,8 @@ __all__ = [
     "Message",
     "OrderProof",
     "Orders",
+    "SharedCommunicators",
+    "fewest_communicators",
     "is_orders",
     "orders_from_json",
     "orders_of_plan",

@@ -26,7 +26,8 @@ from pipegrid.schedules.orders.ends import (
 from pipegrid.schedules.orders.orders import Orders
 from pipegrid.schedules.orders.play import Wait, cycles, play
 from pipegrid.schedules.orders.programs import Track, tracks_of
-from pipegrid.transport.order import OrderModel
+from pipegrid.topology.fields import shown
+from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 
 @frozen
@@ -54,8 +55,21 @@ class OrderProof:
         )
 
 
-def prove_order(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> OrderProof:
-    """Prove that every rank comes to the end of its list, or name the cycle.
+def model_named(order: OrderModel | str) -> OrderModel:
+    """An order model, by its name in `pipegrid.transport.order.ORDER_MODELS` or as it is.
+
+    Raises:
+        PlanError: no model has the name.
+    """
+    if isinstance(order, OrderModel):
+        return order
+    if order not in ORDER_MODELS:
+        raise PlanError(f"order is {shown(order)}; it must be an OrderModel, or one of {', '.join(ORDER_MODELS)}")
+    return ORDER_MODELS[order]
+
+
+def prove_order(orders: Orders, order: OrderModel | str, *, buffered: bool = False, drains: bool = False) -> OrderProof:
+    """Prove that every rank comes to the end of its list under an order model, or name the cycle.
 
     ``buffered``: a send ends without its receive, as NCCL's may where the message fits into its buffers: what ends only
     so hangs with larger messages. ``drains``: every compute waits for all that its rank has launched, as a CUDA call
@@ -66,6 +80,7 @@ def prove_order(orders: Orders, model: OrderModel, *, buffered: bool = False, dr
             reads a message that its rank has not received before, or ranks wait for each other; ``faults`` has them, a
             cycle launch by launch.
     """
+    model = model_named(order)
     played = play_orders(orders, model, buffered=buffered, drains=drains)
     if played.cycles:
         found = [_cycle(played, cycle) for cycle in played.cycles]

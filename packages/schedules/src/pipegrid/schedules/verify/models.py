@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.prove import prove_order
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.verify.table import Blocking
-from pipegrid.topology.fields import shown
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 
@@ -22,19 +20,6 @@ def models_covered(blocking: Blocking) -> tuple[str, ...]:
     if not blocking.rendezvous:
         return ("gloo",)
     return tuple(name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank")
-
-
-def model_named(order: OrderModel | str) -> OrderModel:
-    """An order model, by its name in `pipegrid.transport.order.ORDER_MODELS` or as it is.
-
-    Raises:
-        PlanError: no model has the name.
-    """
-    if isinstance(order, OrderModel):
-        return order
-    if order not in ORDER_MODELS:
-        raise PlanError(f"order is {shown(order)}; it must be an OrderModel, or one of {', '.join(ORDER_MODELS)}")
-    return ORDER_MODELS[order]
 
 
 def require_end(plan: Plan, model: OrderModel, blocking: Blocking, *, drains: bool) -> None:

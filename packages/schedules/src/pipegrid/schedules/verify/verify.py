@@ -10,13 +10,14 @@ from attrs import evolve, field, frozen
 
 from pipegrid.schedules.errors import Fault, PlanError
 from pipegrid.schedules.orders.play import cycles, play
+from pipegrid.schedules.orders.prove import model_named
 from pipegrid.schedules.plan import Plan, require_plan
 from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.memory import Peaks, peaks_of
-from pipegrid.schedules.verify.models import model_named, models_covered, require_end
+from pipegrid.schedules.verify.models import models_covered, require_end
 from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.sharding import Gathering, check_sharding

@@ -1,0 +1,213 @@
+"""The fewest communicators per rank that a plan ends with: which lanes may share one, by proof.
+
+Lanes on one communicator share its line, so a message waits for those before it on other lanes too. Where that closes a
+cycle, the messages that start together or one behind the other in it give pairs of lanes, one of which must be apart.
+The search is guided by such cycles: place the lanes, prove, take the pairs of each cycle, place anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import TypeAlias
+
+from attrs import evolve, field, frozen
+
+from pipegrid.schedules.orders.ends import End, message_of
+from pipegrid.schedules.orders.of_plan import orders_of_plan
+from pipegrid.schedules.orders.orders import Orders
+from pipegrid.schedules.orders.play import Wait
+from pipegrid.schedules.orders.prove import Played, model_named, play_orders, prove_order
+from pipegrid.schedules.plan import Lane, Plan
+from pipegrid.schedules.plan.dataflow import dataflow_of
+from pipegrid.transport.order import OrderModel
+
+_STEPS = 200_000  # of one search for a placing; past them one more communicator is tried
+
+_Pair: TypeAlias = tuple[Lane, Lane]
+
+
+@frozen
+class SharedCommunicators:
+    """Lanes on communicators, with which a plan was proved to end.
+
+    Attributes:
+        plan: the plan, lowered.
+        model: the order model of the proof.
+        drains: whether computes may wait for the whole device.
+        numbers: of each lane the number of its communicator, which has all positions at the ends of its lanes.
+        is_fewest: whether no placing has fewer on its fullest position; otherwise the search for one was cut short.
+    """
+
+    plan: Plan = field(repr=False)
+    model: OrderModel
+    drains: bool
+    numbers: Mapping[Lane, int]
+    is_fewest: bool
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Of each communicator, the positions that it joins."""
+        joined: dict[int, set[int]] = {}
+        for lane, number in self.numbers.items():
+            joined.setdefault(number, set()).update((lane.source, lane.destination))
+        return tuple(tuple(sorted(joined[number])) for number in sorted(joined))
+
+    @property
+    def per_position(self) -> tuple[int, ...]:
+        """How many communicators each rank of a position opens for its lanes."""
+        members = self.members
+        return tuple(sum(position in one for one in members) for position in range(self.plan.num_positions))
+
+    def __str__(self) -> str:
+        most, alone = max(self.per_position), max(_lanes_at(self.plan, self.numbers))
+        waits = ", also with waits for the whole device" if self.drains else ""
+        fewest = "the fewest" if self.is_fewest else "the fewest found"
+        lines = [f"{most} per rank, {fewest} under {self.model.name}{waits}; with one for each lane {alone}"]
+        for number, positions in enumerate(self.members):
+            lanes = " ".join(str(lane) for lane in sorted(self.numbers) if self.numbers[lane] == number)
+            lines.append(f"  {number}: positions {', '.join(map(str, positions))}: {lanes}")
+        return "\n".join(lines)
+
+
+def fewest_communicators(plan: Plan, order: OrderModel | str, *, drains: bool = True) -> SharedCommunicators:
+    """Place the lanes of a lowered plan on the fewest communicators per rank with which it is proved to end.
+
+    A batch is one call for each communicator in it, as `orders_of_plan` has it; groups of collectives stay as they are.
+    ``drains``: see `prove_order`. What is fewest need not be fastest: messages on one communicator wait for each other.
+
+    Raises:
+        PlanError: a plan of computes alone; or one that gets stuck even with a communicator for each lane.
+    """
+    model = model_named(order)
+    drains = drains and not model.host_waits
+    apart = orders_of_plan(plan, lanes="separate")
+    lanes = sorted(lane for lane in dataflow_of(plan).lanes)
+    named = {str(lane): lane for lane in lanes}
+    clauses: set[frozenset[_Pair]] = set()
+    is_fewest = True
+    most = 1
+    while most <= max(_lanes_at(plan, lanes), default=0):
+        placed, is_whole = _place(lanes, clauses, most)
+        if placed is None:
+            is_fewest = is_fewest and is_whole
+            most += 1
+            continue
+        played = play_orders(_regrouped(apart, named, placed), model, drains=drains)
+        if not played.cycles:
+            return SharedCommunicators(plan, model, drains, placed, is_fewest)
+        found = {frozenset(_separable(apart, named, played, cycle, model)) for cycle in played.cycles}
+        if frozenset() in found:  # no lanes of this cycle share a communicator
+            break
+        clauses |= found
+    prove_order(apart, model, drains=drains)  # with the cycle in its error
+    separate = {lane: number for number, lane in enumerate(lanes)}
+    return SharedCommunicators(plan, model, drains, separate, False)
+
+
+def _lanes_at(plan: Plan, lanes: Sequence[Lane] | Mapping[Lane, int]) -> list[int]:
+    """Per position, the lanes that start or end there."""
+    return [
+        sum(position in (lane.source, lane.destination) for lane in lanes) for position in range(plan.num_positions)
+    ]
+
+
+def _regrouped(apart: Orders, named: Mapping[str, Lane], placed: Mapping[Lane, int]) -> Orders:
+    """Orders in which the messages of each lane go through the communicator of that lane."""
+    names = {name: f"communicator {placed[lane]}" for name, lane in named.items()}
+    return evolve(
+        apart,
+        ranks=tuple(
+            tuple(
+                evolve(
+                    launch,
+                    messages=tuple(evolve(one, group=names.get(one.group, one.group)) for one in launch.messages),
+                )
+                for launch in launches
+            )
+            for launches in apart.ranks
+        ),
+    )
+
+
+def _separable(
+    apart: Orders, named: Mapping[str, Lane], played: Played, cycle: Sequence[tuple[Wait, Wait]], model: OrderModel
+) -> Iterator[_Pair]:
+    """The pairs of lanes of which one must be on two communicators, or a cycle is there again.
+
+    Of each line in the cycle: lanes whose messages start together, or come one behind the other. Where peers connect,
+    calls are joined by any lanes that are in one batch.
+    """
+
+    def lanes_of(ends: Sequence[End]) -> set[Lane]:
+        groups = {message_of(apart, end).group for end in ends}
+        return {named[group] for group in groups if group in named}
+
+    stuck = {wait.position: wait.step for wait, _ in cycle}
+    for _, setter in cycle:
+        ends = played.tracks[setter.position].ends
+        here, behind = lanes_of(ends[stuck[setter.position]]), lanes_of(ends[setter.step])
+        together = [here, behind] if model.batched == "rank" else [here | behind]
+        for lanes in together:
+            yield from combinations(sorted(lanes), 2)
+    if model.connects:
+        for rank, launches in enumerate(apart.ranks):
+            for number, launch in enumerate(launches):
+                batch = [(rank, number, part) for part in range(len(launch.messages))]
+                yield from combinations(sorted(lanes_of(batch)), 2)
+
+
+def _place(lanes: Sequence[Lane], clauses: set[frozenset[_Pair]], most: int) -> tuple[dict[Lane, int] | None, bool]:
+    """A number for each lane, at most ``most`` at a position, with a pair apart in each clause.
+
+    Also whether the search was whole: with None and True there is no such placing.
+    """
+    own: dict[Lane, list[frozenset[_Pair]]] = {lane: [] for lane in lanes}
+    for clause in clauses:
+        for lane in {lane for pair in clause for lane in pair}:
+            own[lane].append(clause)
+    order = sorted(lanes, key=lambda lane: (-len(own[lane]), lane))
+    numbers: dict[Lane, int] = {}
+    at: dict[int, Counter[int]] = {end: Counter() for lane in lanes for end in (lane.source, lane.destination)}
+
+    def fits(lane: Lane, number: int) -> bool:
+        ends = at[lane.source], at[lane.destination]
+        if any(number not in end and len(end) >= most for end in ends):
+            return False
+        numbers[lane] = number
+        apart = all(any(_is_apart(pair, numbers) for pair in clause) for clause in own[lane])
+        del numbers[lane]
+        return apart
+
+    def put(lane: Lane, number: int, change: int) -> None:
+        for end in (at[lane.source], at[lane.destination]):
+            end[number] += change
+            if not end[number]:
+                del end[number]
+
+    tried = [-1] * len(order)
+    depth = 0
+    for _ in range(_STEPS):
+        if depth == len(order):
+            return numbers, True
+        lane = order[depth]
+        used = max(numbers.values(), default=-1)
+        number = next((n for n in range(tried[depth] + 1, used + 2) if fits(lane, n)), None)
+        if number is not None:
+            tried[depth], numbers[lane] = number, number
+            put(lane, number, 1)
+            depth += 1
+            continue
+        tried[depth] = -1
+        depth -= 1
+        if depth < 0:
+            return None, True
+        put(order[depth], numbers.pop(order[depth]), -1)
+    return None, False
+
+
+def _is_apart(pair: _Pair, numbers: Mapping[Lane, int]) -> bool:
+    """Whether two lanes are on two communicators, or may still be."""
+    one, other = (numbers.get(lane) for lane in pair)
+    return one is None or other is None or one != other

@@ -17,6 +17,7 @@ from pipegrid.schedules.orders import (
     is_orders,
     orders_from_json,
     orders_of_plan,
+    plan_of_table,
     prove_order,
 )
 from pipegrid.schedules.passes.lowering import lower
@@ -150,7 +151,7 @@ def verify_file(arguments: argparse.Namespace) -> int:
     """Prove one plan, or the orders of another program, or list their faults."""
     if is_orders(text := read_file(arguments.plan)):
         return verify_orders(orders_from_json(text), arguments)
-    plan = read_plan(arguments.plan)
+    plan = plan_of_table(text) or read_plan(arguments.plan)
     as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
     try:
         proof = verify(
@@ -227,7 +228,9 @@ def parser() -> argparse.ArgumentParser:
     draw.set_defaults(run=show)
 
     prove = commands.add_parser("verify", help="prove a plan, or list its faults")
-    prove.add_argument("plan", type=Path, help="a plan (.csv, .json, otherwise text), or orders as JSON")
+    prove.add_argument(
+        "plan", type=Path, help="a plan (.csv, .json, text); JSON of orders, or of a table of Megatron-LM"
+    )
     prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
     prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")
     prove.add_argument(

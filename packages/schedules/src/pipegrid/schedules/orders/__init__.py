@@ -5,7 +5,7 @@ from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
 from pipegrid.schedules.orders.prove import OrderProof, prove_order
 from pipegrid.schedules.orders.read import is_orders, orders_from_json
-from pipegrid.schedules.orders.torch_schedules import plan_of_torch
+from pipegrid.schedules.orders.others import plan_of_megatron, plan_of_table, plan_of_torch
 
 __all__ = [
     "Launch",
@@ -17,6 +17,8 @@ __all__ = [
     "is_orders",
     "orders_from_json",
     "orders_of_plan",
+    "plan_of_megatron",
+    "plan_of_table",
     "plan_of_torch",
     "prove_order",
 ]

@@ -27,6 +27,17 @@ def test_the_page_shows_every_file():
     assert shown == {path.name for path in MUSEUM.glob("*.json")}
 
 
+@pytest.mark.parametrize("picture", re.findall(r"^!\[[^]]+\]\(([\w-]+)\.svg\)$", PAGE, re.MULTILINE))
+def test_a_picture_is_what_the_command_above_it_draws(picture, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command = next(words for words, _ in COMMANDS if f"/{picture}.json" in words)
+    drawn = tmp_path / "picture.svg"
+    assert main([*shlex.split(command), "--svg", str(drawn)]) == 1
+    assert drawn.read_text(encoding="utf-8") == (MUSEUM / f"{picture}.svg").read_text(encoding="utf-8")
+    assert "never ends" in drawn.read_text(encoding="utf-8")
+    assert capsys.readouterr().err.startswith("deadlock under")
+
+
 @pytest.mark.parametrize(
     "row",
     re.findall(r"^\| ([\w-]+) \|((?: (?:ends|hangs|crosses) \|){6})$", PAGE, re.MULTILINE),

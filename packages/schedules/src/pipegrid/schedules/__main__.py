@@ -24,7 +24,7 @@ from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
 from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simulate
-from pipegrid.schedules.timeline import ascii_timeline, timeline, write_perfetto, write_svg
+from pipegrid.schedules.timeline import ascii_timeline, order_timeline, timeline, write_perfetto, write_svg
 from pipegrid.schedules.verify import as_limit, verify
 from pipegrid.topology.fields import Count, checked
 from pipegrid.transport.order import ORDER_MODELS
@@ -175,7 +175,12 @@ def verify_file(arguments: argparse.Namespace) -> int:
 def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
     """Prove orders under each order model that is asked for; of other programs, by default, under all."""
     failed = 0
-    for name in arguments.order or ORDER_MODELS:
+    names = arguments.order or tuple(ORDER_MODELS)
+    if arguments.svg:
+        stuck = {"buffered": arguments.buffered, "drains": arguments.drains}
+        drawn = [order_timeline(orders, name, title=f"{arguments.plan.stem} under {name}", **stuck) for name in names]
+        write_svg(drawn, arguments.svg, arrows=True)
+    for name in names:
         try:
             print(prove_order(orders, name, buffered=arguments.buffered, drains=arguments.drains))
         except PlanError as error:
@@ -244,6 +249,7 @@ def parser() -> argparse.ArgumentParser:
         help="prove the messages of one group under this order model as well (again for several; orders: default all)",
     )
     prove.add_argument("--drains", action="store_true", help="orders: any compute may wait for the whole device")
+    prove.add_argument("--svg", type=Path, help="orders: a picture of each model, with the cycle where ranks get stuck")
     prove.add_argument(
         "--communicators",
         action="store_true",

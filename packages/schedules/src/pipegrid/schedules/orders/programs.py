@@ -25,6 +25,7 @@ class Track:
 
     Attributes:
         name: "host", "compute", or "communication" for a line.
+        line: the line, in words.
         rank: whose it is.
         program: what `play` plays.
         launches: per step of the program, the number of its launch.
@@ -36,6 +37,7 @@ class Track:
     program: Program = Factory(Program)
     launches: list[int] = Factory(list)
     ends: list[Sequence[End]] = Factory(list)
+    line: str = ""
 
     def step(self, launch: int, operations: Sequence[int], ends: Sequence[End] = ()) -> None:
         """Add the operations of a launch; without any there is no step."""
@@ -58,6 +60,11 @@ def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, num
     return ("message", number, message)
 
 
+def _line_name(line: Hashable) -> str:
+    """A line in words: its kind, and whose it is."""
+    return " ".join(map(str, line[:-1] if line[0] == "message" else line)) if isinstance(line, tuple) else str(line)
+
+
 def tracks_of(
     orders: Orders, model: OrderModel, partners: dict[End, End], *, buffered: bool, drains: bool
 ) -> tuple[list[Track], int]:
@@ -67,7 +74,7 @@ def tracks_of(
     tracks: list[Track] = []
     joined = _joined(orders, partners) if model.connects else {}
     for rank, launches in enumerate(orders.ranks):
-        host, compute = Track("host", rank), Track("compute", rank)
+        host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
         lines: dict[Hashable, Track] = {}
         received: dict[str, int] = {}  # label of a message: the event of its end
         under_way: dict[Track, int] = {}  # of each line, the end of its last launch
@@ -90,7 +97,8 @@ def tracks_of(
             host.step(number, [launched])
             for part, ends in enumerate(_parts(launch, model)):
                 message = launch.messages[ends[0]]
-                line = lines.setdefault(_line_of(model, rank, launch, message, number), Track("communication", rank))
+                key = _line_of(model, rank, launch, message, number)
+                line = lines.setdefault(key, Track("communication", rank, line=_line_name(key)))
                 done = ended if part == 0 else size
                 size += part > 0
                 before = [] if computed is None else [~computed]

@@ -1,6 +1,7 @@
 """Planned, simulated and measured timelines, as SVG, text and Perfetto traces."""
 
 from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.of_orders import order_timeline
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.timeline.recorder import Recorder
 from pipegrid.schedules.simulate.recording import Aside, Recorded, Recording, TimelineError, Track
@@ -31,6 +32,7 @@ __all__ = [
     "Track",
     "amount",
     "ascii_timeline",
+    "order_timeline",
     "perfetto",
     "position_name",
     "recording_from_json",

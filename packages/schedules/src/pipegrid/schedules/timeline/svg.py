@@ -9,8 +9,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 from pipegrid.schedules.simulate.recording import TimelineError
 from pipegrid.schedules.timeline.timeline import (
+    BEHIND,
     COLOURS,
     OTHER,
+    STUCK,
     Counter,
     Span,
     Timeline,
@@ -39,6 +41,8 @@ MEANING = {
     "OFFLOAD": "OFFLOAD activations",
     "RELOAD": "RELOAD activations",
     "REDUCE_GRAD": "REDUCE_GRAD over data lanes",
+    STUCK: "never ends",
+    BEHIND: "never starts, behind that",
 }
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)
@@ -261,7 +265,8 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
         parts.append(_text("ink", x + 20, y + 11, text))
         x += length
     sliced = any(span.slice is not None for span in spans)
-    words = ["Numbers are microbatches and, after the dot, their slices." if sliced else "Numbers are microbatches."]
+    numbers = "Numbers are microbatches and, after the dot, their slices." if sliced else "Numbers are microbatches."
+    words = [numbers] if any(span.microbatch is not None for span in spans) else []
     if any(panel.most_stages > 1 for panel in panels):
         words.append("Darkest: the first stage of a row; lighter: its later stages.")
     parts.append(_text("soft", PAD, y + 32, " ".join(words)))

@@ -36,6 +36,10 @@ TRANSFER_KINDS = (
 """Kinds that travel beside the work of a row, and are drawn beside it."""
 
 
+STUCK, BEHIND = "STUCK", "BEHIND"
+"""Kinds of what never ends where ranks wait for each other, and of what never starts behind it."""
+
+
 Note: TypeAlias = Annotated[str, Rule(str, "a text")]
 
 
@@ -245,7 +249,10 @@ def time_text(value: float, unit: str, *, like: float | None = None) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak."""
+    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak; or how much gets stuck."""
+    stuck = sum(span.kind in (STUCK, BEHIND) for span in timeline.spans)
+    if stuck:
+        return f"stuck: {stuck} of {len(timeline.spans)} never end"
     parts = [
         f"makespan {time_text(timeline.makespan, timeline.unit)}",
         f"bubble {100 * timeline.bubble:.1f}%",
@@ -275,6 +282,8 @@ COLOURS = {
     "OFFLOAD": "#3c8d80",
     "RELEASE": "#3c8d80",
     "RELOAD": "#2c6b94",
+    STUCK: "#b3122a",
+    BEHIND: "#d9a3ab",
 }
 OTHER = "#767676"
 

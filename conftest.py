@@ -20,7 +20,7 @@ if find_spec("hypothesis") is not None:
 
 @pytest.fixture(autouse=True)
 def _fake_nccl2_is_known_as_nccl2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake NCCL in mode nccl2 has the record of nccl2 in the table of backends, where its name is not known."""
+    """The fake NCCL in mode nccl2 or lazy has that backend's record in the table, where its name is not known."""
     if request.node.get_closest_marker("ranks") is None or find_spec("pipegrid.transport") is None:
         return
     device = request.getfixturevalue("ranks").fake_device
@@ -29,5 +29,6 @@ def _fake_nccl2_is_known_as_nccl2(request: pytest.FixtureRequest, monkeypatch: p
 
         from pipegrid.transport.backends import kinds
 
-        kind = attrs.evolve(kinds.kind_of("nccl2"), name="fake_nccl", devices=("cpu",), options=False)
+        like = kinds.kind_of("nccl-lazy" if device.lazy else "nccl2")
+        kind = attrs.evolve(like, name="fake_nccl", devices=("cpu",), options=False)
         monkeypatch.setitem(kinds._KINDS, "fake_nccl", kind)  # noqa: SLF001 -- as torch made it

@@ -138,7 +138,7 @@ class CollectiveWaits:
 
     def _error(self, ranks: Sequence[int], failed: NotDone, seconds: float, task: str | None = None) -> CompletionError:
         """The error of a collective among ``ranks``, for which this rank waited for ``seconds``."""
-        self.stuck = self.stuck or self.ended is None  # an end aborts its groups
+        self.stuck = True  # also after an end: the abort that follows it may not have begun
         cause = {
             "late": f"not within {seconds:.3g} s; one of them has failed, or waits for another rank itself",
             "given up": f"the communicator was ended here: {failed.text}",

@@ -44,8 +44,9 @@ def make_world(job: Job, channel: Channel) -> Ranks:
     store = FileStore(str(directory / "store"), job.world_size)
     fake_device = None
     if job.backend == "fake_nccl":
-        nccl2 = Nccl2Rules() if job.fake_nccl == "nccl2" else None
-        fake_device = FakeDevice(serial=job.fake_nccl == "serial", nccl2=nccl2)
+        mode = job.fake_nccl
+        nccl2 = Nccl2Rules() if mode in ("nccl2", "lazy") else None
+        fake_device = FakeDevice(serial=mode == "serial", nccl2=nccl2, lazy=mode == "lazy")
         register(fake_device)
     backend = _BACKENDS.get(job.backend, job.backend)
     dist.init_process_group(backend, store=PrefixStore("world", store), rank=job.rank, world_size=job.world_size)

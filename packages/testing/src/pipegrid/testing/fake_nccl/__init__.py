@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import Launch, Mark, Moment, Operation
-from pipegrid.testing.fake_nccl.groups.group import FakeGroup, FakeWork
+from pipegrid.testing.fake_nccl.groups.group import FakeGroup
 from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.testing.fake_nccl.groups.nccl2 import Nccl2Group
 from pipegrid.testing.fake_nccl.rules import Nccl2Rules
 from pipegrid.testing.fake_nccl.groups.backend import register
+from pipegrid.testing.fake_nccl.groups.work import FakeWork
 from pipegrid.testing.fake_nccl.host_syncs import HostSync
 from pipegrid.testing.fake_nccl.streams import Streams
 from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
@@ -20,6 +22,7 @@ __all__ = [
     "HostSync",
     "LateRun",
     "Launch",
+    "LazyGroup",
     "Mark",
     "Moment",
     "Nccl2Group",

@@ -17,7 +17,7 @@ import itertools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -52,11 +52,12 @@ class FakeDevice:
         serial: one stream for all groups, instead of one for each.
         waits_hold: a work's ``wait()`` holds the host until its entry has ended or was aborted, so that CPU code that
             follows comes after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
-
         nccl2: groups keep the rules of torch 2.15's ``nccl``, with these settings; None: those of ``nccl-legacy``.
+        lazy: with ``nccl2``: those of ``nccl-lazy``, a communicator for each pair of peers beside the group's.
 
     Attributes:
         closing: set when the test ends.
+        pair_attempts: communicators of pairs made so far by the pair's ranks in their group, of all groups (nccl-lazy).
         history: every launch and every mark on this rank, in order.
         timeline: launches and marks, and the starts and ends of entries between them, in order.
         streams: virtual streams for the code under test; see `Streams`.
@@ -64,9 +65,17 @@ class FakeDevice:
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
     """
 
-    def __init__(self, *, serial: bool = False, waits_hold: bool = True, nccl2: Nccl2Rules | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        serial: bool = False,
+        waits_hold: bool = True,
+        nccl2: Nccl2Rules | None = None,
+        lazy: bool = False,
+    ) -> None:
         self.serial = serial
-        self.nccl2 = nccl2
+        self.nccl2, self.lazy = nccl2, lazy
+        self.pair_attempts: Counter[tuple[int, int]] = Counter()
         self.closing = threading.Event()
         self.waits_hold = waits_hold
         self.reports_peer_errors = False

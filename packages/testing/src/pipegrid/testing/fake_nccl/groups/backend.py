@@ -7,8 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
-from pipegrid.testing.fake_nccl.groups.group import BACKEND, FakeGroup
+from pipegrid.testing.fake_nccl.groups.group import FakeGroup
+from pipegrid.testing.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.testing.fake_nccl.groups.nccl2 import Nccl2Group
+from pipegrid.testing.fake_nccl.groups.transfers import BACKEND
 
 
 def register(device: FakeDevice) -> str:
@@ -16,7 +18,9 @@ def register(device: FakeDevice) -> str:
 
     def make(options: Any, chosen: Any) -> FakeGroup:
         rules = device.nccl2
-        return FakeGroup(device, options, chosen) if rules is None else Nccl2Group(device, options, chosen, rules)
+        if rules is None:
+            return FakeGroup(device, options, chosen)
+        return (LazyGroup if device.lazy else Nccl2Group)(device, options, chosen, rules)
 
     dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
     return BACKEND

@@ -6,11 +6,8 @@ import contextlib
 import threading
 from typing import Any
 
-import torch.distributed as dist
-
 from pipegrid.testing.fake_nccl.device import FakeDevice
-
-_LOOK_SECONDS = 0.005
+from pipegrid.testing.fake_nccl.groups.meeting import Meeting
 
 
 class Ending:
@@ -22,19 +19,16 @@ class Ending:
     """
 
     def __init__(self, name: str, options: Any, device: FakeDevice) -> None:
-        self._name, self._rank, self._size = name, options.group_rank, options.group_size
-        self._store = dist.PrefixStore("fake_nccl/end", options.store)  # type: ignore[attr-defined]  # public, untyped
-        self._device = device
+        self._name, self._device = name, device
+        self._meeting = Meeting("end", options)
         self._aborted = threading.Event()
         self._destroyed = False
 
     def meet(self) -> None:
         """Wait until all members destroy the group, or an abort, or the end of the test."""
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has left, with all others here
-            self._store.set(str(self._rank), "1")
-            while self._size > 1 and not self._store.check([str(rank) for rank in range(self._size)]):
-                if self._aborted.wait(_LOOK_SECONDS) or self._device.closed:
-                    return
+            if not self._meeting.wait(lambda: self._aborted.is_set() or self._device.closed):
+                return
         self._destroyed = True
 
     def abort(self) -> None:
@@ -45,4 +39,4 @@ class Ending:
             )
         self._aborted.set()
         with contextlib.suppress(RuntimeError):  # the store is gone
-            self._store.set(str(self._rank), "1")
+            self._meeting.come()

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import Entry
-from pipegrid.testing.fake_nccl.groups.group import FakeGroup, FakeWork
+from pipegrid.testing.fake_nccl.groups.group import FakeGroup
+from pipegrid.testing.fake_nccl.groups.work import FakeWork
 from pipegrid.testing.fake_nccl.rules import Nccl2Rules
 from pipegrid.testing.fake_nccl.torch_compat import WorkBase
 

@@ -1,0 +1,143 @@
+"""Transfers of the fake NCCL: how the data of a batch moves over a hidden gloo group, and what both ends compare."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define
+from torch import Tensor
+
+from pipegrid.testing.fake_nccl.entries import MismatchError
+
+BACKEND = "fake_nccl"
+# Gloo's own limit: never the first to end a wait.
+NEVER = timedelta(days=36_500)
+# Tags of the hidden group: payloads, the receiver's answers, one that no rank ever sends, and what a payload is.
+_DATA, _ANSWER, _UNSENT, _KIND = 0, 1, 2, 3
+_KIND_BYTES = 48
+_UNREAD_BYTE = 0x7F
+
+
+@define(eq=False)
+class Transfer:
+    """One send or receive of a batch."""
+
+    sending: bool
+    tensor: Tensor
+    peer: int
+    # Sends: the values at the call (on a late device at the start). Receives: where data waits for the entry's end.
+    copy: Tensor
+
+
+class HiddenGroup:
+    """The gloo group that moves the data of one communicator.
+
+    Args:
+        options: of the communicator's group, as torch gives them to a backend.
+        ranks: the members' global ranks.
+        violations: where broken rules are reported.
+    """
+
+    def __init__(self, options: Any, ranks: Sequence[int], violations: list[str]) -> None:
+        self._name: str = options.group_id
+        self._here: int = options.group_rank
+        self._ranks, self._violations = ranks, violations
+        self.gloo: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(BACKEND, options.store),  # type: ignore[attr-defined]
+            options.group_rank,
+            options.group_size,
+            options.timeout,
+        )
+        self.gloo.set_timeout(NEVER)
+
+    def exchange(self, transfers: Sequence[Transfer]) -> None:
+        """Move a batch, and compare the two ends of each transfer."""
+        kinds, others = self._move(transfers)
+        for transfer, kind, other in zip(transfers, kinds, others, strict=True):
+            if not torch.equal(kind, other):
+                raise self._mismatch(transfer, _text(kind), _text(other))
+        for transfer in transfers:
+            if not transfer.sending:
+                transfer.tensor.detach().copy_(transfer.copy)
+            elif not _same_bytes(transfer.tensor, transfer.copy):
+                self._violations.append(
+                    f"a send of {transfer.tensor.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
+                    f"{self._name}: its tensor was written to between the call and the end of the transfer"
+                )
+
+    def _move(self, transfers: Sequence[Transfer]) -> tuple[list[Tensor], list[Tensor]]:
+        """Move a batch, all sends posted before anything is waited for; the kinds of message here and there."""
+        hidden = self.gloo
+        kinds = [_kind(transfer.tensor) for transfer in transfers]
+        others = [torch.zeros_like(kind) for kind in kinds]  # of the other side: told with a send, and in the answer
+        posted: list[list[Any]] = []
+        for transfer, kind, other in zip(transfers, kinds, others, strict=True):
+            if transfer.sending:
+                payload = transfer.tensor.detach().clone()
+                told = hidden.send([kind], transfer.peer, _KIND), hidden.recv([other], transfer.peer, _ANSWER)
+                posted.append([payload, hidden.send([payload], transfer.peer, _DATA), *told])
+            else:
+                posted.append([hidden.recv([other], transfer.peer, _KIND)])
+        for transfer, kind, other, works in zip(transfers, kinds, others, posted, strict=True):
+            if not transfer.sending:
+                works.pop().wait(NEVER)
+                there = transfer.copy if torch.equal(kind, other) else torch.empty(_nbytes(other), dtype=torch.uint8)
+                hidden.recv([there], transfer.peer, _DATA).wait(NEVER)
+                works.append(hidden.send([kind], transfer.peer, _ANSWER))
+        for works in posted:
+            for work in works:
+                if not isinstance(work, Tensor):
+                    work.wait(NEVER)
+        return kinds, others
+
+    def _mismatch(self, transfer: Transfer, here: str, there: str) -> MismatchError:
+        verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
+        text = (
+            f"rank {self._ranks[self._here]} {verb} {here} in group {self._name} where rank "
+            f"{self._ranks[transfer.peer]} {other} {there}; NCCL compares neither, and hangs or moves a part"
+        )
+        self._violations.append(text)
+        return MismatchError(text)
+
+    def cut(self) -> None:
+        """Close the connections: a gloo wait that times out does, at both ends."""
+        for peer in range(len(self._ranks)):
+            if peer != self._here:
+                with contextlib.suppress(RuntimeError):
+                    work = self.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNSENT)
+                    work.wait(timedelta(milliseconds=1))
+
+
+def make_unreadable(tensor: Tensor) -> None:
+    """Fill with NaN, or with 0x7f in each byte of an integer."""
+    plain = tensor.detach()
+    if plain.is_floating_point() or plain.is_complex():
+        plain.fill_(float("nan"))
+    elif plain.dtype is torch.bool:
+        plain.fill_(True)
+    else:
+        plain.fill_(int.from_bytes([_UNREAD_BYTE] * plain.element_size(), "little"))
+
+
+def _kind(tensor: Tensor) -> Tensor:
+    """Size and dtype of a tensor, as text in bytes."""
+    text = f"{tensor.nbytes} bytes of {tensor.dtype}"
+    return torch.tensor(list(text.encode().ljust(_KIND_BYTES)), dtype=torch.uint8)
+
+
+def _text(kind: Tensor) -> str:
+    return bytes(kind.tolist()).decode().strip()
+
+
+def _nbytes(kind: Tensor) -> int:
+    return int(_text(kind).split()[0])
+
+
+def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
+    here, there = tensor.detach().contiguous(), other.contiguous()
+    return torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))

@@ -27,7 +27,7 @@ def read_json(text: str, *, finite: bool = True) -> Any:
     Args:
         text: of the document.
         finite: every number is one. False reads the words NaN and Infinity, and numbers beyond floats, as Python does:
-            for documents of other programs.
+            for documents of other programs, and where infinity is a value (a bandwidth).
 
     Raises:
         ValueError: an object has a key twice, or a number is not finite; as `json.JSONDecodeError`, which has the

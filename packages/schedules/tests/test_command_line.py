@@ -173,7 +173,7 @@ def test_compare_refuses_unknown_names():
         (["verify", "BYTES"], "bytes.txt is not UTF-8 text: byte 0xff at offset 3"),
         (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BYTES"], "is not UTF-8 text"),
         (["verify", "DEEP"], "expected JSON (brackets nest too deeply)"),
-        (["verify", "LONG"], "microbatches: inf is not an integer"),
+        (["verify", "LONG"], "is no finite number"),
         (["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "DEEP"], "brackets nest too deeply"),
         (
             ["show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "NULL"],

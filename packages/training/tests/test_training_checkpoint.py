@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import random
 import subprocess
 import sys
@@ -133,6 +135,17 @@ def test_a_checkpoint_holds_scale_data_plan_grids_and_generators(tmp_path):
     assert (scaler.state.scale, reader.position) == (1024.0, 7)
     assert (found.data, found.plan, found.layout) == ({"epoch": 1, "position": 7, "order": (3, 1)}, "a plan", "Et*4L")
     assert found.grids == {"language": {"dims": {"dp": 2, "pp": 3}, "rank_offset": 4}}
+
+
+def test_numbers_that_json_has_no_word_for_come_back_and_the_manifest_is_strict_json(tmp_path):
+    state, *_ = made(ONE)
+    data = {"best": math.inf, "worst": (-math.inf, math.nan), "$float": "nan"}
+    Checkpoints(tmp_path).save(TrainingState(stages=state.stages, data=data), step=1)
+    text = next(tmp_path.glob("save-*/manifest.json")).read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} in the manifest"))
+    found = Checkpoints(tmp_path).load(TrainingState(stages=state.stages)).data
+    assert (found["best"], found["worst"][0], found["$float"]) == (math.inf, -math.inf, "nan")
+    assert math.isnan(found["worst"][1])
 
 
 def test_a_parameter_without_optimizer_state_has_none_after_a_load(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -98,6 +99,18 @@ def test_the_config_has_the_dtype_of_the_weights(tmp_path):
     made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert made.dtype == torch.float32
     assert torch.equal(made.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_config_with_infinity_is_copied_and_one_that_is_no_json_is_an_error(tmp_path):
+    model = pretrained_folder(tmp_path / "source", MODELS["Llama"])
+    saved, config = checkpoint_of(model, tmp_path / "run"), tmp_path / "source" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"time_step_limit": [0.0, math.inf]}))
+    export_safetensors(saved, tmp_path / "export", source=tmp_path / "source")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["time_step_limit"] == [0.0, math.inf]
+    for text in ('{"dtype": ', '{"dtype": 1, "dtype": 2}', "[]"):
+        config.write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json is no"):
+            export_safetensors(saved, tmp_path / "another", source=tmp_path / "source")
 
 
 @pytest.mark.ranks(2)

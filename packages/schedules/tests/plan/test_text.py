@@ -249,7 +249,7 @@ GOOD = {
         ({"microbatches": "1"}, "microbatches: '1' is not an integer"),
         ({"microbatches": True}, "microbatches: True is not an integer"),
         ({"microbatches": 0}, "microbatches is 0; it must be an integer of at least 1"),
-        ({"microbatches": 10**400}, "microbatches: inf is not an integer"),
+        ({"microbatches": 10**400}, "1" + "0" * 39 + " is no finite number"),
         ({"microbatches": 2}, "microbatches: the table has actions of 1 of 2 microbatches"),
         ({"modules": [["a", 1], ["b", 10**9]]}, "modules: the table has actions of 2 of 1000000001 stages"),
         ({"modules": [["a", 1], ["a", 1]]}, "modules: modules are declared twice"),
@@ -298,7 +298,7 @@ def test_text_that_is_not_json_is_an_error_with_its_place():
             from_json(text)
     with pytest.raises(PlanSyntaxError, match=r"column 1: found '\[\[.*expected JSON .brackets nest too deeply"):
         from_json("[" * 200_000)
-    with pytest.raises(PlanError, match="microbatches: inf is not an integer"):
+    with pytest.raises(PlanError, match="is no finite number"):
         from_json(json.dumps(GOOD).replace('"microbatches": 1', '"microbatches": ' + "9" * 5000))
 
 

@@ -7,6 +7,9 @@ said by attrs classes, which cattrs builds; `first_fault` tells where it is not,
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
@@ -18,21 +21,40 @@ if TYPE_CHECKING:
 _DIGITS = 300  # about the range of a float: an integer of fewer digits is read exactly
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str, *, finite: bool = True) -> Any:
     """The document in ``text``; an integer of more than 300 digits becomes a float.
 
+    Args:
+        text: of the document.
+        finite: every number is one. False reads the words NaN and Infinity, and numbers beyond floats, as Python does:
+            for documents of other programs, and where infinity is a value (a bandwidth).
+
     Raises:
-        ValueError: an object has a key twice; as `json.JSONDecodeError`, which has the place, it is not JSON, or nests
-            too deeply.
+        ValueError: an object has a key twice, or a number is not finite; as `json.JSONDecodeError`, which has the
+            place, it is not JSON, or nests too deeply.
     """
+    number = _finite if finite else float
     try:
-        return json.loads(text, parse_int=_bounded_int, object_pairs_hook=_unique)
+        return json.loads(
+            text,
+            parse_int=partial(_bounded_int, beyond=number),
+            parse_float=number,
+            parse_constant=number,
+            object_pairs_hook=_unique,
+        )
     except RecursionError:
         raise json.JSONDecodeError("brackets nest too deeply", text, 0) from None
 
 
-def _bounded_int(text: str) -> int | float:
-    return int(text) if len(text) <= _DIGITS else float(text)  # int() raises above thousands of digits
+def _bounded_int(text: str, *, beyond: Callable[[str], float]) -> int | float:
+    return int(text) if len(text) <= _DIGITS else beyond(text)  # int() raises above thousands of digits
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.40} is no finite number; numbers of JSON are, up to about 1.8e308")
+    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,11 +12,18 @@ import torch.distributed as dist
 from pipegrid.transport.collectives.gathering import gather_text
 
 
-def gather_plain(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks of a group on the host, on each; lists, dicts, texts and numbers.
+def gather_plain(
+    value: Any,
+    group: dist.ProcessGroup | None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 -- a constant
+) -> list[Any]:
+    """The values of all ranks of a group, on each: lists, dicts, texts and numbers. None: of this process alone.
 
-    Tuples arrive as lists, attrs objects as dicts, also this rank's own.
+    Tuples arrive as lists, attrs objects as dicts, also this rank's own. ``device``: of the tensors that the group's
+    backend gathers.
     """
     text = json.dumps(cattrs.unstructure(value))
-    said = gather_text(text, group, torch.device("cpu"), lambda work, _: None if work is None else work.wait())
+    if group is None:
+        return [json.loads(text)]
+    said = gather_text(text, group, device, lambda work, _: None if work is None else work.wait())
     return [json.loads(each) for each in said.values()]

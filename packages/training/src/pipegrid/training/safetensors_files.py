@@ -5,7 +5,6 @@ The format: eight bytes with the length of a JSON header, the header (name to dt
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -16,6 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from pipegrid.layout.strict_json import read_json
 from pipegrid.training.errors import CorruptCheckpointError
 
 CODES: Final = {
@@ -105,15 +105,15 @@ def stored_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
     """
     from safetensors import SafetensorError, safe_open
 
+    path = Path(path)
     try:
         with safe_open(path, framework="pt"):  # checks the header, and the length of the file
             pass
-    except SafetensorError as error:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = read_json(file.read(length).decode())
+    except (SafetensorError, ValueError) as error:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
-    path = Path(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
     return {
         name: Stored(path, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()

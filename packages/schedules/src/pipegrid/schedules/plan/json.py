@@ -79,16 +79,16 @@ def from_json(text: str) -> Plan:
         raise PlanFieldError(f"{error.path}: {error}", path=error.path) from None
 
 
-def load_json(text: str) -> Any:
-    """The document that ``text`` holds; an integer of more than 300 digits becomes a float.
+def load_json(text: str, *, finite: bool = True) -> Any:
+    """The document that ``text`` holds, as `read_json` has it.
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
-        PlanError: ``text`` is not a string.
+        PlanError: ``text`` is not a string, a key is there twice, or a number is not finite.
     """
     checked(text, Text, "text", PlanError)
     try:
-        return read_json(text)
+        return read_json(text, finite=finite)
     except json.JSONDecodeError as error:
         found = repr(text[error.pos : error.pos + 12]) if error.pos < len(text) else "the end"
         expected = f"JSON ({error.msg})"

@@ -327,7 +327,7 @@ def costs_from_json(text: str) -> Costs:
     """
     names = [attribute.name for attribute in fields(Costs)]
     try:
-        data = load_json(text)
+        data = load_json(text, finite=False)  # a bandwidth may be infinite
         if not isinstance(data, dict):
             raise CostsError(f'costs are {shown(data)}; they must be a JSON object such as {{"F": 1.0}}')
         if unknown := sorted(data.keys() - names):

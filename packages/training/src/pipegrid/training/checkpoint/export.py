@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from pipegrid.layout.strict_json import read_json
 from pipegrid.topology.fields import shown
 from pipegrid.training.checkpoint.stored import dcp, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
@@ -139,7 +140,12 @@ def _beside(source: Path, stored: set[str]) -> dict[str, str | Path]:
         path.name: path for pattern in _BESIDE for path in sorted(source.glob(pattern)) if path not in without
     }
     floating = {name for name in stored if dtype_of(name).is_floating_point}
-    content = json.loads(config.read_text())
+    try:
+        content = read_json(config.read_text(), finite=False)  # Mamba's have Infinity
+    except ValueError as error:
+        raise CheckpointError(f"{config} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{config} is no object in JSON: {content!r:.80}")
     if len(floating) == 1:
         content = _with_dtype({"dtype": None, **content}, *floating)
     return found | {config.name: json.dumps(content, indent=2, sort_keys=True) + "\n"}

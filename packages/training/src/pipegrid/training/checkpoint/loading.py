@@ -23,6 +23,7 @@ from pipegrid.training.checkpoint.stored import dcp, folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from pipegrid.training.generators import restore
 
 
 @frozen(kw_only=True, eq=False)
@@ -153,7 +154,8 @@ def _fill_rank(
     if data is not None and hasattr(state.data, "load_state_dict"):
         state.data.load_state_dict(data)
     if same_layout:
-        random_state.restore({key.removeprefix(prefix): value for key, value in randoms.items()}, own.device)
+        saved = {key.removeprefix(prefix): value for key, value in randoms.items()}
+        restore(random_state.of_tensors(saved), own.device)
     else:
         random_state.derive(found.seed, found.step, rank)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import cattrs
 import torch
 import torch.distributed as dist
 from attrs import frozen
@@ -23,6 +24,8 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.timeline import Track
+from pipegrid.training.gathering import gather_plain
 from pipegrid.training.pipeline.losses import Counted
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
@@ -96,8 +99,8 @@ class Steps:
             self._set_config(self.config)
         plan, rank = self.plan(len(parts)), dist.get_rank()
         position = next(number for number, ranks in enumerate(self.communicator.positions.ranks) if rank in ranks)
-        tracks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tracks, recorder.track(plan, rank=rank, position=position))
+        own = recorder.track(plan, rank=rank, position=position)
+        tracks = cattrs.structure(gather_plain(own, dist.group.WORLD, self.device), list[Track])
         if rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(recording_to_json(Recording(plan, tracks)), encoding="utf-8")

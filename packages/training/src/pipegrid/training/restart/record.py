@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal
 
 from attrs import asdict, define, evolve, frozen
 
+from pipegrid.layout.strict_json import read_json
 from pipegrid.topology.fields import Index, checked_fields, instance, integer
 from pipegrid.training.restart.exits import NO_PROGRESS, PREEMPTED, RestartError
 
@@ -56,7 +57,7 @@ def read_attempts(directory: Path) -> list[AttemptRecord]:
     found = []
     for start in range(0, len(data), _WIDTH):
         try:
-            found.append(AttemptRecord(**json.loads(data[start : start + _WIDTH])))
+            found.append(AttemptRecord(**read_json(data[start : start + _WIDTH].decode())))
         except (ValueError, TypeError):
             continue  # cut by a power failure: what it said is lost, the others count
     return found

@@ -16,7 +16,8 @@ from attrs import define
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.tree import copied
+from pipegrid.training.stages.torch_compat import on_meta
+from pipegrid.training.stages.tree import meta_copy
 
 
 class Leave(Exception):  # noqa: N818 -- no error: the own part is done
@@ -54,7 +55,8 @@ class Foreign(nn.Module):
 
     def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool) -> None:
         super().__init__()
-        self.__dict__["ghost"] = ghost(part)  # no submodule: it has no place among the stage's parameters
+        # No submodule: it has no place among the stage's parameters.
+        self.__dict__["ghost"] = meta_copy(part, buffers=True)
         self.name, self.run, self.earlier = name, run, earlier
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +112,7 @@ class ForeignPart(Foreign):
         if self.run.entered:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         with torch.no_grad():
-            made = self.__dict__["ghost"](*mapped(_to_meta, args), **mapped(_to_meta, kwargs))
+            made = self.__dict__["ghost"](*mapped(on_meta, args), **mapped(on_meta, kwargs))
         return mapped(self._stand_in, made)
 
 
@@ -118,22 +120,6 @@ def blank(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
     value = math.nan if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
-
-
-def ghost(part: nn.Module) -> nn.Module:
-    """A copy of ``part`` whose parameters and buffers are on the meta device."""
-    made = copied(part)
-    for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-        made.register_parameter(key, nn.Parameter(_to_meta(parameter.detach()), parameter.requires_grad))
-    for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-        made.register_buffer(key, _to_meta(buffer))
-    for key, child in part.named_children():
-        made.add_module(key, ghost(child))
-    return made
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -25,6 +25,23 @@ def is_compiled_in_place(module: Any) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape, strides and dtype of ``tensor``."""
+    if tensor.is_meta:
+        return tensor
+    if tensor.layout is not torch.strided:
+        return tensor.to("meta")
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on the shapes of its arguments."""
+    args, kwargs = tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    return func(*args, **kwargs)
+
+
 def extent_of(tensor: Tensor) -> int:
     """Bytes from the first to the last element."""
     if not tensor.numel():
@@ -77,10 +94,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 __all__ = [
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
+    "called_on_meta",
     "extent_of",
+    "is_compiled_in_place",
     "makes_memory",
     "memory_of",
     "name_of",
+    "on_meta",
     "reads_shapes_only",
     "stays",
     "tensors_in",

@@ -1,4 +1,4 @@
-"""The states of the random generators of a process as tensors of fixed shapes: torch, its device, Python, numpy."""
+"""The states of the random generators as tensors of fixed shapes, and seeds of a run in another layout."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipegrid.training.generators import States
+
 _WORDS = 624  # of a Mersenne Twister
 
 
-def capture(device: torch.device) -> dict[str, Any]:
-    """The states now; `as_tensors` makes tensors of them, at leisure."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        states["numpy"] = numpy.get_state()
-    return states
-
-
-def as_tensors(states: dict[str, Any]) -> dict[str, Tensor]:
+def as_tensors(states: States) -> dict[str, Tensor]:
     """Captured states as tensors."""
     made = {kind: state for kind, state in states.items() if isinstance(state, Tensor)}
     _, words, gauss = states["python"]
@@ -36,18 +27,16 @@ def as_tensors(states: dict[str, Any]) -> dict[str, Tensor]:
     return made
 
 
-def restore(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set the generators to saved states; kinds that this process does not have are left alone."""
-    torch.set_rng_state(states["torch"])
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
-    *words, gauss = states["python"].tolist()
-    random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
-    numpy: Any = sys.modules.get("numpy.random")
-    if "numpy" in states and numpy is not None:
-        held = states["numpy"].tolist()
+def of_tensors(tensors: dict[str, Tensor]) -> States:
+    """The states that `as_tensors` was called with."""
+    states: States = dict(tensors)
+    *words, gauss = tensors["python"].tolist()
+    states["python"] = (3, tuple(map(int, words)), None if math.isnan(gauss) else gauss)
+    if "numpy" in tensors:
+        held = tensors["numpy"].tolist()
         keys = [int(word) for word in held[:_WORDS]]
-        numpy.set_state(("MT19937", keys, int(held[_WORDS]), int(held[_WORDS + 1]), held[_WORDS + 2]))
+        states["numpy"] = ("MT19937", keys, int(held[_WORDS]), int(held[_WORDS + 1]), held[_WORDS + 2])
+    return states
 
 
 def derive(seed: int, step: int, rank: int) -> None:

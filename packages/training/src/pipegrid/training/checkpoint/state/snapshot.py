@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules.gradients import foreach
 from pipegrid.training.checkpoint.agreement import Held
-from pipegrid.training.checkpoint.state import groups, optimizer, random_state
+from pipegrid.training.checkpoint.state import groups, optimizer
 from pipegrid.training.checkpoint.state.names import TrainingState
 from pipegrid.training.checkpoint.state.tensors import StateTensors
 from pipegrid.training.checkpoint.stored import dcp
 from pipegrid.training.checkpoint.stored.manifest import GroupEntry
 from pipegrid.training.checkpoint.stored.plain import raw_bytes, to_plain
+from pipegrid.training.generators import States, capture
 
 
 @frozen(eq=False, kw_only=True)
@@ -46,7 +47,7 @@ class Snapshot:
     boxes: Sequence[dcp.Box]
     events: Sequence[Any]
     held: tuple[Held, ...]
-    random: dict[str, Any]
+    random: States
     seed: int
     groups: list[GroupEntry]
     values: dict[str, Any]
@@ -91,7 +92,7 @@ class Snapshots:
             boxes=self._boxes,
             events=self._copy(),
             held=model.held,
-            random=random_state.capture(model.device),
+            random=capture(model.device),
             seed=torch.initial_seed(),
             groups=groups.groups(state.optimizers, model.owners),
             values=values,

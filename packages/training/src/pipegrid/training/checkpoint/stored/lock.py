@@ -22,6 +22,7 @@ from typing import Final
 
 from attrs import define
 
+from pipegrid.layout.strict_json import read_json
 from pipegrid.training.errors import CheckpointError
 
 FILE: Final = ".lock"
@@ -120,7 +121,7 @@ def _require_patience(path: Path, descriptor: int, waited: float, run: object) -
 def _holder(descriptor: int) -> tuple[str, str]:
     """Who holds the lock, as a text; and its run."""
     try:
-        told = json.loads(os.pread(descriptor, _LONGEST, 0))
+        told = read_json(os.pread(descriptor, _LONGEST, 0).decode())
         run = str(told["run"])[:80]
         name = f"process {told['pid']!r:.20} on {told['host']!s:.80}, since {told['started']!s:.40}"
     except (ValueError, KeyError, TypeError, RecursionError):

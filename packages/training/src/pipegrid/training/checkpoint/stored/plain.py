@@ -1,9 +1,10 @@
-"""Plain data as JSON and back, exactly: tuples stay tuples, and small tensors keep dtype and bits."""
+"""Plain data as JSON and back, exactly: tuples stay tuples, infinity a number, small tensors keep dtype and bits."""
 
 from __future__ import annotations
 
 import base64
 import ctypes
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from pipegrid.training.errors import CheckpointError
 
 def to_plain(value: Any, what: str) -> Any:
     """``value`` as JSON can hold it; ``what`` names it in errors."""
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+        return {"$float": str(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
@@ -45,6 +48,8 @@ def from_plain(value: Any) -> Any:
         ((tag, held),) = value.items()
         if tag == "$tuple":
             return tuple(from_plain(item) for item in held)
+        if tag == "$float":
+            return float(held)
         if tag == "$bytes":
             return base64.b64decode(held)
         if tag == "$dict":

@@ -18,10 +18,11 @@ from torch.nn.parameter import is_lazy
 
 from pipegrid.topology.fields import shown
 from pipegrid.training.errors import CheckpointError, CutError
+from pipegrid.training.generators import generators_as_before
 from pipegrid.training.safetensors_files import Stored
-from pipegrid.training.stages.building.generators import generators_as_before
-from pipegrid.training.stages.building.origins import REMEDY, Plan, Values
+from pipegrid.training.stages.building.origins import REMEDY, Plan
 from pipegrid.training.stages.building.pretrained import files_read_by, loads, misfits, stored_twice
+from pipegrid.training.stages.building.values import Values
 from pipegrid.training.stages.torch_compat import is_compiled_in_place
 
 

@@ -3,16 +3,14 @@
 Two runs of the function see the same parameters registered, in one order, the same tensors read from files of weights,
 and the same operations make parameters of others; these are the events. In the first run (`Plan`) parameters are on the
 meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast weight.
-In the second (`Values`) the parameters that own ones come from have memory of their own, and what own ones come from is
-read. All others are views of one scratch buffer, and no value computed from one may reach a tensor that is kept.
+The second is `Values` in its own file.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,19 +19,18 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.safetensors_files import Stored
-from pipegrid.training.stages.building.scratch import Scratch
-from pipegrid.training.stages.stubs import blank
 from pipegrid.training.stages.torch_compat import (
     TorchDispatchMode,
     WeakTensorKeyDictionary,
+    called_on_meta,
     extent_of,
     makes_memory,
     memory_of,
     name_of,
+    on_meta,
     reads_shapes_only,
     stays,
     tensors_in,
-    tree_map,
     written_by,
 )
 
@@ -61,12 +58,13 @@ class Event:
     index: int = 0
     stored: Stored | None = None
 
+    @staticmethod
+    def of_file(stored: Stored) -> Event:
+        """A tensor is read."""
+        return Event(0, "", (stored.shape,), stored=stored)
 
-def _reading(stored: Stored) -> Event:
-    return Event(0, "", (stored.shape,), stored=stored)
 
-
-class _Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The events of one run, in their order."""
 
     def __init__(self) -> None:
@@ -74,18 +72,20 @@ class _Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parameters: list[Event] = []
         self._counts: Counter[Event] = Counter()
 
-    def _registration(self, parameter: Tensor) -> Event:
+    def registration(self, parameter: Tensor) -> Event:
+        """A module registers ``parameter``, which no event has made."""
         self.parameters.append(Event(len(self.parameters), "", (tuple(parameter.shape),)))
         self._counts.clear()
         return self.parameters[-1]
 
-    def _operation(self, func: Any, results: Sequence[Tensor]) -> Event:
+    def operation(self, func: Any, results: Sequence[Tensor]) -> Event:
+        """``func`` makes ``results`` of tensors with events."""
         first = Event(len(self.parameters), name_of(func), tuple(tuple(each.shape) for each in results))
         self._counts[first] += 1
         return evolve(first, index=self._counts[first] - 1)
 
 
-class Plan(_Events):  # type: ignore[no-untyped-call]
+class Plan(Events):  # type: ignore[no-untyped-call]
     """The first run: no parameter has values.
 
     Attributes:
@@ -106,7 +106,7 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         """What stands for a tensor of a file."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         self._read.add(memory_of(tensor))
-        self._origins[memory_of(tensor)] = frozenset([_reading(stored)])
+        self._origins[memory_of(tensor)] = frozenset([Event.of_file(stored)])
         self.nbytes = max(self.nbytes, stored.nbytes)
         return tensor
 
@@ -121,14 +121,14 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         key = memory_of(parameter)
         origin = self._origins.get(key) or self._replaced.get(key)
         if origin is None:
-            event = self._registration(parameter)
+            event = self.registration(parameter)
             origin = frozenset([event])
             self.nbytes = max(self.nbytes, extent_of(parameter))
         if parameter.is_meta:
             self._origins[key] = origin
             return parameter
         self._replaced[key] = origin
-        made = like(parameter, _on_meta(parameter))
+        made = like(parameter, on_meta(parameter))
         self._origins[memory_of(made)] = origin
         self._same[parameter] = made
         return made
@@ -169,7 +169,7 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._always |= behind  # how far the generator advances may depend on values
             results = tensors_in(result)
-            event = self._operation(func, results)
+            event = self.operation(func, results)
             self.nbytes = max([self.nbytes, *map(extent_of, results)])
             self._origins |= {memory_of(tensor): behind | {event} for tensor in results}
         for tensor in written_by(func, args, kwargs):
@@ -179,130 +179,11 @@ class Plan(_Events):  # type: ignore[no-untyped-call]
         return result
 
 
-class Values(_Events):  # type: ignore[no-untyped-call]
-    """The second run: own parameters, and all that they come from, have the values of one process.
-
-    Args:
-        plan: of the first run.
-        needed: the events that get values.
-        foreign: of the others, those behind parameters without values.
-    """
-
-    def __init__(self, plan: Plan, needed: set[Event], foreign: set[Event]) -> None:
-        super().__init__()
-        self._plan, self._needed, self._foreign = plan, needed, foreign - needed
-        self._known: dict[Any, Event] = {}
-        self._scratch = Scratch(plan.nbytes)
-        self._mixed: dict[Any, str] = {}  # memory with values made of scratch, by the operation
-        self._same = WeakTensorKeyDictionary()
-
-    def read(self, stored: Stored) -> Tensor:
-        """A tensor of a file; it has values where own parameters come from it."""
-        event = _reading(stored)
-        if event not in self._needed:
-            return self._scratch.view(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), torch.device("cpu"))
-        tensor = stored.read()
-        self._known[memory_of(tensor)] = event
-        return tensor
-
-    def registered(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a module registers in place of ``parameter``."""
-        if self._scratch.has(parameter):
-            return parameter
-        if parameter in self._same:
-            return self._same[parameter]  # type: ignore[no-any-return]
-        event = self._known.get(memory_of(parameter))
-        if event is None:
-            event = self._known[memory_of(parameter)] = self._registration(parameter)
-            if event not in self._plan.parameters[event.parameter : event.parameter + 1]:
-                self._require_equal_run()
-        if event in self._needed or parameter.is_meta or (event.name and event not in self._foreign):
-            return parameter
-        self._same[parameter] = made = like(parameter, self._scratch.view(parameter, parameter.device))
-        return made
-
-    def require_values(self, name: str, tensor: Tensor) -> None:
-        """Raise unless ``tensor``, which the rank keeps, has the values of one process."""
-        why = "a parameter of another stage" if self._scratch.has(tensor) else self._mixed.get(memory_of(tensor))
-        if why is not None:
-            raise CutError(
-                f"the initial values of {name} come from {why}, in a way that pipeline_stage does not see; {REMEDY}"
-            )
-
-    def end(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Require that both runs were equal; those of ``parameters`` that have no values become NaN without memory."""
-        self._require_equal_run()
-        for parameter in parameters:
-            if self._scratch.has(parameter):
-                parameter.data = blank(parameter, parameter.device)
-        self._scratch.fill()
-
-    def _require_equal_run(self) -> None:
-        was, now = ([each.shapes[0] for each in run.parameters] for run in (self._plan, self))
-        for number, (before, after) in enumerate(zip_longest(was, now)):
-            if before != after:
-                raise CutError(
-                    f"the function that makes the model runs otherwise at its second call: parameter {number} had the "
-                    f"shape {before}, and has {after}; {REMEDY}"
-                )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        known = [tensor for tensor in given if self._scratch.has(tensor) or memory_of(tensor) in self._known]
-        if not known:
-            return func(*args, **kwargs)
-        result = None
-        if makes_memory(func):
-            results = _shapes_of(func, args, kwargs)
-            if results is None:
-                results = result = func(*args, **kwargs)
-            event = self._operation(func, tensors_in(results))
-            if event in self._foreign:
-                if torch.Tag.nondeterministic_seeded in func.tags and result is None:
-                    func(*args, **kwargs)  # the generator advances
-                device = torch.device(kwargs.get("device") or known[0].device)
-                return tree_map(
-                    lambda leaf: self._scratch.view(leaf, device) if isinstance(leaf, Tensor) else leaf, results
-                )
-            result = func(*args, **kwargs) if result is None else result
-            written = tensors_in(result)
-            self._known |= {memory_of(tensor): event for tensor in written}
-        else:
-            written = written_by(func, args, kwargs)
-            self._scratch.touch(written)
-            result = func(*self._apart(args, written), **self._apart(kwargs, written))
-        garbage = any(self._scratch.has(tensor) or memory_of(tensor) in self._mixed for tensor in known)
-        if garbage and not reads_shapes_only(func):
-            self._mixed |= {
-                memory_of(tensor): f"{name_of(func)} of a parameter of another stage"
-                for tensor in written
-                if not self._scratch.has(tensor)
-            }
-        return result
-
-    def _apart(self, given: Any, written: Sequence[Tensor]) -> Any:
-        """Arguments of an operation that writes to the scratch buffer: what it reads there lies elsewhere."""
-        if not any(self._scratch.has(tensor) for tensor in written):
-            return given
-        kept = {id(tensor) for tensor in written}
-        return tree_map(
-            lambda leaf: (
-                leaf.clone() if isinstance(leaf, Tensor) and id(leaf) not in kept and self._scratch.has(leaf) else leaf
-            ),
-            given,
-        )
-
-
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """A parameter with other values, and all attributes of ``parameter``."""
     made = nn.Parameter(values, parameter.requires_grad)
     made.__dict__.update(vars(parameter))
     return made
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _among_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -312,20 +193,4 @@ def _among_meta(func: Any, args: Any, kwargs: Any) -> Any:
     except RuntimeError:
         if any(not tensor.is_meta for tensor in written_by(func, args, kwargs)):
             raise
-        args, kwargs = tree_map(
-            lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf, (args, dict(kwargs))
-        )
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
-
-
-def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on the meta device; None where it has no shape without values."""
-    args, kwargs = tree_map(lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError:
-        return None
+        return called_on_meta(func, args, kwargs)

@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.training.stages.building.generators import Generators
+from pipegrid.training.generators import States, capture, restore
 from pipegrid.training.stages.torch_compat import tensors_in, tree_map
 
 
@@ -23,18 +23,18 @@ class Draws:
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._layers = layers
-        self._noted: dict[str, Generators] = {}
+        self._noted: dict[str, States] = {}
 
     @contextmanager
     def noted(self, whole: nn.Module) -> Iterator[None]:
         """Note the draws of a forward."""
-        with self._at_layers(whole, lambda at: self._noted.__setitem__(at, Generators.now())):
+        with self._at_layers(whole, lambda at: self._noted.__setitem__(at, capture())):
             yield
 
     @contextmanager
     def repeated(self, stage: nn.Module) -> Iterator[None]:
         """Repeat them in a forward of ``stage``."""
-        with self._at_layers(stage, lambda at: self._noted[at].restore()):
+        with self._at_layers(stage, lambda at: restore(self._noted[at])):
             yield
 
     @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.building.generators import Generators, generators_as_before
+from pipegrid.training.generators import capture, generators_as_before, restore
 from pipegrid.training.stages.comparison.chain import Draws, Turn, forwards, gradients, trained
 from pipegrid.training.stages.comparison.differences import Compared, StageComparison
 from pipegrid.training.stages.proof.operators import named_leaves
@@ -48,11 +48,11 @@ def compare(
         CutError: the cut is not proved, values of stages and model differ from the start, or nothing has a gradient.
     """
     with torch.enable_grad(), generators_as_before():
-        start = Generators.now()
+        start = capture()
         whole = make()
         stages: list[Any] = []
         while not (stages and stages[-1].is_last):
-            start.restore()
+            restore(start)
             stages.append(stage_of(len(stages)))
         _require_equal_values(whole, stages)
         for model in (whole, *stages) if dtype is not None else ():

@@ -7,18 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
-
-__all__ = [
-    "OVERWRITING",
-    "TorchFunctionMode",
-    "by_places",
-    "is_random",
-    "mapped_by_place",
-    "named_leaves",
-    "read",
-]
 
 _aten = torch.ops.aten
 

@@ -18,9 +18,9 @@ from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout
 from pipegrid.training.stages.building.build import planned
 from pipegrid.training.stages.names import Names, find_names, given_names
 from pipegrid.training.stages.proof.crossing import Crossing, crossings, place, returned
-from pipegrid.training.stages.proof.outline import outline
 from pipegrid.training.stages.proof.trace import Forward, trace
 from pipegrid.training.stages.proof.traced import Operation
+from pipegrid.training.stages.tree import meta_copy
 
 _NOTHING = Operation("", "", "", 0)
 _SHOWN = 3  # values per error
@@ -128,7 +128,7 @@ def prove_cut(
     layout = as_layout(layout)
     assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
     args, kwargs = called_with(batch)
-    proof, _ = proof_of(outline(whole), assignment, layout.short_text(), args, kwargs, loss=loss)
+    proof, _ = proof_of(meta_copy(whole, buffers=False), assignment, layout.short_text(), args, kwargs, loss=loss)
     return proof
 
 
@@ -146,7 +146,7 @@ def proof_of(
     """The proof of an assignment for a call of a model, and what of its result the last stage cannot make, by place.
 
     Args:
-        whole: made by `outline`.
+        whole: made by `meta_copy`.
         assignment: of the model.
         layout: in its short form.
         args: of the call.

@@ -16,19 +16,20 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.building.generators import generators_as_before
+from pipegrid.training.generators import generators_as_before
 from pipegrid.training.stages.proof.operators import (
     OVERWRITING,
-    TorchFunctionMode,
     by_places,
     is_random,
     read,
 )
-from pipegrid.training.stages.proof.traced import Cell, Operation, Traced, shape_only, traced_in
+from pipegrid.training.stages.proof.traced import Cell, Operation, Traced, traced_in
 from pipegrid.training.stages.torch_compat import (
     TorchDispatchMode,
+    on_meta,
     reads_shapes_only,
     tensors_in,
     tree_map,
@@ -110,7 +111,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor) or isinstance(value, Traced):
             return value
         if id(value) not in self._outside:
-            inner = shape_only(value.detach()) if parameter or value.is_meta else value.detach().clone()
+            inner = on_meta(value.detach()) if parameter or value.is_meta else value.detach().clone()
             cell = self._cell(inner, Cell(not inner.is_meta, bool(parameter), self._given))
             made = Traced.of(self, inner, cell, self._given, parameter=parameter)
             self._outside[id(value)] = value, made
@@ -118,7 +119,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def placed(self, value: Tensor) -> Traced:
         """A tensor with the shape of ``value`` that one stage has made."""
-        inner = shape_only(value.detach())
+        inner = on_meta(value.detach())
         return Traced.of(self, inner, self._cell(inner, Cell(False, True, self._given)), self._given)
 
     def _cell(self, inner: Tensor, new: Cell) -> Cell:
@@ -189,7 +190,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, tensor: Traced) -> None:
         """Drop the values behind a tensor; it goes on sharing its cell."""
         if not tensor.behind.is_meta:
-            tensor.behind = shape_only(tensor.behind)
+            tensor.behind = on_meta(tensor.behind)
             self._cell(tensor.behind, tensor.cell)
 
     def _shape(self, value: Any) -> Any:
@@ -198,7 +199,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         if not value.cell.known:
             self._forget(value)
-        return shape_only(value.behind)
+        return on_meta(value.behind)
 
     def _made(self, out: Any, targets: Sequence[Traced], operation: Operation, *, placed: bool) -> Any:
         if not isinstance(out, Tensor):
@@ -279,7 +280,7 @@ def trace(
     """Run ``model`` once, without gradients.
 
     Args:
-        model: the whole model, made by `outline`.
+        model: the whole model, made by `meta_copy`.
         layers: the dotted names of its layers, in the order in which they should run.
         parts: the dotted names of its other parts that belong to one stage.
         encoder: the dotted name of the encoder and its number of layers, of a model that has a decoder as well.

@@ -122,12 +122,3 @@ class Traced(Tensor):
 def traced_in(value: Any) -> list[Traced]:
     """The traced tensors of a nested value."""
     return [one for one in tensors_in(value) if isinstance(one, Traced)]
-
-
-def shape_only(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device with the shape, strides and dtype of ``tensor``."""
-    if tensor.is_meta:
-        return tensor
-    if tensor.layout is not torch.strided:
-        raise CutError(f"a tensor of layout {tensor.layout} in a forward; strided ones are traced")
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -8,3 +8,16 @@ from types import SimpleNamespace
 def grid(offset=0, **dims):
     """Of ``dims`` by size, the fastest first; ``offset`` is its first rank."""
     return SimpleNamespace(shape=tuple(dims.values()), dim_names=tuple(dims), rank_offset=offset)
+
+
+def sizes_of(one):
+    """The sizes of a grid by dim."""
+    return dict(zip(one.dim_names, one.shape, strict=True))
+
+
+def coords_of(one, rank):
+    """Where a rank lies in a grid, by dim: from the grid's arithmetic alone."""
+    found, left = {}, rank - one.rank_offset
+    for name, size in sizes_of(one).items():
+        found[name], left = left % size, left // size
+    return found

@@ -26,7 +26,7 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import PipelineCommunicator
 
-from .grids import grid
+from .grids import coords_of, grid, sizes_of
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 F, B = Direction.FORWARD, Direction.BACKWARD
@@ -115,15 +115,8 @@ def reference(flow, depths, batch, order):
 
 def share(tensor, comm, name):
     """This rank's data lane of a whole batch."""
-    g = comm.module_to_grid_map[name]
-    stride, size = 1, 1
-    for dim, n in zip(g.dim_names, g.shape, strict=True):
-        if dim == "dp":
-            size = n
-            break
-        stride *= n
-    lane = (comm.rank - g.rank_offset) // stride % size
-    return tensor.chunk(size, 0)[lane]
+    here = comm.module_to_grid_map[name]
+    return tensor.chunk(sizes_of(here).get("dp", 1), 0)[coords_of(here, comm.rank).get("dp", 0)]
 
 
 def one_microbatch(comm, flow, batch):

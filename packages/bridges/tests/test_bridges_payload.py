@@ -26,7 +26,7 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PMismatchError
 
-from .grids import grid
+from .grids import coords_of, grid, sizes_of
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 
@@ -178,13 +178,6 @@ def whole_payload(seed, *, rows=ROWS):
     }
 
 
-def coords_of(one, rank):
-    found, left = {}, rank - one.rank_offset
-    for name, size in zip(one.dim_names, one.shape, strict=True):
-        found[name], left = left % size, left // size
-    return found
-
-
 def part_of(declared, value, one, rank):
     """What ``rank`` of grid ``one`` holds of a whole value: from the grid's arithmetic alone."""
     if isinstance(declared, dict):
@@ -192,7 +185,7 @@ def part_of(declared, value, one, rank):
     if isinstance(declared, (list, tuple)):
         return type(declared)(part_of(part, item, one, rank) for part, item in zip(declared, value, strict=True))
     if isinstance(declared, Axes):
-        sizes, coords = dict(zip(one.dim_names, one.shape, strict=True)), coords_of(one, rank)
+        sizes, coords = sizes_of(one), coords_of(one, rank)
         for dim, name in (("dp", "b"), ("cp", "s")):
             if (name,) in declared.names and sizes.get(dim, 1) > 1:
                 value = value.chunk(sizes[dim], declared.names.index((name,)))[coords[dim]]
@@ -299,7 +292,7 @@ def expected_gradients(whole, src, dst, rank, receivers):
     for other in receivers:
         coords = coords_of(dst, other)
         lanes[coords.get("dp", 0), coords.get("cp", 0)] = other
-    sizes = dict(zip(dst.dim_names, dst.shape, strict=True))
+    sizes = sizes_of(dst)
 
     def summed(declared, value):
         total = torch.zeros_like(value)

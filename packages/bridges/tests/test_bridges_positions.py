@@ -10,15 +10,12 @@ from pipegrid.bridges.multimodule.positions import collective_edges
 from pipegrid.bridges.reshard import Partial, boundary_side
 from pipegrid.transport.edge import Edge
 
-from .grids import grid
+from .grids import grid, sizes_of
 
 
 def job(grids, edges, **placement):
     """The positions of modules whose stages lie at one place each unless ``placement`` says otherwise."""
-    places = {
-        name: placement.get(name, range(dict(zip(g.dim_names, g.shape, strict=True)).get("pp", 1)))
-        for name, g in grids.items()
-    }
+    places = {name: placement.get(name, range(sizes_of(g).get("pp", 1))) for name, g in grids.items()}
     graph = ModuleGraph({name: len(places[name]) for name in grids}, edges)
     return graph, positions_of(graph, grids, places)
 

@@ -293,15 +293,8 @@ CALLS = {
 ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in call.kinds]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
+def in_a_folder(process_group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -333,13 +326,13 @@ UNVERIFIED = {
 
 
 @pytest.mark.parametrize("what", UNVERIFIED)
-def test_a_plan_that_lacks_something_is_refused_before_anything_is_sent(what, network, memory_communicator):
+def test_a_plan_that_lacks_something_is_refused_before_anything_is_sent(what, network):
     lacks, wants, position = UNVERIFIED[what]
     text = public.to_text(public.lower(public.gpipe(2, 3)))
     assert lacks in text
     plan = public.from_text(text.replace(f"[{lacks}]", "").replace(f"{lacks} ", "").replace(f" {lacks}", "", 1))
     stages = {position: SimpleNamespace(forward=print)}
     with pytest.raises(PlanError, match=rf"position {position}") as refused:
-        PipelineRuntime(plan, stages, memory_communicator(network, 2, position))
+        PipelineRuntime(plan, stages, network.communicator(2, position))
     assert wants in str(refused.value)
     assert network.messages == 0

@@ -19,7 +19,7 @@ from pipegrid.schedules import PipelineError, PipelineRuntime, lower, zero_bubbl
 from pipegrid.schedules.autograd import SplitBackwardError, backward_inputs, backward_weights, compile_split
 from pipegrid.schedules.autograd.compiled import halves
 
-from ..runtime.test_stage_runner import Function
+from ..kit.stages import Function
 
 WIDTH = 6
 # Dynamo looks at the gradient of what arrived, which is no leaf of its graph.
@@ -271,8 +271,8 @@ def test_a_step_says_which_region_cannot_be_split():
     compile_split(block, backend="aot_eager")
     plan = lower(zero_bubble_v(1, 2))
     stages = {
-        0: Function(plan, 0, lambda microbatch: torch.ones(2, WIDTH, requires_grad=True) * 1.0, block),
-        1: Function(plan, 1, lambda microbatch, x: block(x).sum(), block),
+        0: Function(plan.graph, 0, lambda microbatch: torch.ones(2, WIDTH, requires_grad=True) * 1.0, block),
+        1: Function(plan.graph, 1, lambda microbatch, x: block(x).sum(), block),
     }
     with pytest.raises(PipelineError, match="SplitBackwardError: a compiled region of Counts cannot be split"):
         PipelineRuntime(plan, stages, None).step()
@@ -302,8 +302,10 @@ def test_stages_of_split_regions_run_in_halves():
     x = torch.randn(3, WIDTH, dtype=torch.float64)
     for model in models:
         stages = {
-            0: Function(plan, 0, lambda microbatch, model=model: model.blocks[1](model.blocks[0](x)), model),
-            1: Function(plan, 1, lambda microbatch, y, model=model: model.blocks[3](model.blocks[2](y)).sum(), model),
+            0: Function(plan.graph, 0, lambda microbatch, model=model: model.blocks[1](model.blocks[0](x)), model),
+            1: Function(
+                plan.graph, 1, lambda microbatch, y, model=model: model.blocks[3](model.blocks[2](y)).sum(), model
+            ),
         }
         runtime = PipelineRuntime(plan, stages, None)
         runtime.step()

@@ -29,6 +29,7 @@ from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 
 from ..kit import ticks
+from ..kit.player import makespan, play
 
 
 @frozen
@@ -289,37 +290,22 @@ def play_in_pairs(plan, duration, pair):
             else:
                 own.append((action,))
         steps.append(own)
-    done = {}
 
-    def ready(action):
+    def needed_by(action):
         kind, stage, m = str(action.kind), action.stage, action.microbatch
         if kind == "W":
-            return [done.get(("I", stage, m))]
+            return [("I", stage, m)]
         if kind == "F":
-            return [done.get(("F", stage - 1, m))] if stage else []
-        after = [done.get(("I", stage + 1, m))] if stage + 1 < plan.num_stages else []
-        return [done.get(("F", stage, m)), *after]
+            return [("F", stage - 1, m)] if stage else []
+        return [("F", stage, m), *([("I", stage + 1, m)] if stage + 1 < plan.num_stages else [])]
 
-    clock, at, busy = ([0] * plan.num_positions for _ in range(3))
-    moved = True
-    while moved:
-        moved = False
-        for position, own in enumerate(steps):
-            while at[position] < len(own):
-                step = own[at[position]]
-                there = [time for action in step for time in ready(action)]
-                if None in there:
-                    break
-                length = pair if len(step) == 2 else duration[str(step[0].kind)]
-                clock[position] = max([clock[position], *there]) + length
-                busy[position] += length
-                at[position] += 1
-                moved = True
-                for action in step:
-                    made = "I" if str(action.kind) == "B" else str(action.kind)
-                    done[made, action.stage, action.microbatch] = clock[position]
-    assert at == [len(own) for own in steps]
-    return max(clock), busy
+    times = play(
+        steps,
+        needs=lambda step: [(need, 0) for action in step for need in needed_by(action)],
+        length=lambda step: pair if len(step) == 2 else duration[str(step[0].kind)],
+        gives=lambda step: [("I" if str(a.kind) == "B" else str(a.kind), a.stage, a.microbatch) for a in step],
+    )
+    return makespan(times), [sum(end - start for start, end in own) for own in times]
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -328,5 +314,5 @@ def test_dualpipe_v_with_overlap_loses_its_papers_bubble(p):
     for m in (2 * p, 2 * p + 1, 3 * p + 2):
         for f, i, w, pair in ((1, 1, 1, 3), (1, 1, 1, 2), (2, 2, 2, 5), (2, 3, 1, 5), (3, 3, 2, 7)):
             duration = {"F": f, "I": i, "W": w, "B": i + w}
-            makespan, busy = play_in_pairs(dualpipe_v(p, m), duration, pair)
-            assert makespan - min(busy) == (p - 1) * (pair + (i + w) - 3 * w)
+            length, busy = play_in_pairs(dualpipe_v(p, m), duration, pair)
+            assert length - min(busy) == (p - 1) * (pair + (i + w) - 3 * w)

@@ -18,6 +18,8 @@ from pipegrid.schedules.megatron.counts import (
 )
 from pipegrid.schedules.plan.actions import ActionKind
 
+from ..kit.groups import Group
+
 SMALL = st.integers(1, 8)
 
 
@@ -25,14 +27,6 @@ SMALL = st.integers(1, 8)
 class Place:
     total_stages: int
     current_stage: int
-
-
-@frozen
-class Group:
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
 
 
 @frozen(kw_only=True)

@@ -43,6 +43,8 @@ from pipegrid.schedules.plan import parse_action
 from pipegrid.schedules.timeline.svg import svg
 from pipegrid.transport.edge import Edge
 
+from ..kit.player import makespan, play
+
 F, B, I, W = (ActionKind[name] for name in "FBIW")
 SCHEDULES = (seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble)
 
@@ -170,37 +172,30 @@ def test_weight_halves_of_slices_run_in_any_order():
 
 
 def played(plan, costs):
-    """The end of each compute, with free communication, by one rule after the other: a second, slower `simulate`."""
+    """The makespan with free communication, by one rule after the other: a second, slower `simulate`."""
     lengths = costs.slice_lengths or (1,) * plan.num_slices
     times = costs.slice_times or (1,) * plan.num_slices
     share = dict.fromkeys((F, B, I), times) | {W: lengths}
     whole = {F: costs.F, I: costs.I, W: costs.W, B: costs.I + costs.W}
-    ends, free, at = {}, [0.0] * plan.num_positions, [0] * plan.num_positions
-    orders = [list(plan.actions(position)) for position in range(plan.num_positions)]
     last = plan.num_stages - 1
 
     def needs(action):
         stage, piece = action.stage, (action.microbatch, action.slice)
         if action.kind is F:
-            return [(F, stage - 1, piece)] if stage else []
+            return [((F, stage - 1, piece), 0)] if stage else []
         if action.kind is W:
-            return [("gradient", stage, piece)]
-        return [(F, stage, piece), *([("gradient", stage + 1, piece)] if stage < last else [])]
+            return [(("gradient", stage, piece), 0)]
+        return [((F, stage, piece), 0), *([(("gradient", stage + 1, piece), 0)] if stage < last else [])]
 
-    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
-        for position, order in enumerate(orders):
-            if at[position] == len(order):
-                continue
-            action = order[at[position]]
-            if any(need not in ends for need in needs(action)):
-                continue
-            start = max([free[position], *(ends[need] for need in needs(action))])
-            part = share[action.kind][action.slice] / sum(share[action.kind])
-            end = free[position] = start + whole[action.kind] * part
-            kind = "gradient" if action.kind in (B, I) else action.kind
-            ends[kind, action.stage, (action.microbatch, action.slice)] = end
-            at[position] += 1
-    return max(free)
+    def gives(action):
+        kind = "gradient" if action.kind in (B, I) else action.kind
+        return [(kind, action.stage, (action.microbatch, action.slice))]
+
+    def length(action):
+        return whole[action.kind] * share[action.kind][action.slice] / sum(share[action.kind])
+
+    orders = [list(plan.actions(position)) for position in range(plan.num_positions)]
+    return makespan(play(orders, needs=needs, length=length, gives=gives))
 
 
 SHARES = st.floats(0.1, 3.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, zero_bubble_v
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import PipelineRuntime, lower, zero_bubble_v
 from pipegrid.schedules.gradients import (
     GradientError,
     LossScale,
@@ -27,13 +30,14 @@ from pipegrid.schedules.gradients import (
     reduce_gradients,
 )
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.transport import Edge
 
+from ..kit.gradients import gradients_of
 from ..kit.groups import Groups
+from ..kit.models import in_one_process
+from ..kit.stages import stages_of
 
 WIDTH, LENGTH, LANES = 4, 6, 2
 MAX_NORM = 1e-2
-EDGE = Edge(0, 1)
 
 
 class Block(nn.Module):
@@ -70,22 +74,19 @@ def of_one_process(model, lanes, *, per_token, microbatches=1):
         for microbatch in range(microbatches):
             loss, own = weigh(lane, model(sample(lane, microbatch)))
             (loss / tokens if per_token else loss / own / lanes / microbatches).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return gradients_of(model)
 
 
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+assert_close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-14)
 
 
 def compare(model, gradients, groups):
     """Gradients, their norm, and the clipped gradients."""
-    for mine, other in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(full(mine.grad).cpu(), other, rtol=1e-11, atol=1e-14)
+    assert_close(gradients_of(model), gradients)
     whole = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     norm = clip_grad_norm_(model, groups, MAX_NORM)
     torch.testing.assert_close(norm.cpu(), whole, rtol=1e-12, atol=0.0)
-    for mine, other in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(full(mine.grad).cpu(), other * (MAX_NORM / (whole + 1e-6)), rtol=1e-11, atol=1e-14)
+    assert_close(gradients_of(model), [gradient * (MAX_NORM / (whole + 1e-6)) for gradient in gradients])
 
 
 @pytest.mark.ranks(2)
@@ -210,17 +211,14 @@ def test_dtensors_whose_reduction_is_not_known_are_errors(ranks):
         reduce_gradients(module, Groups(tp=dist.group.WORLD))
 
 
-class Runs:
-    """A stage of one position: ``model`` applied to its input, and a loss at the end. ``hidden``: behind a function."""
+def stages_on(models, lane, device):
+    """The stages of one position over the data of a lane."""
 
-    def __init__(self, number, model, lane, *, hidden=False):
-        self.number, self.run, self.lane = number, model.__call__ if hidden else model, lane
-        self.device = next(model.parameters()).device
+    def data(microbatch):
+        return sample(lane, microbatch).to(device)
 
-    def forward(self, microbatch, inputs):
-        if self.number == 0:
-            return Forwarded({EDGE: self.run(sample(self.lane, microbatch).to(self.device))})
-        return Forwarded({}, self.run(inputs[EDGE]).square().mean() / 2)
+    graph = ModuleGraph({"model": len(models)})
+    return dict(enumerate(stages_of(graph, models, data=data, loss=lambda output, _: output.square().mean() / 2)))
 
 
 class Beside(nn.Module):
@@ -244,29 +242,24 @@ def test_split_backwards_of_sharded_stages_reduce_whole_gradients(ranks, sharded
     parts = {"inside": [models[1].plain], "beside the input's path": [models[1].table]}
     for model in parts.get(sharded, models):
         fully_shard(model, mesh=mesh)
-    hidden = sharded == "hidden"
-    stages = {number: Runs(number, model, ranks.rank, hidden=hidden) for number, model in enumerate(models)}
-    PipelineRuntime(lower(zero_bubble_v(1, 2)), stages, None).step()
+    called = [model.__call__ for model in models] if sharded == "hidden" else models  # of a function no module is known
+    PipelineRuntime(lower(zero_bubble_v(1, 2)), stages_on(called, ranks.rank, ranks.device), None).step()
     both = nn.ModuleList(models)
     groups = Groups(dp=dist.group.WORLD)
     reduce_gradients(both, groups)
     reference = nn.ModuleList([Block(), Beside()])
-    for lane in range(2):
-        for microbatch in range(2):
-            (reference[1](reference[0](sample(lane, microbatch))).square().mean() / 4).backward()
-    compare(both, [parameter.grad for parameter in reference.parameters()], groups)
+    in_one_process(reference, [sample(lane, microbatch) for lane in range(2) for microbatch in range(2)], 4)
+    compare(both, gradients_of(reference), groups)
 
 
 @pytest.mark.ranks(2)
 def test_split_backwards_of_tensor_parallel_stages(ranks):
     mesh = init_device_mesh(ranks.device.type, (2,))
     models = [sequence_parallel(Block().to(ranks.device), mesh) for _ in range(2)]
-    stages = {number: Runs(number, model, 0) for number, model in enumerate(models)}
-    PipelineRuntime(lower(zero_bubble_v(1, 2)), stages, None).step()
+    PipelineRuntime(lower(zero_bubble_v(1, 2)), stages_on(models, 0, ranks.device), None).step()
     groups = Groups(tp=dist.group.WORLD)
     both = nn.ModuleList(models)
     reduce_gradients(both, groups)
     reference = nn.ModuleList([Block(), Block()])
-    for microbatch in range(2):
-        (reference[1](reference[0](sample(0, microbatch))).square().mean() / 2).backward()
-    compare(both, [parameter.grad for parameter in reference.parameters()], groups)
+    in_one_process(reference, [sample(0, microbatch) for microbatch in range(2)], 2)
+    compare(both, gradients_of(reference), groups)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, compute_plan, get_forward_backward_func, zero_bubble_v
@@ -17,11 +17,13 @@ from pipegrid.schedules.gradients.reduction import last_backwards
 from pipegrid.schedules.plan import parse_action
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
-WIDTH = 4
+from ..kit.gradients import gradients_of
+from ..kit.models import WIDTH, Model, call, forward_step, in_one_process
+
 LARGE = 2**17  # float64 values of 1 MiB: such a gradient is reduced in place
 
 
-class Part(nn.Module):
+class Part(Model):
     """Linear layers, a gain that stays plain and is used at several depths, and a large plain table."""
 
     def __init__(self, seed, *, layers, twice, gain=None):
@@ -30,10 +32,7 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(layers))
         self.gain = nn.Parameter(0.5 + torch.rand(WIDTH, WIDTH, dtype=torch.float64)) if gain is None else gain
         self.table = nn.Parameter(torch.rand(LARGE, dtype=torch.float64) if seed % 2 else torch.rand(3).double())
-        self.twice, self.received = twice, None
-
-    def set_input_tensor(self, received):
-        self.received = received
+        self.twice = twice
 
     def forward(self, x):
         x = torch.tanh(x @ self.gain)
@@ -72,22 +71,6 @@ def batch(lane, microbatch):
     return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
 
 
-def of_one_process(stages, count):
-    for lane in range(2):
-        for microbatch in range(count):
-            x = batch(lane, microbatch)
-            for stage in stages:
-                x = stage(x)
-            (x.square().mean() / count / 2).backward()
-
-
-def errors(stages, whole):
-    for stage, other in zip(stages, whole, strict=True):
-        for (name, mine), its in zip(stage.named_parameters(), other.parameters(), strict=True):
-            found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-            yield name, ((found.cpu() - its.grad).norm() / its.grad.norm()).item()
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v"])
 @pytest.mark.parametrize("when", [None, "step", "microbatch"])
@@ -112,28 +95,19 @@ def test_plain_parameters_beside_sharded_ones_have_the_gradients_of_one_process(
         pipe = MultiModulePipelineCommunicator(
             {"model": grid}, {"model": []}, config, stage_placement={"model": (0,) * chunks}
         )
-
-        def forward(batches, stage, stages=stages):
-            x = next(batches)
-            if stage is not stages[0]:
-                (x,) = stage.received
-            return stage(x), lambda y: (y.square().mean(), None)
-
-        get_forward_backward_func(schedule=schedule)(
-            forward_step_func=forward,
-            data_iterator=[iter([batch(ranks.rank, m).to(ranks.device) for m in range(count)]) for _ in stages],
+        call(
+            get_forward_backward_func(schedule=schedule),
             model=stages,
-            num_microbatches=count,
-            seq_length=2,
-            micro_batch_size=2,
+            count=count,
+            forward_step_func=partial(forward_step, data=lambda m: batch(ranks.rank, m).to(ranks.device)),
             p2p_communicator=pipe,
             pg_collection=ProcessGroupCollection.from_grid(grid),
         )
         choice.setstate(drawn)
         whole = parts(choice, chunks)
-        of_one_process(whole, count)
-        for name, error in errors(stages, whole):
-            assert error < 1e-10, (seed, name)
+        in_one_process(whole, [batch(lane, m) for lane in range(2) for m in range(count)], 2 * count)
+        for mine, its in zip(gradients_of(stages), gradients_of(whole), strict=True):
+            assert (mine - its).norm() < 1e-10 * its.norm(), seed
         pipe.destroy()
         dist.barrier()
 

@@ -5,31 +5,28 @@ On real ranks, because the sums are: over the copies of a tied weight, over data
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import nn
 
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.gradients.reduction.reduce import reduce_gradients
 from pipegrid.schedules.gradients.reduction.tied import tie_parameters, tied_stages
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.megatron.step_functions import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-)
+from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.gradients import difference, gradients_of
 from ..kit.groups import Groups
+from ..kit.models import WIDTH, Model, call, in_one_process
+from ..kit.stages import stage_of
 
-WORDS, WIDTH = 7, 4
+WORDS = 7
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 
 
@@ -37,21 +34,16 @@ def parameter(seed, *shape):
     return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
 
 
-class Part(nn.Module):
+class Part(Model):
     """A layer; the first stage looks words up before it, the last one scores words after it."""
 
     def __init__(self, stage, num_stages, config=None):
-        super().__init__()
+        super().__init__(config)
         self.weight = parameter(stage, WIDTH, WIDTH)
         if stage == 0:
             self.word = parameter(99, WORDS, WIDTH)
         if stage == num_stages - 1:
             self.head = self.word if num_stages == 1 else parameter(99, WORDS, WIDTH)
-        self.config = config
-        self.received = [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
 
     def forward(self, x):
         if hasattr(self, "word"):
@@ -66,57 +58,32 @@ def words(microbatch, lane):
     return torch.randint(WORDS, (2 + (3 * microbatch + lane) % 4,), generator=generator)
 
 
-def loss_of(output, x, *, per_token):
-    """The mean over tokens; or their weighted sum, and the sum of the weights, which is not whole."""
+def weights_of(x):
+    """Of tokens; their sum is not whole."""
+    return 0.2 + 0.3 * (x % 4).double()
+
+
+def loss_of(x, output, *, per_token=True):
+    """The weighted sum over tokens and the sum of the weights; or the mean."""
     losses = nn.functional.cross_entropy(output, x.roll(1), reduction="none")
-    weights = 0.2 + 0.3 * (x % 4).double()
-    return ((losses * weights).sum(), weights.sum()) if per_token else (losses.mean(), None)
+    weights = weights_of(x)
+    return ((losses * weights).sum(), weights.sum(), {}) if per_token else (losses.mean(), None, {})
 
 
 def one_process(num_stages, microbatches, lanes, *, per_token):
     parts = [Part(stage, num_stages) for stage in range(num_stages)]
     parts[-1].head = parts[0].word
-    total = 0.0
-    for microbatch, lane in itertools.product(range(microbatches), range(lanes)):
-        x = words(microbatch, lane)
-        output = x
-        for part in parts:
-            output = part(output)
-        loss, weight = loss_of(output, x, per_token=per_token)
-        total += weight.item() if per_token else 1
-        loss.backward()
-    for each in {id(each): each for part in parts for each in part.parameters()}.values():
-        each.grad.div_(total)
+    data = [words(microbatch, lane) for microbatch in range(microbatches) for lane in range(lanes)]
+    total = sum(weights_of(x).sum() for x in data) if per_token else len(data)
+    for x in data:
+        in_one_process(parts, [x], total, partial(loss_of, x, per_token=per_token))
     return parts
 
 
-def assert_equal_gradients(parts, expected, case=""):
-    """By stage; the measure of the design. ``case`` is named where they differ."""
-    everything = [each.grad for part in expected for each in part.parameters()]
-    floor = 1e-3 * torch.cat([gradient.flatten() for gradient in everything]).norm() / len(everything) ** 0.5
-    for stage, part in parts.items():
-        for (name, found), wanted in zip(part.named_parameters(), expected[stage].parameters(), strict=True):
-            apart = (found.grad - wanted.grad).norm() / torch.maximum(wanted.grad.norm(), floor)
-            assert apart < 1e-10, (case, stage, name, float(apart))
-
-
-@frozen
-class Computation:
-    part: Part
-    outgoing: tuple
-    lane: int
-    microbatches: int
-    counted: list
-    per_token: bool
-
-    def forward(self, microbatch, inputs):
-        x = words(microbatch, self.lane)
-        output = self.part(next(iter(inputs.values())) if inputs else x)
-        if self.outgoing:
-            return Forwarded(dict.fromkeys(self.outgoing, output))
-        loss, weight = loss_of(output, x, per_token=self.per_token)
-        self.counted.append(weight)
-        return Forwarded({}, loss if self.per_token else loss / self.microbatches)
+def apart(parts, expected):
+    """The measure of the docs, of the parts by stage."""
+    wanted = gradients_of([expected[stage] for stage in parts])
+    return difference(gradients_of(parts.values()), wanted, among=gradients_of(expected))
 
 
 def check(ranks, name, positions, microbatches, *, per_token):
@@ -142,17 +109,14 @@ def check(ranks, name, positions, microbatches, *, per_token):
     tied = tie_parameters("word", copies, stages=first_and_last, group=embeddings[lane] if copies else None)
     plan = lower(computes, tied=dict(tied_stages([tied])))
     counted = []
-    stages = {
-        stage: Computation(
-            part,
-            tuple(edge for edge in plan.graph.stage_edges if edge.source == stage),
-            lane,
-            microbatches,
-            counted,
-            per_token,
-        )
-        for stage, part in parts.items()
-    }
+
+    def loss(output, microbatch):
+        scalar, weight, _ = loss_of(words(microbatch, lane), output, per_token=per_token)
+        counted.append(weight)
+        return scalar if per_token else scalar / microbatches
+
+    data = partial(words, lane=lane)
+    stages = {stage: stage_of(plan.graph, stage, part, data=data, loss=loss) for stage, part in parts.items()}
     placement = [only for (only,) in plan.placement]
     communicator = P2PCommunicator(pipelines[lane], config, placement=placement)
     PipelineRuntime(plan, stages, communicator, reducers={"word": tied.reduce}).step()
@@ -161,7 +125,7 @@ def check(ranks, name, positions, microbatches, *, per_token):
         Groups(dp=beside[position]),
         num_tokens=sum(counted) if per_token else None,
     )
-    assert_equal_gradients(parts, one_process(plan.num_stages, microbatches, lanes, per_token=per_token), name)
+    assert apart(parts, one_process(plan.num_stages, microbatches, lanes, per_token=per_token)) < 1e-10, name
     communicator.close()
     dist.barrier()
 
@@ -220,50 +184,25 @@ def test_the_step_functions_finish_weighed_tokens_by_default(ranks, chunks):
     for part in parts.values():
         part.config = config
     communicator = P2PCommunicator(dist.group.WORLD, config)
-    models, data = list(parts.values()), [iter(range(4)) for _ in parts]
-    step = forward_backward_pipelining_with_interleaving if chunks > 1 else _without_interleaving
-    step(
+    call(
+        get_forward_backward_func(2, chunks),
+        model=list(parts.values()),
         forward_step_func=forward_step,
-        data_iterator=data,
-        model=models,
-        num_microbatches=4,
-        seq_length=1,
-        micro_batch_size=1,
         p2p_communicator=communicator,
         pg_collection=Groups(),
     )
-    assert_equal_gradients(parts, one_process(num_stages, 4, 1, per_token=True))
+    assert apart(parts, one_process(num_stages, 4, 1, per_token=True)) < 1e-10
     communicator.close()
 
 
-_without_interleaving = forward_backward_pipelining_without_interleaving
-
-
-def forward_step(microbatches, model):
-    x = words(next(microbatches), 0)
-    output = model(x if hasattr(model, "word") else model.received[0])
-    return output, partial(counted_loss, x)
-
-
-def counted_loss(x, output):
-    return *loss_of(output, x, per_token=True), {}
+def forward_step(microbatches, model, lane=0):
+    x = words(next(microbatches), lane)
+    return model(x if hasattr(model, "word") else model.received[0]), partial(loss_of, x)
 
 
 @pytest.mark.ranks(2)
 def test_without_a_pipeline_two_lanes_finish_weighed_tokens_by_default(ranks):
     part = Part(0, 1, PipelineConfig(calculate_per_token_loss=True))
-
-    def step(microbatches, model):
-        x = words(next(microbatches), ranks.rank)
-        return model(x), partial(counted_loss, x)
-
-    forward_backward_no_pipelining(
-        forward_step_func=step,
-        data_iterator=iter(range(3)),
-        model=part,
-        num_microbatches=3,
-        seq_length=1,
-        micro_batch_size=1,
-        pg_collection=Groups(dp=dist.group.WORLD),
-    )
-    assert_equal_gradients({0: part}, one_process(1, 3, 2, per_token=True))
+    step = partial(forward_step, lane=ranks.rank)
+    call(model=part, count=3, forward_step_func=step, pg_collection=Groups(dp=dist.group.WORLD))
+    assert apart({0: part}, one_process(1, 3, 2, per_token=True)) < 1e-10

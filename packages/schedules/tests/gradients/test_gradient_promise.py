@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -17,26 +18,22 @@ from torch.utils.checkpoint import checkpoint
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime import Forwarded
 from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
 
-WIDTH = 4
-DEADLINE = 20.0
+from ..kit.gradients import difference, gradients_of
+from ..kit.models import WIDTH, Residual
+from ..kit.stages import differentiate, stages_of
+from ..kit.threads import DEADLINE
 
 
-class Layer(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
-        self.double()
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+def layer(seed):
+    made = Residual().double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return made
 
 
 class Bend(nn.Module):
@@ -81,7 +78,7 @@ class Case:
 
     def models(self, num_stages):
         """The stages' modules; the special one is the second, and there is at least one more with parameters."""
-        models = [Layer(stage) for stage in range(num_stages)]
+        models = [layer(stage) for stage in range(num_stages)]
         if self.special == "frozen":
             models[1].requires_grad_(requires_grad=False)
         elif self.special == "without parameters":
@@ -115,28 +112,8 @@ def finish(case, models):
                 parameter.grad.div_(total)
 
 
-@frozen
-class Computation:
-    case: Case
-    model: nn.Module
-    outgoing: tuple
-
-    def forward(self, microbatch, inputs):
-        x = next(iter(inputs.values())) if inputs else data(microbatch)
-        y = checkpoint(self.model, x, use_reentrant=False) if self.case.checkpointed else self.model(x)
-        return Forwarded(dict.fromkeys(self.outgoing, y), None if self.outgoing else loss_of(self.case, y))
-
-
-def pipelined(case, plan, threads):
-    models = case.models(plan.num_stages)
-    stages = [
-        Computation(case, model, tuple(edge for edge in plan.graph.stage_edges if edge.source == stage))
-        for stage, model in enumerate(models)
-    ]
-    reducers = {"word": reducing(plan, models[0].word, models[-1].word)} if case.special == "tied" else {}
-    threads.run(plan, stages, reducers=reducers, deallocate_outputs=case.microbatches % 2 == 1)
-    finish(case, models)
-    return models
+def stages(case, plan, models, **options):
+    return stages_of(plan.graph, models, data=data, loss=lambda output, _: loss_of(case, output), **options)
 
 
 def reducing(plan, *copies):
@@ -156,31 +133,6 @@ def reducing(plan, *copies):
     return reduce
 
 
-def reference(case, num_stages):
-    """Tied copies are one parameter here, which has the place of both in the result."""
-    models = case.models(num_stages)
-    if case.special == "tied":
-        models[-1].word = models[0].word
-    for microbatch in range(case.microbatches):
-        x = data(microbatch)
-        for model in models:
-            x = model(x)
-        loss_of(case, x).backward()
-    finish(case, models)
-    return models
-
-
-def gradients(models):
-    return [parameter.grad for model in models for parameter in model.parameters()]
-
-
-def difference(found, expected):
-    """The design's measure, the largest over all tensors; some gradients are zero in exact arithmetic."""
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if b is not None]
-    floor = 1e-3 * torch.cat([b.flatten() for _, b in pairs]).norm() / len(pairs) ** 0.5
-    return max(((a - b).norm() / torch.maximum(b.norm(), floor)).item() for a, b in pairs)
-
-
 def in_order(plan):
     """Whether every stage adds up its gradients microbatch by microbatch, as one process does."""
     added = {stage: [] for stage in range(plan.num_stages)}
@@ -195,11 +147,19 @@ def names(case, plan):
     return [name for model in case.models(plan.num_stages) for name, _ in model.named_parameters()]
 
 
-def check(case, *fixtures):
+def check(case, network):
     plan = case.plan()
-    found = gradients(pipelined(case, plan, *fixtures))
-    expected = gradients(reference(case, plan.num_stages))
-    assert [a is None for a in found] == [b is None for b in expected]
+    models, whole = case.models(plan.num_stages), case.models(plan.num_stages)
+    reducers = {"word": reducing(plan, models[0].word, models[-1].word)} if case.special == "tied" else {}
+    options = {"run": partial(checkpoint, use_reentrant=False)} if case.checkpointed else {}
+    deallocate = case.microbatches % 2 == 1
+    network.run(plan, stages(case, plan, models, **options), reducers=reducers, deallocate_outputs=deallocate)
+    if case.special == "tied":  # one parameter, which has the place of both copies below
+        whole[-1].word = whole[0].word
+    differentiate(plan, stages(case, plan, whole))
+    for each in (models, whole):
+        finish(case, each)
+    found, expected = gradients_of(models), gradients_of(whole)
     assert difference(found, expected) < 1e-10
     if case.special == "tied":
         # The copies add up what one parameter would by turns, so only they are not bit for bit.
@@ -226,17 +186,17 @@ SAMPLE = MATRIX[::37]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_gradients_are_those_of_one_process(case, threads):
-    check(case, threads)
+def test_gradients_are_those_of_one_process(case, network):
+    check(case, network)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_one_process_in_every_case(name, threads):
+def test_gradients_are_those_of_one_process_in_every_case(name, network):
     for case in MATRIX:
         if case.schedule == name:
-            threads.network.lanes.clear()
-            check(case, threads)
+            network.lanes.clear()
+            check(case, network)
 
 
 def test_the_sample_has_every_value_of_everything():

@@ -15,13 +15,14 @@ from pipegrid.schedules import (
     LossScaler,
     PipelineConfig,
     accumulate_in_main_grad,
-    forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
     scale_loss,
     unscale_gradients_,
 )
 from pipegrid.schedules.gradients.loss_scale import fixed, from_state, to_state, updated
 from pipegrid.transport import P2PCommunicator
+
+from ..kit.models import Part, call
 
 
 def moved(state, outcomes):
@@ -91,53 +92,20 @@ def test_a_half_precision_loss_is_scaled_in_float32():
     assert (scaled.dtype, scaled.item()) == (torch.float32, 100.0 * 2**16)
 
 
-class Layer(nn.Module):
-    def __init__(self, config, dtype, seed):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(4, 4, generator=generator).to(dtype))
-        self.config, self.received = config, [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-
-def step(iterator, model):
-    x = model.received[0]
-    if x is None:
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(next(iterator))).to(model.weight.dtype)
-    return torch.tanh(x @ model.weight), lambda output: (output.square().mean(), {"loss": output.square().mean()})
-
-
-def run(model, communicator=None):
-    function = forward_backward_pipelining_without_interleaving
-    arguments = {"p2p_communicator": communicator}
-    if communicator is None:
-        function, arguments = forward_backward_no_pipelining, {}
-    return function(
-        forward_step_func=step,
-        data_iterator=iter(range(3)),
-        model=model,
-        num_microbatches=3,
-        seq_length=1,
-        micro_batch_size=1,
-        **arguments,
-    )
-
-
 @pytest.mark.ranks(2)
 def test_scaled_and_unscaled_gradients_are_those_without_a_scale(ranks):
     """A power of two is exact in float64, through a pipeline as well; the reported loss is not scaled."""
     found = []
     for scaler in (None, LossScaler(LossScale(scale=2.0**12))):
         config = PipelineConfig(pipeline_dtype=torch.float64, grad_scale_func=scaler, strict=ranks.strict_sends)
-        model = Layer(config, torch.float64, ranks.rank)
+        model = Part(ranks.rank, config)
         communicator = P2PCommunicator(dist.group.WORLD, config)
-        infos = run(model, communicator)
+        pipelining = forward_backward_pipelining_without_interleaving
+        infos = call(pipelining, model=model, count=3, p2p_communicator=communicator)
         communicator.close()
         if scaler is not None:
             assert scaler.unscale(model)
-        found.append((model.weight.grad, infos))
+        found.append((model.layers[0].weight.grad, infos))
     (expected, infos), (gradient, scaled_infos) = found
     assert torch.equal(gradient, expected)
     assert infos == scaled_infos

@@ -24,6 +24,8 @@ from pipegrid.schedules.gradients.reduction.tied import tie_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.models import Model, call
+
 MICROBATCHES = 24
 
 
@@ -142,20 +144,12 @@ def test_a_tied_parameter_sums_its_copies_main_grads(ranks):
     assert layer.weight.grad is None
 
 
-class Part(nn.Module):
-    def __init__(self, layer, config):
-        super().__init__()
-        self.layer, self.config, self.received = layer, config, [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-
 @pytest.mark.ranks(2)
 def test_a_pipelined_bfloat16_step_leaves_the_float32_sum_of_its_microbatches(ranks):
     config = PipelineConfig(pipeline_dtype=torch.bfloat16, strict=ranks.strict_sends)
     layers = model_of(torch.bfloat16)
-    part = Part((layers[0], layers[2])[ranks.rank], config)
+    part = Model(config)
+    part.layer = (layers[0], layers[2])[ranks.rank]
     single = copy.deepcopy(layers)
     accumulate_in_main_grad(part)
     communicator = P2PCommunicator(dist.group.WORLD, config)
@@ -164,15 +158,8 @@ def test_a_pipelined_bfloat16_step_leaves_the_float32_sum_of_its_microbatches(ra
         x = microbatch(next(iterator)) if ranks.rank == 0 else torch.tanh(model.received[0])
         return model.layer(x), lambda output: (output.square().sum(), None)
 
-    forward_backward_pipelining_without_interleaving(
-        forward_step_func=step,
-        data_iterator=iter(range(MICROBATCHES)),
-        model=part,
-        num_microbatches=MICROBATCHES,
-        seq_length=1,
-        micro_batch_size=1,
-        p2p_communicator=communicator,
-    )
+    pipelining = forward_backward_pipelining_without_interleaving
+    call(pipelining, model=part, count=MICROBATCHES, forward_step_func=step, p2p_communicator=communicator)
     communicator.close()
     accumulate_in_main_grad(single)
     for index in range(MICROBATCHES):

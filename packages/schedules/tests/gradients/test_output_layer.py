@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ from pipegrid.schedules import (
     accumulate_in_main_grad,
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
-    forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
     output_linear,
     tie_parameters,
@@ -22,20 +23,20 @@ from pipegrid.schedules import (
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.gradients import assert_same_gradients
+from ..kit.models import Model, call, forward_step, in_one_process, mean_loss
+
 WIDTH, VOCABULARY, MICROBATCHES = 4, 6, 5
 
 
-class Head(nn.Module):
-    def __init__(self, config, dtype=torch.float64, *, bias=True):
-        super().__init__()
+class Head(Model):
+    def __init__(self, config=None, dtype=torch.float64, *, bias=True):
+        super().__init__(config)
         torch.manual_seed(1)
         self.before = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.output_layer = nn.Linear(WIDTH, VOCABULARY, dtype=dtype, bias=bias)
         self.embedding_activation_buffer, self.grad_output_buffer = [], []
-        self.config, self.received, self.tp_group = config, [None], None
-
-    def set_input_tensor(self, received):
-        self.received = received
+        self.tp_group = None
 
     def forward(self, x):
         hidden = torch.tanh(self.before(x))
@@ -47,31 +48,17 @@ def microbatch(index, rows=3):
     return torch.randn(rows, 2, WIDTH, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
 
 
-def step(iterator, model):
-    x = model.received[0]
-    if x is None:
-        x = microbatch(next(iterator)).to(next(model.parameters()).dtype)
-    return model(x), lambda output: (output.square().mean(), None)
-
-
-def run(model, function=forward_backward_no_pipelining, **arguments):
-    return function(
-        forward_step_func=step,
-        data_iterator=iter(range(MICROBATCHES)),
-        model=model,
-        num_microbatches=MICROBATCHES,
-        seq_length=1,
-        micro_batch_size=1,
-        **arguments,
-    )
+def run(model, *args, **arguments):
+    dtype = next(model.parameters()).dtype
+    step = partial(forward_step, data=lambda index: microbatch(index).to(dtype))
+    return call(*args, model=model, count=MICROBATCHES, **{"forward_step_func": step, **arguments})
 
 
 def reference():
     """The undeferred gradients, by torch's own linear."""
-    head = Head(None)
-    for index in range(MICROBATCHES):
-        output = head.output_layer(torch.tanh(head.before(microbatch(index))))
-        (output.square().mean() / MICROBATCHES).backward()
+    head = Head()
+    plain = nn.Sequential(head.before, nn.Tanh(), head.output_layer)
+    in_one_process([plain], map(microbatch, range(MICROBATCHES)), MICROBATCHES)
     return head
 
 
@@ -83,8 +70,7 @@ def deferring(limit=0, **options):
 def test_a_step_has_the_gradients_of_a_plain_linear(config):
     head, expected = Head(config), reference()
     run(head)
-    for ours, theirs in zip(head.parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-13, atol=1e-16)
+    assert_same_gradients(head, expected, rtol=1e-13, atol=1e-16)
     assert head.embedding_activation_buffer == head.grad_output_buffer == []
 
 
@@ -223,16 +209,12 @@ def test_over_tensor_parallel_ranks_the_shards_gradients_are_those_of_the_whole(
     assert torch.allclose(module.output_layer.weight.grad, weight.grad[rows], rtol=1e-13)
 
 
-class Words(nn.Module):
+class Words(Model):
     """The first stage: an embedding whose table is the head's output layer."""
 
     def __init__(self, config):
-        super().__init__()
-        self.word = nn.Parameter(Head(None).output_layer.weight.detach().clone())
-        self.config, self.received = config, [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
+        super().__init__(config)
+        self.word = nn.Parameter(Head().output_layer.weight.detach().clone())
 
 
 def words_of(index):
@@ -264,20 +246,17 @@ def test_a_tied_output_layer_is_finished_before_its_reduce_and_after_the_last_se
     def tied_step(iterator, model):
         if ranks.rank == 0:
             return model.word[words_of(next(iterator))], None
-        return model(model.received[0]), lambda output: (output.square().mean(), None)
+        return model(model.received[0]), mean_loss
 
-    forward_backward_pipelining_without_interleaving(
+    run(
+        model,
+        forward_backward_pipelining_without_interleaving,
         forward_step_func=tied_step,
-        data_iterator=iter(range(MICROBATCHES)),
-        model=model,
-        num_microbatches=MICROBATCHES,
-        seq_length=1,
-        micro_batch_size=1,
         p2p_communicator=communicator,
         pg_collection=ProcessGroupCollection(),
     )
     communicator.close()
-    head = Head(None)
+    head = Head()
     for index in range(MICROBATCHES):
         hidden = torch.tanh(head.before(head.output_layer.weight[words_of(index)]))
         (head.output_layer(hidden).square().mean() / MICROBATCHES).backward()

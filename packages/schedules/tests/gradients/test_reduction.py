@@ -13,21 +13,10 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 
-from ..kit.groups import Groups
+from ..kit.groups import Group, Groups
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
 TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
-
-
-@frozen
-class Group:
-    ranks: int
-
-    def size(self):
-        return self.ranks
-
-    def rank(self):
-        return 0
 
 
 @frozen

@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pipegrid.schedules import PipelineConfig, PipelineError, forward_backward_no_pipelining
+from pipegrid.schedules import PipelineConfig, PipelineError
 from pipegrid.schedules.gradients import GradientError, ReplicaError, clip_grad_norm_, reduce_gradients
 from pipegrid.schedules.gradients.reduction.checksum import checksums
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+
+from ..kit.models import call
 
 CPU = torch.device("cpu")
 
@@ -99,18 +101,10 @@ class Model(nn.Sequential):
 
 def step(model, collection, *, per_token=False):
     def forward(iterator, model):
-        y = model(next(iterator)).square()
+        y = model(torch.ones(5, 3)).square()
         return y, lambda y: (y.sum(), torch.tensor(y.numel()), None) if per_token else (y.mean(), None)
 
-    return forward_backward_no_pipelining(
-        forward_step_func=forward,
-        data_iterator=iter([torch.ones(5, 3)] * 2),
-        model=model,
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
-        pg_collection=collection,
-    )
+    return call(model=model, count=2, forward_step_func=forward, pg_collection=collection)
 
 
 @pytest.mark.ranks(2)

@@ -27,11 +27,7 @@ from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron import PipelineConfig
 
 from ..kit.groups import Groups
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+from ..kit.models import two_layers
 
 
 def samples(lane):
@@ -42,10 +38,10 @@ def samples(lane):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_gradients_sharded_by_fsdp2_are_clipped_by_their_shards(ranks, norm_type):
     """No DTensor operation in between: each would be a collective, in which a rank without the parameter is missing."""
-    model = network().to(ranks.device)
+    model = two_layers().to(ranks.device)
     fully_shard(model, mesh=init_device_mesh(ranks.device.type, (2,)))
     model(samples(ranks.rank).to(ranks.device)).square().mean().backward()
-    reference = network().to(ranks.device)
+    reference = two_layers().to(ranks.device)
     (sum(reference(samples(lane).to(ranks.device)).square().mean() for lane in range(2)) / 2).backward()
     whole = torch.cat([p.grad.flatten() for p in reference.parameters()])
     norm = clip_grad_norm_(model, Groups(dp=dist.group.WORLD), 1e-3, norm_type=norm_type)
@@ -178,7 +174,7 @@ def test_a_mark_that_cannot_be_obeyed_is_an_error(ranks):
 
 @pytest.mark.ranks(2)
 def test_replicas_that_differ_after_a_step_are_found_on_every_rank(ranks):
-    module = network().to(ranks.device)
+    module = two_layers().to(ranks.device)
     require_equal_replicas({"net": module}, Groups(dp=dist.group.WORLD))
     with torch.no_grad():
         module[1].bias.add_(float(ranks.rank))
@@ -189,7 +185,7 @@ def test_replicas_that_differ_after_a_step_are_found_on_every_rank(ranks):
 @pytest.mark.ranks(2)
 def test_a_job_of_several_modules_says_whose_lanes_the_loss_has(ranks):
     """Each module's own lanes would be wrong by their ratio to the loss side's."""
-    module = network()
+    module = two_layers()
     with pytest.raises(GradientError, match="loss_lanes is not given, and the job has several modules"):
         reduce_gradients({"images": module}, {"images": Groups(dp=dist.group.WORLD)})
     reduce_gradients({"images": module}, {"images": Groups(dp=dist.group.WORLD)}, loss_lanes=1)
@@ -199,7 +195,7 @@ def test_a_job_of_several_modules_says_whose_lanes_the_loss_has(ranks):
 def test_a_reduction_that_a_rank_does_not_join_ends_with_the_deadline(ranks):
     group = dist.new_group([0, 1])
     if ranks.rank == 0:
-        module = network()
+        module = two_layers()
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
         for call in (

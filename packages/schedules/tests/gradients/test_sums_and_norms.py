@@ -15,11 +15,7 @@ from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
 
 from ..kit.groups import Groups
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+from ..kit.models import two_layers
 
 
 def fill(module, value):
@@ -31,7 +27,7 @@ def fill(module, value):
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
 def test_the_sum_over_lanes_is_divided_by_the_lanes_of_the_loss(ranks, bucket_bytes):
     group = dist.group.WORLD
-    module = network(0)
+    module = two_layers()
     fill(module, float(ranks.rank))
     reduce_gradients(module, Groups(dp=group), loss_lanes=2, bucket_bytes=bucket_bytes)
     for number, parameter in enumerate(module.parameters()):
@@ -40,7 +36,7 @@ def test_the_sum_over_lanes_is_divided_by_the_lanes_of_the_loss(ranks, bucket_by
 
 @pytest.mark.ranks(2)
 def test_by_default_a_mean_over_the_modules_own_lanes(ranks):
-    module = network(0)
+    module = two_layers()
     fill(module, float(ranks.rank))
     reduce_gradients([module], Groups(dp_cp=dist.group.WORLD))
     assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 0.5))
@@ -48,7 +44,7 @@ def test_by_default_a_mean_over_the_modules_own_lanes(ranks):
 
 @pytest.mark.ranks(3)
 def test_token_weighted_gradients_are_divided_by_the_tokens_of_the_job(ranks):
-    module = network(0)
+    module = two_layers()
     fill(module, 6.0)
     reduce_gradients({"a": module}, {"a": Groups()}, num_tokens=torch.tensor([3, 0, 9][ranks.rank]))
     assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 6.0 / 12))
@@ -66,7 +62,7 @@ def test_token_weighted_gradients_are_divided_by_the_tokens_of_the_job(ranks):
 )
 def test_tokens_may_be_weighed_and_whole_ones_are_counted_exactly(ranks, counted, total):
     """The rank without a loss counts 0 whole tokens, not knowing that the others weigh theirs."""
-    module = network(0)
+    module = two_layers()
     fill(module, 6.0)
     reduce_gradients(module, Groups(), num_tokens=counted[ranks.rank])
     assert torch.equal(module[0].weight.grad, torch.full_like(module[0].weight, 6.0) / total)
@@ -75,7 +71,7 @@ def test_tokens_may_be_weighed_and_whole_ones_are_counted_exactly(ranks, counted
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_gradients_are_divided_by_more_tokens_than_their_type_can_hold(ranks, dtype):
-    module = network(0).to(dtype)
+    module = two_layers().to(dtype)
     fill(module, 1000.0)
     reduce_gradients(module, Groups(dp=dist.group.WORLD), num_tokens=50_001)
     expected = torch.full_like(module[0].weight, 0.0, dtype=torch.float64) + 2000.0 / 100_002
@@ -84,7 +80,7 @@ def test_narrow_gradients_are_divided_by_more_tokens_than_their_type_can_hold(ra
 
 @pytest.mark.ranks(2)
 def test_a_gradient_on_one_lane_only_counts_as_zero_on_the_other(ranks):
-    module = network(0)
+    module = two_layers()
     if ranks.rank == 1:
         module[0].weight.grad = torch.ones_like(module[0].weight)
     reduce_gradients(module, Groups(dp=dist.group.WORLD), loss_lanes=1)
@@ -154,7 +150,7 @@ def test_the_norm_counts_replicas_once_and_is_the_same_everywhere(ranks):
 
 @pytest.mark.ranks(2)
 def test_a_tied_copy_is_not_counted_but_clipped(ranks):
-    module = network(0)
+    module = two_layers()
     fill(module, 1.0)
     if ranks.rank == 1:
         for parameter in module.parameters():
@@ -167,7 +163,7 @@ def test_a_tied_copy_is_not_counted_but_clipped(ranks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_norms_below_the_bound_leave_gradients_alone(ranks, norm_type):
-    module = network(0)
+    module = two_layers()
     fill(module, 0.25 * (1 + ranks.rank))
     kept = [p.grad.clone() for p in module.parameters()]
     both = torch.cat([g.flatten() for g in kept])
@@ -184,17 +180,17 @@ def test_what_cannot_be_reduced_is_named():
     with pytest.raises(GradientError, match=r"shape \(4, 2\) in module 'e' has a sparse gradient"):
         reduce_gradients({"e": embedding}, {"e": Groups()}, loss_lanes=1)
     with pytest.raises(GradientError, match=r"no process groups for module 'x'; there are collections for \['e'\]"):
-        reduce_gradients({"x": network(0)}, {"e": Groups()})
+        reduce_gradients({"x": two_layers()}, {"e": Groups()})
     for value in (0, -1.0, math.nan, "one"):
         with pytest.raises(GradientError, match="norm_type is .*; it must be a number above 0"):
-            clip_grad_norm_(network(0), Groups(), 1.0, norm_type=value)
+            clip_grad_norm_(two_layers(), Groups(), 1.0, norm_type=value)
     for name in ("loss_lanes", "bucket_bytes"):
         with pytest.raises(GradientError, match=f"{name} is 0; it must be an integer of at least 1"):
-            reduce_gradients(network(0), Groups(), **{name: 0})
+            reduce_gradients(two_layers(), Groups(), **{name: 0})
     with pytest.raises(GradientError, match="num_tokens is -1; it must be a finite number of at least 0"):
-        reduce_gradients(network(0), Groups(), num_tokens=-1)
+        reduce_gradients(two_layers(), Groups(), num_tokens=-1)
     with pytest.raises(GradientError, match="max_norm is 0; it must be a number above 0, or infinity"):
-        clip_grad_norm_(network(0), Groups(), 0)
+        clip_grad_norm_(two_layers(), Groups(), 0)
 
 
 def same_everywhere(value):
@@ -242,7 +238,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(ranks, norm_type):
     """A backend's maximum may drop a NaN, depending on the order in which it compares."""
     for value in (float("nan"), float("inf"), float("-inf")):
         for where in (0, 2):
-            module = network(0)
+            module = two_layers()
             fill(module, 1.0)
             if ranks.rank == where:
                 module[0].weight.grad[1, 1] = value

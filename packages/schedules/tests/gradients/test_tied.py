@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ from pipegrid.schedules.gradients.reduction.tie_groups import stages_here, tie_g
 from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
 from pipegrid.transport import P2PCommunicator
+
+from ..kit.models import WIDTH, Model, call, in_one_process
 
 TIED = {"embedding": (0, 3)}
 
@@ -128,34 +131,27 @@ def test_stages_and_grids_that_do_not_fit():
 # ---------------------------------------------------------------------------------------------------------------
 # On real ranks.
 
-VOCABULARY, WIDTH, BATCH, TOKENS, MICROBATCHES = 7, 4, 4, 3, 3
+VOCABULARY, BATCH, TOKENS, MICROBATCHES = 7, 4, 3, 3
 
 
 def table():
     return nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3)).double())
 
 
-class Embedding(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.word, self.config, self.received = table(), config, {}
-
-    def set_input_tensor(self, received):
-        self.received = received
+class Embedding(Model):
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.word = table()
 
     def forward(self, tokens):
         return torch.tanh(self.word[tokens])
 
 
-class Head(nn.Module):
-    def __init__(self, config):
-        super().__init__()
+class Head(Model):
+    def __init__(self, config=None):
+        super().__init__(config)
         torch.manual_seed(5)
-        self.layer = nn.Linear(WIDTH, WIDTH).double()
-        self.word, self.config, self.received = table(), config, {}
-
-    def set_input_tensor(self, received):
-        self.received = received
+        self.layer, self.word = nn.Linear(WIDTH, WIDTH).double(), table()
 
     def forward(self, hidden):
         return self.layer(hidden) @ self.word.t()
@@ -169,15 +165,18 @@ def counted_of(index):
     return torch.randint(0, 2, (BATCH, TOKENS), generator=torch.Generator().manual_seed(90 + index)).double()
 
 
-def loss_of(output, counted, *, per_token):
+def loss_of(counted, output, *, per_token):
     if per_token:
         return (output.square().mean(dim=-1) * counted).sum(), counted.sum().long(), None
     return output.square().mean(), None
 
 
+pipelined = partial(call, forward_backward_pipelining_without_interleaving, count=MICROBATCHES)
+
+
 def one_process(per_token, steps):
     """The reference: one parameter in both places, SGD; its gradients and norm at the last step."""
-    embedding, head = Embedding(None), Head(None)
+    embedding, head = Embedding(), Head()
     head.word = embedding.word
     trained = [embedding.word, *head.layer.parameters()]
     for _ in range(steps):
@@ -185,8 +184,8 @@ def one_process(per_token, steps):
             parameter.grad = None
         divisor = sum(counted_of(i).sum() for i in range(MICROBATCHES)) if per_token else MICROBATCHES
         for index in range(MICROBATCHES):
-            output = head(embedding(tokens_of(index)))
-            (loss_of(output, counted_of(index), per_token=per_token)[0] / divisor).backward()
+            loss = partial(loss_of, counted_of(index), per_token=per_token)
+            in_one_process([embedding, head], [tokens_of(index)], divisor, loss)
         with torch.no_grad():
             for parameter in trained:
                 parameter -= 0.1 * parameter.grad
@@ -208,7 +207,7 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
     for each in grids.values():
         each.create_pg("dp")
     collection = ProcessGroupCollection.from_grid(grids[graph.order[here]])
-    stage = (Embedding, Head)[here](None)
+    stage = (Embedding, Head)[here]()
     tied = tie_parameters("word", {here: stage.word}, stages=[1, 0], grids=grids, graph=graph)
     stage.config = PipelineConfig(
         pipeline_dtype=torch.float64,
@@ -225,23 +224,9 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
         if here == 0:
             return {"text": model(tokens_of(index)[share.start : share.stop])}, None
         counted = counted_of(index)[share.start : share.stop]
-        return model(model.received["text"]), lambda output: loss_of(output, counted, per_token=per_token)
+        return model(model.received["text"]), partial(loss_of, counted, per_token=per_token)
 
-    for _ in range(2):
-        stage.zero_grad()
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=step,
-            data_iterator=iter(range(MICROBATCHES)),
-            model=stage,
-            num_microbatches=MICROBATCHES,
-            seq_length=1,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-            pg_collection=collection,
-        )
-        with torch.no_grad():
-            for parameter in stage.parameters():
-                parameter -= 0.1 * parameter.grad
+    train(stage, step, communicator, collection)
     word, weight, norm = one_process(per_token, 2)
     assert torch.allclose(stage.word.grad, word.grad, rtol=1e-11, atol=1e-15)
     if here == 1:
@@ -250,6 +235,16 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
     assert torch.allclose(clip_grad_norm_(stage, collection, 1e-3), norm, rtol=1e-11)
     communicator.destroy()
     dist.barrier()
+
+
+def train(stage, step, communicator, collection):
+    """Two steps of SGD."""
+    for _ in range(2):
+        stage.zero_grad()
+        pipelined(model=stage, forward_step_func=step, p2p_communicator=communicator, pg_collection=collection)
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter -= 0.1 * parameter.grad
 
 
 def assert_same_bits(parameter):
@@ -267,7 +262,7 @@ def test_on_two_data_lanes_of_one_pipeline_training_is_that_of_one_process(ranks
     pp, dp = box.create_pgs(["pp", "dp"])
     collection = ProcessGroupCollection(pp=pp, dp=dp, embd=pp)
     here = box.coords(ranks.rank)["pp"]
-    stage = (Embedding, Head)[here](None)
+    stage = (Embedding, Head)[here]()
     where = {"group": collection.embd} if own_group else {"grids": box}
     tied = tie_parameters("word", {here: stage.word}, stages=[0, 1], **where)
     stage.config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, tied_parameters=(tied,))
@@ -277,23 +272,9 @@ def test_on_two_data_lanes_of_one_pipeline_training_is_that_of_one_process(ranks
     def step(indices, model):
         index = next(indices)
         x = tokens_of(index)[share.start : share.stop] if here == 0 else model.received[0]
-        return model(x), lambda output: loss_of(output, None, per_token=False)
+        return model(x), partial(loss_of, None, per_token=False)
 
-    for _ in range(2):
-        stage.zero_grad()
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=step,
-            data_iterator=iter(range(MICROBATCHES)),
-            model=stage,
-            num_microbatches=MICROBATCHES,
-            seq_length=1,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-            pg_collection=collection,
-        )
-        with torch.no_grad():
-            for parameter in stage.parameters():
-                parameter -= 0.1 * parameter.grad
+    train(stage, step, communicator, collection)
     word, _, norm = one_process(False, 2)
     assert torch.allclose(stage.word.grad, word.grad, rtol=1e-11, atol=1e-15)
     assert_same_bits(stage.word)
@@ -306,7 +287,7 @@ def test_on_two_data_lanes_of_one_pipeline_training_is_that_of_one_process(ranks
 def test_gradients_of_two_calls_add_up_where_nothing_but_a_tie_is_reduced(ranks, by_hand):
     """A REDUCE of all that is there would count the first call twice."""
     box = HyperCommGrid([2], ["pp"])
-    stage, finalized = (Embedding, Head)[ranks.rank](None), []
+    stage, finalized = (Embedding, Head)[ranks.rank](), []
     stage.config = PipelineConfig(
         pipeline_dtype=torch.float64,
         tied_parameters=(tie_parameters("word", {ranks.rank: stage.word}, stages=[0, 1], grids=box),),
@@ -317,19 +298,11 @@ def test_gradients_of_two_calls_add_up_where_nothing_but_a_tie_is_reduced(ranks,
     def step(indices, model):
         index = next(indices)
         x = tokens_of(index) if ranks.rank == 0 else model.received[0]
-        return model(x), lambda output: loss_of(output, None, per_token=False)
+        return model(x), partial(loss_of, None, per_token=False)
 
     held = []
     for _ in range(2):
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=step,
-            data_iterator=iter(range(MICROBATCHES)),
-            model=stage,
-            num_microbatches=MICROBATCHES,
-            seq_length=1,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-        )
+        pipelined(model=stage, forward_step_func=step, p2p_communicator=communicator)
         held.append(stage.word.grad.clone())
     assert torch.equal(held[1], 2 * held[0])
     if by_hand:

@@ -1,6 +1,19 @@
-"""A collection of process groups, as the step functions and the reductions take it."""
+"""Process groups, and collections of them, as the step functions and the reductions take them."""
 
 from attrs import frozen
+
+
+@frozen
+class Group:
+    """A process group as far as its size, seen by its first rank."""
+
+    ranks: int
+
+    def size(self):
+        return self.ranks
+
+    def rank(self):
+        return 0
 
 
 @frozen

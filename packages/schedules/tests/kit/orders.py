@@ -12,6 +12,8 @@ import itertools
 
 from attrs import frozen
 
+from .player import makespan, play
+
 
 @frozen
 class Pass:
@@ -101,22 +103,11 @@ def every_order(passes, num_microbatches, position):
 
 def makespan_of(passes, orders):
     """When the last pass ends if each position follows its order; None if they wait for each other."""
-    at, free = [0] * len(orders), [0.0] * len(orders)
-    ends = [[] for _ in passes]
-    moved = True
-    while moved:
-        moved = False
-        for position, order in enumerate(orders):
-            while at[position] < len(order):
-                index = order[at[position]]
-                number = len(ends[index])
-                begin = free[position]
-                if index:
-                    if len(ends[index - 1]) <= number:
-                        break
-                    begin = max(begin, ends[index - 1][number] + passes[index - 1].travel)
-                free[position] = begin + passes[index].duration
-                ends[index].append(free[position])
-                at[position] += 1
-                moved = True
-    return max(free) if at == [len(order) for order in orders] else None
+
+    def needs(step):
+        index, number = step
+        return [((index - 1, number), passes[index - 1].travel)] if index else []
+
+    numbered = [[(index, order[:at].count(index)) for at, index in enumerate(order)] for order in orders]
+    times = play(numbered, needs=needs, length=lambda step: passes[step[0]].duration)
+    return None if times is None else makespan(times)

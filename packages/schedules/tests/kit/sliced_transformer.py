@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules.runtime import Forwarded
 from pipegrid.transport.edge import Edge
+
+from .models import Model
 
 VOCABULARY, WIDTH, HEADS = 11, 8, 2
 
@@ -48,11 +51,11 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class Part(nn.Module):
+class Part(Model):
     """The layers of one stage, with the embedding on the first and the head on the last."""
 
-    def __init__(self, stage, num_stages, layers_per_stage=1):
-        super().__init__()
+    def __init__(self, stage, num_stages, config=None, *, layers_per_stage=1):
+        super().__init__(config)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if stage == 0 else None
         layers = range(stage * layers_per_stage, (stage + 1) * layers_per_stage)
         self.blocks = nn.ModuleList(Block(layer) for layer in layers)
@@ -89,6 +92,11 @@ def loss_of(logits, targets, weights):
     """The sum over tokens of their weighted cross entropy."""
     each = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (each * weights.flatten()).sum()
+
+
+def again(block, x, update):
+    """Run a block as a checkpoint."""
+    return checkpoint(block, x, update, use_reentrant=False)
 
 
 def in_one_process(models, data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_v,
 )
-from pipegrid.schedules.autograd import Offload, backward_inputs, backward_weights
+from pipegrid.schedules.autograd import Offload
 from pipegrid.schedules.plan import OFFLOADING
 from pipegrid.schedules.timeline import svg
 
-from ..autograd.test_random_stages import MICROBATCHES, Stage, forward, program, whole
 from ..kit.plans import GENERATORS
+from ..kit.random_stages import gradients_of, program
 
 nightly = pytest.mark.nightly
 TRAINING = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
@@ -172,38 +173,23 @@ def test_an_evaluation_has_nothing_to_offload():
 # On the device
 
 
-def offloaded_gradients(steps, outputs, *, halves):
-    """As `whole`, each microbatch to the host and back between its forward and its backward."""
-    stage, found, later = Stage(), [], []
-    held = [*stage.parameters(), *stage.buffers()]
-    for microbatch in range(MICROBATCHES):
-        inputs, roots, gradients = forward(stage, steps, outputs, microbatch)
-        edges = [get_gradient_edge(root) for root in roots]
-        copies = Offload(edges, held)
-        copies.out()
-        copies.free()
-        copies.back()
-        copies.wait()
-        if halves:
-            arrived, half = backward_inputs(edges, gradients, inputs)
-            found += arrived
-            later.append(half)
-        else:
-            if roots:
-                torch.autograd.backward(roots, gradients)
-            found += [tensor.grad for tensor in inputs]
-    for half in later:
-        backward_weights(half)
-    return found + [parameter.grad for parameter in stage.parameters()]
+def through_the_host(edges, held):
+    """What a graph saved goes to the host and back."""
+    copies = Offload(edges, held)
+    copies.out()
+    copies.free()
+    copies.back()
+    copies.wait()
 
 
 def check(seed):
+    offloaded = partial(gradients_of, before=through_the_host)
     steps, outputs = program(random.Random(seed))
-    reference = whole(steps, outputs)
-    for mine, theirs in zip(offloaded_gradients(steps, outputs, halves=False), reference, strict=True):
+    reference = gradients_of(steps, outputs)
+    for mine, theirs in zip(offloaded(steps, outputs, halves=False), reference, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs), f"seed {seed}: {steps} -> {outputs}"
-    for mine, theirs in zip(offloaded_gradients(steps, outputs, halves=True), reference, strict=True):
+    for mine, theirs in zip(offloaded(steps, outputs, halves=True), reference, strict=True):
         if mine is not None and theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
@@ -294,12 +280,12 @@ class Squares:
 
 
 @pytest.mark.parametrize(("schedule", "limit"), [(one_f_one_b, 2), (gpipe, 2), (zero_bubble_v, 2.5)])
-def test_a_step_that_offloads_has_the_gradients_of_one_that_does_not(schedule, limit, threads):
+def test_a_step_that_offloads_has_the_gradients_of_one_that_does_not(schedule, limit, network):
     found, most = [], []
     plain = lower(schedule(3, 7))
     for plan in (plain, offload(plain, limit)):
         stages = [Squares(plan, number) for number in range(plan.num_stages)]
-        threads.run(plan, stages)
+        network.run(plan, stages)
         found.append([stage.weight.grad for stage in stages])
         most.append(max(stage.most for stage in stages))
     assert all(map(torch.equal, *found))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -21,15 +20,11 @@ from pipegrid.schedules.megatron.step_functions import (
 )
 from pipegrid.schedules.runtime import PipelineError
 
+from ..kit.groups import Group
+from ..kit.models import Model, call, forward_step, mean_loss
+from ..kit.threads import in_threads
+
 HIDDEN = 4
-
-
-@frozen
-class Group:
-    ranks: int
-
-    def size(self):
-        return self.ranks
 
 
 def expected(config=None, *, tp=None, cp=None, **sizes):
@@ -125,36 +120,30 @@ def test_sizes_must_be_sizes(sizes, text):
         expected(**sizes)
 
 
-class Part(nn.Linear):
+class Part(Model):
     def __init__(self, config, width=HIDDEN):
-        super().__init__(HIDDEN, width)
-        self.config = config
+        super().__init__(config)
+        self.layer = nn.Linear(HIDDEN, width)
 
-    def set_input_tensor(self, received):
-        self.received = received
-
-
-def step(iterator, model):
-    x = model.received[0]
-    return model(next(iterator) if x is None else x), lambda output: (output.mean(), {})
+    def forward(self, x):
+        return self.layer(x)
 
 
-def run(function, models, network, memory_communicator, in_threads, *, length=6):
+def run(function, models, network, *, length=6):
     """Stage 0 reads microbatches of ``length`` tokens of 2 samples; they are said to have 6."""
     chunked = function is forward_backward_pipelining_with_interleaving
-    data = [torch.ones(length, 2, HIDDEN)] * 2
+    sizes = {"seq_length": 6, "micro_batch_size": 2}
     in_threads(
         [
             partial(
+                call,
                 function,
-                forward_step_func=step,
-                data_iterator=[iter(data), None] if chunked else iter(data),
                 model=models[rank::2] if chunked else models[rank],
-                num_microbatches=2,
-                seq_length=6,
-                micro_batch_size=2,
-                p2p_communicator=memory_communicator(network, 2, rank),
+                count=2,
+                forward_step_func=partial(forward_step, data=lambda _: torch.ones(length, 2, HIDDEN)),
+                p2p_communicator=network.communicator(2, rank),
                 pg_collection=SimpleNamespace(dp=None, cp=Group(1)),
+                **sizes,
             )
             for rank in range(2)
         ]
@@ -172,30 +161,28 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-def test_a_step_with_the_shapes_of_its_arguments_runs(function, stages, network, memory_communicator, in_threads):
+def test_a_step_with_the_shapes_of_its_arguments_runs(function, stages, network):
     config = PipelineConfig(hidden_size=HIDDEN)
     models = [Part(config) for _ in range(stages)]
-    run(function, models, network, memory_communicator, in_threads)
-    assert all(model.weight.grad is not None for model in models)
+    run(function, models, network)
+    assert all(model.layer.weight.grad is not None for model in models)
 
 
 @BOTH
 @pytest.mark.parametrize(("length", "width"), [(5, HIDDEN), (6, HIDDEN + 1)], ids=["length", "width"])
-def test_a_wrong_shape_is_named_before_it_is_sent(
-    function, stages, length, width, network, memory_communicator, in_threads
-):
+def test_a_wrong_shape_is_named_before_it_is_sent(function, stages, length, width, network):
     config = PipelineConfig(hidden_size=HIDDEN, deadline=5.0)
     models = [Part(config, width), *(Part(config) for _ in range(stages - 1))]
     text = (
         f"stage 0 sends a tensor of shape {(length, 2, width)} for microbatch 0, but seq_length, micro_batch_size and"
     )
     with pytest.raises(PipelineError, match=re.escape(text) + r" config.hidden_size make it \(6, 2, 4\)") as error:
-        run(function, models, network, memory_communicator, in_threads, length=length)
+        run(function, models, network, length=length)
     assert isinstance(error.value.__cause__, StageOutputError)
     assert network.messages == 0
 
 
-def test_the_modules_of_a_graph_have_shapes_of_their_own(network, memory_communicator, in_threads):
+def test_the_modules_of_a_graph_have_shapes_of_their_own(network):
     """The one config has one hidden size; the encoder's is another."""
     config = PipelineConfig(hidden_size=HIDDEN)
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
@@ -204,22 +191,22 @@ def test_the_modules_of_a_graph_have_shapes_of_their_own(network, memory_communi
         return {"images": model(torch.ones(3, HIDDEN))[:, :2].clone()}, None
 
     def read(iterator, model):
-        return model(nn.functional.pad(model.received["images"], (0, HIDDEN - 2))), lambda output: (output.mean(), {})
+        return model(nn.functional.pad(model.received["images"], (0, HIDDEN - 2))), mean_loss
 
     models = [Part(config), Part(config)]
     in_threads(
         [
             partial(
+                call,
                 forward_backward_pipelining_without_interleaving,
-                forward_step_func=(encode, read)[stage],
-                data_iterator=None,
                 model=models[stage],
-                num_microbatches=1,
+                count=1,
+                forward_step_func=(encode, read)[stage],
                 seq_length=6,
                 micro_batch_size=2,
-                p2p_communicator=memory_communicator(network, 2, 0, graph, (stage,)),
+                p2p_communicator=network.communicator(2, 0, graph, (stage,)),
             )
             for stage in range(2)
         ]
     )
-    assert models[0].weight.grad.abs().sum() > 0
+    assert models[0].layer.weight.grad.abs().sum() > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,45 +23,9 @@ from pipegrid.schedules.megatron.step_functions import (
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport.errors import P2PConfigError
 
-WIDTH = 4
-
-
-class Part(nn.Module):
-    """One stage: sums what arrives (or starts from data), then a layer."""
-
-    def __init__(self, seed: int, config: PipelineConfig, layers: int = 1) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(layers))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        self.config = config
-        self.received = None
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def microbatch(index: int, rows: int = 3) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 + index), dtype=torch.float64)
-
-
-def rows_of(index: int) -> int:
-    return 2 + index % 3
-
-
-def mean_loss(output):
-    return (output**2).mean(), {"loss": (output**2).mean().item()}
-
-
-def token_loss(output):
-    return (output**2).sum(), torch.tensor(len(output)), {"tokens": len(output)}
+from ..kit.gradients import difference, gradients_of
+from ..kit.models import WIDTH, Part, call, forward_step, mean_loss, token_loss, uneven
+from ..kit.threads import in_threads
 
 
 def leave_sums(models, num_tokens, pg_collection):
@@ -88,7 +51,7 @@ def reference(case: Case, parts: list[Part]) -> list[object]:
         values: dict[int, torch.Tensor] = {}
         for stage in range(case.graph.num_stages):
             arriving = [values[edge.source] for edge in case.graph.stage_edges if edge.destination == stage]
-            values[stage] = parts[stage](sum(arriving) if arriving else microbatch(index, rows_of(index)))
+            values[stage] = parts[stage](sum(arriving) if arriving else uneven(index))
         for module in case.graph.sinks:
             *scalars, info = LOSSES[case.loss](values[case.graph.stage(module, -1)])
             loss = scalars[0]
@@ -101,63 +64,44 @@ def reference(case: Case, parts: list[Part]) -> list[object]:
     return infos
 
 
-def chain_step(iterator, model, *, loss_func):
-    x = model.received[0]
-    if x is None:
-        index = next(iterator)
-        x = microbatch(index, rows_of(index))
-    return model(x), loss_func
+def graph_step(iterator, model, *, loss, module):
+    output, loss = forward_step(iterator, model, data=uneven, loss=loss)
+    return output if module is None else {module: output}, loss
 
 
-def graph_step(iterator, model, *, loss_func, module):
-    arriving = list(model.received.values())
-    if arriving:
-        x = sum(arriving)
-    else:
-        index = next(iterator)
-        x = microbatch(index, rows_of(index))
-    return {module: model(x)} if module is not None else model(x), loss_func
+own_step = partial(forward_step, data=uneven)
+pipelined = partial(call, forward_backward_pipelining_without_interleaving, forward_step_func=own_step)
 
 
 def build(case: Case) -> list[Part]:
     return [Part(stage, case.config, layers=0 if stage in case.empty else 1) for stage in range(case.graph.num_stages)]
 
 
-def run(case: Case, network, memory_communicator, in_threads, **options):
+def run(case: Case, network, **options):
     """One pipelined step, a thread per stage; the parts with their gradients, and what each rank returned."""
     parts = build(case)
     chain = len(case.graph.modules) == 1
     functions = []
     for stage, part in enumerate(parts):
         if chain:
-            communicator = memory_communicator(network, case.graph.num_stages, stage)
-            step = partial(chain_step, loss_func=LOSSES[case.loss])
+            communicator = network.communicator(case.graph.num_stages, stage)
+            step = partial(own_step, loss=LOSSES[case.loss])
         else:
-            communicator = memory_communicator(network, max(case.graph.distance_to_sink) + 1, 0, case.graph, (stage,))
+            communicator = network.communicator(max(case.graph.distance_to_sink) + 1, 0, case.graph, (stage,))
             outgoing = any(edge.source == stage for edge in case.graph.stage_edges)
             module = case.graph.module_of(stage)[0] if outgoing else None
-            step = partial(graph_step, loss_func=LOSSES[case.loss], module=module)
+            step = partial(graph_step, loss=LOSSES[case.loss], module=module)
         functions.append(
             partial(
-                forward_backward_pipelining_without_interleaving,
-                forward_step_func=step,
-                data_iterator=iter(range(case.microbatches)),
+                pipelined,
                 model=part,
-                num_microbatches=case.microbatches,
-                seq_length=1,
-                micro_batch_size=1,
+                count=case.microbatches,
+                forward_step_func=step,
                 p2p_communicator=communicator,
                 **options,
             )
         )
     return parts, in_threads(functions)
-
-
-def largest_difference(parts, expected):
-    gradients = [[p.grad for part in side for p in part.parameters()] for side in (parts, expected)]
-    everything = torch.cat([g.flatten() for g in gradients[1]]).norm()
-    floor = 1e-3 * everything / len(gradients[1]) ** 0.5
-    return max(((a - b).norm() / torch.maximum(b.norm(), floor)).item() for a, b in zip(*gradients, strict=True))
 
 
 CHAINS = [
@@ -184,34 +128,34 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize("case", [*CHAINS, *GRAPHS], ids=str)
-def test_gradients_and_infos_are_those_of_one_process(case, network, memory_communicator, in_threads):
-    parts, returned = run(case, network, memory_communicator, in_threads)
+def test_gradients_and_infos_are_those_of_one_process(case, network):
+    parts, returned = run(case, network)
     expected = build(case)
     infos = reference(case, expected)
-    assert largest_difference(parts, expected) < 1e-10
+    assert difference(gradients_of(parts), gradients_of(expected)) < 1e-10
     if len(case.graph.sinks) == 1:
         assert returned == [[]] * (len(parts) - 1) + [infos]
 
 
 @pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 1)])
-def test_an_empty_stage_passes_its_input_on(empty, network, memory_communicator, in_threads):
+def test_an_empty_stage_passes_its_input_on(empty, network):
     case = Case(ModuleGraph({"model": 3}), 4, empty=empty)
-    parts, _ = run(case, network, memory_communicator, in_threads)
+    parts, _ = run(case, network)
     expected = build(case)
     reference(case, expected)
-    assert largest_difference(parts, expected) < 1e-10
+    assert difference(gradients_of(parts), gradients_of(expected)) < 1e-10
 
 
-def test_forward_only_returns_the_infos_and_leaves_no_gradient(network, memory_communicator, in_threads):
+def test_forward_only_returns_the_infos_and_leaves_no_gradient(network):
     case = Case(ModuleGraph({"model": 3}), 5)
-    parts, returned = run(case, network, memory_communicator, in_threads, forward_only=True)
+    parts, returned = run(case, network, forward_only=True)
     assert returned[-1] == reference(case, build(case))
     assert all(parameter.grad is None for part in parts for parameter in part.parameters())
     assert network.messages == 2 * 5
 
 
-def test_a_step_sends_one_message_per_hop_and_microbatch(network, memory_communicator, in_threads):
-    run(Case(ModuleGraph({"model": 4}), 6), network, memory_communicator, in_threads)
+def test_a_step_sends_one_message_per_hop_and_microbatch(network):
+    run(Case(ModuleGraph({"model": 4}), 6), network)
     assert network.messages == 3 * 6 * 2
     assert all(lane.empty() for lane in network.lanes.values())
 
@@ -219,16 +163,9 @@ def test_a_step_sends_one_message_per_hop_and_microbatch(network, memory_communi
 def test_without_a_pipeline_the_gradients_are_the_same():
     case = Case(ModuleGraph({"model": 1}), 5)
     (part,), (expected,) = build(case), build(case)
-    infos = forward_backward_no_pipelining(
-        forward_step_func=partial(chain_step, loss_func=mean_loss),
-        data_iterator=[iter(range(5))],
-        model=[part],
-        num_microbatches=5,
-        seq_length=1,
-        micro_batch_size=1,
-    )
+    infos = call(model=[part], count=5, forward_step_func=own_step)
     assert infos == reference(case, [expected])
-    assert largest_difference([part], [expected]) < 1e-10
+    assert difference(gradients_of([part]), gradients_of([expected])) < 1e-10
 
 
 def test_the_sync_hooks_are_called_once_around_the_last_backward():
@@ -252,14 +189,7 @@ def test_the_sync_hooks_are_called_once_around_the_last_backward():
             calls.append(f"{action} done")
 
     config = PipelineConfig(no_sync_func=NoSync, finalize_model_grads_func=finalize, hooks=(Watch(),))
-    forward_backward_no_pipelining(
-        forward_step_func=partial(chain_step, loss_func=mean_loss),
-        data_iterator=iter(range(2)),
-        model=build(Case(ModuleGraph({"model": 1}), 2, config=config))[0],
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
-    )
+    call(model=Part(0, config), count=2)
     assert calls == [
         "no_sync",
         *("0F0", "0F0 done", "0B0", "0B0 done"),
@@ -268,26 +198,21 @@ def test_the_sync_hooks_are_called_once_around_the_last_backward():
     ]
 
 
-def test_a_window_of_microbatches_checkpoints_partially(network, memory_communicator, in_threads):
+def test_a_window_of_microbatches_checkpoints_partially(network):
     seen = []
 
     def step(iterator, model, checkpoint):
         seen.append(checkpoint)
-        return chain_step(iterator, model, loss_func=mean_loss)
+        return forward_step(iterator, model)
 
     config = PipelineConfig(num_microbatches_with_partial_activation_checkpoints=1)
-    part = build(Case(ModuleGraph({"model": 1}), 1, config=config))[0]
-    communicators = [memory_communicator(network, 2, stage) for stage in range(2)]
-    common = {"num_microbatches": 4, "seq_length": 1, "micro_batch_size": 1}
     in_threads(
         [
             partial(
-                forward_backward_pipelining_without_interleaving,
-                forward_step_func=step if stage == 0 else lambda i, m, c: chain_step(i, m, loss_func=mean_loss),
-                data_iterator=iter(range(4)),
-                model=copy.deepcopy(part),
-                p2p_communicator=communicators[stage],
-                **common,
+                pipelined,
+                model=Part(stage, config),
+                forward_step_func=step if stage == 0 else lambda i, m, c: forward_step(i, m),
+                p2p_communicator=network.communicator(2, stage),
             )
             for stage in range(2)
         ]
@@ -295,13 +220,7 @@ def test_a_window_of_microbatches_checkpoints_partially(network, memory_communic
     assert seen == [False, True, False, True]
 
 
-def same_rows(iterator, model):
-    """Every microbatch has 3 rows of `WIDTH`, as a sequence of 3 tokens of 1 sample would."""
-    x = model.received[0]
-    return model(microbatch(next(iterator))[:, None] if x is None else x), mean_loss
-
-
-def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(network, memory_communicator, in_threads):
+def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(network):
     asked = []
 
     def adjust(received, sent):
@@ -310,13 +229,15 @@ def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(netw
 
     config = PipelineConfig(hidden_size=WIDTH)
     case = Case(ModuleGraph({"model": 3}), 4, config=config)
-    common = {"num_microbatches": 4, "seq_length": 6, "micro_batch_size": 1, "forward_step_func": same_rows}
+    # As a sequence of 3 tokens of 1 sample.
+    rows = torch.ones(3, 1, WIDTH, dtype=torch.float64)
+    common = {"seq_length": 6, "forward_step_func": partial(forward_step, data=lambda _: rows)}
     in_threads(
         [
             partial(
-                call,
+                pipelined,
                 model=part,
-                p2p_communicator=memory_communicator(network, 3, stage),
+                p2p_communicator=network.communicator(3, stage),
                 adjust_tensor_shapes_fn=adjust,
                 **common,
             )
@@ -327,22 +248,22 @@ def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(netw
     with pytest.raises(
         PipelineError, match=r"stage 0 sends tensors of shapes \[\(3, 1, 4\)\] for microbatch 0, but adj"
     ):
-        call(
+        pipelined(
             model=build(case)[0],
-            p2p_communicator=memory_communicator(network, 3, 0),
+            p2p_communicator=network.communicator(3, 0),
             adjust_tensor_shapes_fn=lambda r, s: (r, s),
             **common,
         )
     with pytest.raises(StepArgumentError, match=r"returned 3; expected \(receive shapes, send shapes\)"):
-        call(
+        pipelined(
             model=build(case)[0],
-            p2p_communicator=memory_communicator(network, 3, 0),
+            p2p_communicator=network.communicator(3, 0),
             adjust_tensor_shapes_fn=lambda r, s: 3,
             **common,
         )
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
     with pytest.raises(StepArgumentError, match="has one list of shapes, and the modules of a graph have one each"):
-        call(p2p_communicator=memory_communicator(network, 2, 0, graph, (0,)), adjust_tensor_shapes_fn=adjust)
+        refused(p2p_communicator=network.communicator(2, 0, graph, (0,)), adjust_tensor_shapes_fn=adjust)
 
 
 def test_announced_shapes_are_those_of_every_tensor_or_any():
@@ -356,98 +277,83 @@ def test_a_failed_forward_says_where_the_rank_stood():
     def step(iterator, model):
         if next(iterator) == 2:
             raise KeyError("no such sample")
-        return model(microbatch(0)), mean_loss
+        return model(uneven(0)), mean_loss
 
     with pytest.raises(
         PipelineError, match=r"stage 0, microbatch 2: KeyError: 'no such sample'\n.* step 5 of 8: 0F2\n.* rebuild"
     ):
-        forward_backward_no_pipelining(
-            forward_step_func=step,
-            data_iterator=iter(range(4)),
-            model=build(Case(ModuleGraph({"model": 1}), 4))[0],
-            num_microbatches=4,
-            seq_length=1,
-            micro_batch_size=1,
-        )
+        call(model=Part(0, PipelineConfig()), forward_step_func=step)
 
 
-def call(**changes):
-    arguments = {
-        "forward_step_func": partial(chain_step, loss_func=mean_loss),
-        "data_iterator": iter(range(4)),
-        "model": build(Case(ModuleGraph({"model": 1}), 4))[0],
-        "num_microbatches": 4,
-        "seq_length": 1,
-        "micro_batch_size": 1,
-    }
-    return forward_backward_pipelining_without_interleaving(**{**arguments, **changes})
+def refused(**arguments):
+    """A call with these arguments beside good ones."""
+    return pipelined(**{"model": Part(0, PipelineConfig()), **arguments})
 
 
-def test_a_stage_of_a_chain_that_returns_none_is_named_before_the_next_stage_reads_data(network, memory_communicator):
+def test_a_stage_of_a_chain_that_returns_none_is_named_before_the_next_stage_reads_data(network):
     with pytest.raises(PipelineError, match="StageOutputError: stage 0 returned None for microbatch 0; .* stage 1"):
-        call(
-            p2p_communicator=memory_communicator(network, 2, 0),
+        refused(
+            p2p_communicator=network.communicator(2, 0),
             forward_step_func=lambda iterator, model: (None, mean_loss),
         )
 
 
-def test_bad_arguments_are_named(network, memory_communicator):
-    communicator = memory_communicator(network, 2, 0)
+def test_bad_arguments_are_named(network):
+    communicator = network.communicator(2, 0)
     with pytest.raises(StepArgumentError, match="p2p_communicator is None, without"):
-        call()
+        refused()
     with pytest.raises(StepArgumentError, match="config.hidden_size is None; it must be"):
-        call(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))
+        refused(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))
     with pytest.raises(StepArgumentError, match="num_microbatches is 0; it must be an integer of at least 1"):
-        call(p2p_communicator=communicator, num_microbatches=0)
+        refused(p2p_communicator=communicator, num_microbatches=0)
     with pytest.raises(StepArgumentError, match="model is a list of 2: without interleaving a rank has one chunk"):
-        call(p2p_communicator=communicator, model=[nn.Linear(1, 1), nn.Linear(1, 1)])
+        refused(p2p_communicator=communicator, model=[nn.Linear(1, 1), nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="`config` of model Linear is None"):
-        call(p2p_communicator=communicator, model=nn.Linear(1, 1))
+        refused(p2p_communicator=communicator, model=nn.Linear(1, 1))
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
-    both = memory_communicator(network, 2, 0, graph, (0, 1))
+    both = network.communicator(2, 0, graph, (0, 1))
     with pytest.raises(StepArgumentError, match=r"runs the modules \['images', 'language'\]; give model as a dict"):
-        call(p2p_communicator=both)
-    one, other = (build(Case(ModuleGraph({"model": 1}), 4))[0] for _ in range(2))
+        refused(p2p_communicator=both)
+    one, other = (Part(0, PipelineConfig()) for _ in range(2))
     with pytest.raises(StepArgumentError, match=r"model has entries for \['images'\]; this rank runs"):
-        call(p2p_communicator=both, model={"images": one})
+        refused(p2p_communicator=both, model={"images": one})
     with pytest.raises(StepArgumentError, match=r"data_iterator has entries for \['audio'\]; this rank runs"):
-        call(p2p_communicator=both, model={"images": one, "language": one}, data_iterator={"audio": iter(())})
+        refused(p2p_communicator=both, model={"images": one, "language": one}, data_iterator={"audio": iter(())})
     other.config = PipelineConfig(deadline=1.0)
     with pytest.raises(StepArgumentError, match="the models on this rank have different configs"):
-        call(p2p_communicator=both, model={"images": one, "language": other})
+        refused(p2p_communicator=both, model={"images": one, "language": other})
     with pytest.raises(StepArgumentError, match=r"holds the stages \[\('images', 0\), \('images', 1\)\]; this step"):
-        call(p2p_communicator=memory_communicator(network, 2, 0, ModuleGraph({"images": 2, "text": 1}), (0, 1)))
+        refused(p2p_communicator=network.communicator(2, 0, ModuleGraph({"images": 2, "text": 1}), (0, 1)))
     with pytest.raises(StepArgumentError, match="this rank holds no stage of any module"):
-        call(p2p_communicator=memory_communicator(network, 2, 0, graph, ()))
+        refused(p2p_communicator=network.communicator(2, 0, graph, ()))
 
 
 @pytest.mark.parametrize("bad", [0, -3, "2", 2.0, None, True])
-def test_a_number_of_microbatches_is_an_integer(bad, network, memory_communicator):
+def test_a_number_of_microbatches_is_an_integer(bad, network):
     with pytest.raises(StepArgumentError, match=f"^num_microbatches is {bad!r}; it must be an integer of at least 1$"):
-        call(p2p_communicator=memory_communicator(network, 2, 0), num_microbatches=bad)
+        refused(p2p_communicator=network.communicator(2, 0), num_microbatches=bad)
 
 
-def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network, memory_communicator):
-    communicator = memory_communicator(network, 2, 0)
+def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network):
+    communicator = network.communicator(2, 0)
     with pytest.raises(StepArgumentError, match=r"forward_step_func is 5, .* as f\(data_iterator, model\)"):
-        call(p2p_communicator=communicator, forward_step_func=5)
+        refused(p2p_communicator=communicator, forward_step_func=5)
     name = "num_microbatches_with_partial_activation_checkpoints"
-    part = build(Case(ModuleGraph({"model": 1}), 4, config=PipelineConfig(**{name: 1})))[0]
+    part = Part(0, PipelineConfig(**{name: 1}))
     with pytest.raises(
         StepArgumentError, match=r"as f\(data_iterator, model, checkpoint_activations_microbatch\): too many"
     ):
-        call(p2p_communicator=communicator, model=part, forward_step_func=lambda iterator, model: None)
+        refused(p2p_communicator=communicator, model=part, forward_step_func=lambda iterator, model: None)
     part.config = SimpleNamespace(**{name: "a"})
     with pytest.raises(P2PConfigError, match=rf"^config\.{name} is 'a'; it must be an integer of at least 0"):
-        call(p2p_communicator=communicator, model=part)
+        refused(p2p_communicator=communicator, model=part)
     assert network.messages == 0
 
 
-def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network, memory_communicator):
-    config = PipelineConfig(overlap_moe_expert_parallel_comm=True)
-    part = build(Case(ModuleGraph({"model": 1}), 4, config=config))[0]
+def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network):
+    part = Part(0, PipelineConfig(overlap_moe_expert_parallel_comm=True))
     with pytest.raises(StepArgumentError, match="overlap_moe_expert_parallel_comm is set, which only interleaving has"):
-        call(p2p_communicator=memory_communicator(network, 2, 0), model=part)
+        refused(p2p_communicator=network.communicator(2, 0), model=part)
 
 
 def test_the_step_function_follows_the_pipeline_size():
@@ -471,18 +377,10 @@ def test_an_evaluation_takes_numbers_as_losses_and_any_sequence_as_data():
     model.config = PipelineConfig(pipeline_dtype=torch.float32)
     seen = []
 
-    def forward_step(data, module):
+    def step(data, module):
         seen.append(data)
         return module(torch.ones(1, 2)), lambda output: (3.0, {"value": output.item()})
 
-    infos = forward_backward_no_pipelining(
-        forward_step_func=forward_step,
-        data_iterator=range(100),
-        model=[model],
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=True,
-    )
+    infos = call(model=[model], count=2, forward_step_func=step, data_iterator=range(100), forward_only=True)
     assert len(infos) == 2
     assert seen == [range(100)] * 2

@@ -6,7 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -20,74 +19,33 @@ from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.errors import P2PConfigError
 
-WIDTH = 4
+from ..kit.gradients import assert_same_gradients
+from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, token_loss, uneven
+from ..kit.threads import in_threads
+
+own_step = partial(forward_step, data=uneven)
+interleaved = partial(call, forward_backward_pipelining_with_interleaving, forward_step_func=own_step)
 
 
-class Part(nn.Module):
-    def __init__(self, stage, config):
-        super().__init__()
-        generator = torch.Generator().manual_seed(stage)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
-        self.config = config
-        self.received = [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight)
+def reference(stages, microbatches, *, loss=mean_loss):
+    """The parts with their gradients, and the infos; a mean over microbatches, or a sum over tokens."""
+    parts = [Part(stage) for stage in range(stages)]
+    divisor = microbatches if loss is mean_loss else 1
+    return parts, in_one_process(parts, map(uneven, range(microbatches)), divisor, loss)
 
 
-def microbatch(index):
-    return torch.randn(2 + index % 3, WIDTH, generator=torch.Generator().manual_seed(100 + index), dtype=torch.float64)
-
-
-def mean_loss(output):
-    return (output**2).mean(), {"loss": (output**2).mean().item()}
-
-
-def token_loss(output):
-    return (output**2).sum(), torch.tensor(len(output)), {"tokens": len(output)}
-
-
-def step(iterator, model, checkpoint=None, *, loss_func=mean_loss, seen=None):
-    if seen is not None:
-        seen.append(checkpoint)
-    x = model.received[0]
-    return model(microbatch(next(iterator)) if x is None else x), loss_func
-
-
-def reference(stages, microbatches, *, per_token=False):
-    parts = [Part(stage, None) for stage in range(stages)]
-    infos = []
-    for index in range(microbatches):
-        x = microbatch(index)
-        for part in parts:
-            x = part(x)
-        *scalars, info = (token_loss if per_token else mean_loss)(x)
-        (scalars[0] if per_token else scalars[0] / microbatches).backward()
-        infos.append(info)
-    return parts, infos
-
-
-def run(ranks, chunks, microbatches, network, memory_communicator, in_threads, *, config=None, **changes):
+def run(ranks, chunks, microbatches, network, *, config=None, **changes):
     config = config or PipelineConfig()
     parts = [Part(stage, config) for stage in range(ranks * chunks)]
     own = [[parts[chunk * ranks + rank] for chunk in range(chunks)] for rank in range(ranks)]
     returned = in_threads(
         [
             partial(
-                forward_backward_pipelining_with_interleaving,
-                **{
-                    "forward_step_func": step,
-                    "data_iterator": [iter(range(microbatches)) for _ in range(chunks)],
-                    "model": own[rank],
-                    "num_microbatches": microbatches,
-                    "seq_length": 1,
-                    "micro_batch_size": 1,
-                    "p2p_communicator": memory_communicator(network, ranks, rank),
-                    **changes,
-                },
+                interleaved,
+                model=own[rank],
+                count=microbatches,
+                p2p_communicator=network.communicator(ranks, rank),
+                **changes,
             )
             for rank in range(ranks)
         ]
@@ -100,25 +58,22 @@ SHAPES = [(2, 2, 2), (2, 2, 6), (2, 3, 4), (3, 2, 3), (4, 2, 8), (2, 2, 5, 3), (
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("overlap", [False, True], ids=["late", "overlapped"])
-def test_gradients_and_infos_are_those_of_one_process(shape, overlap, network, memory_communicator, in_threads):
+def test_gradients_and_infos_are_those_of_one_process(shape, overlap, network):
     ranks, chunks, microbatches, *group = shape
     config = PipelineConfig(
         microbatch_group_size_per_vp_stage=group[0] if group else None,
         overlap_p2p_comm=overlap,
         deallocate_pipeline_outputs=True,
     )
-    parts, returned = run(ranks, chunks, microbatches, network, memory_communicator, in_threads, config=config)
+    parts, returned = run(ranks, chunks, microbatches, network, config=config)
     expected, infos = reference(ranks * chunks, microbatches)
     assert returned == [[]] * (ranks - 1) + [infos]
-    for part, other in zip(parts, expected, strict=True):
-        assert torch.allclose(part.weight.grad, other.weight.grad, rtol=1e-12)
+    assert_same_gradients(parts, expected)
     assert all(lane.empty() for lane in network.lanes.values())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_overlapped_expert_communication_has_one_more_forward_in_flight(
-    shape, network, memory_communicator, in_threads
-):
+def test_overlapped_expert_communication_has_one_more_forward_in_flight(shape, network):
     ranks, chunks, microbatches, *group = shape
     started = [[] for _ in range(ranks)]
 
@@ -135,13 +90,12 @@ def test_overlapped_expert_communication_has_one_more_forward_in_flight(
         overlap_moe_expert_parallel_comm=True,
         hooks=(Watch(),),
     )
-    parts, returned = run(ranks, chunks, microbatches, network, memory_communicator, in_threads, config=config)
+    parts, returned = run(ranks, chunks, microbatches, network, config=config)
     expected, infos = reference(ranks * chunks, microbatches)
     assert returned == [[]] * (ranks - 1) + [infos]
-    for part, other in zip(parts, expected, strict=True):
-        assert torch.allclose(part.weight.grad, other.weight.grad, rtol=1e-12)
+    assert_same_gradients(parts, expected)
     for rank, kinds in enumerate(started):
-        place = memory_communicator(network, ranks, rank)
+        place = network.communicator(ranks, rank)
         counts = get_pp_rank_microbatches(
             microbatches,
             chunks,
@@ -153,14 +107,14 @@ def test_overlapped_expert_communication_has_one_more_forward_in_flight(
         assert kinds.index("B") == min(warmup + 1, total)
 
 
-def test_forward_only_runs_no_backward(network, memory_communicator, in_threads):
-    parts, returned = run(2, 2, 4, network, memory_communicator, in_threads, forward_only=True)
+def test_forward_only_runs_no_backward(network):
+    parts, returned = run(2, 2, 4, network, forward_only=True)
     assert returned[-1] == reference(4, 4)[1]
-    assert all(part.weight.grad is None for part in parts)
+    assert all(parameter.grad is None for part in parts for parameter in part.parameters())
     assert network.messages == 3 * 4
 
 
-def test_finalize_is_called_once_with_all_chunks_and_the_tokens(network, memory_communicator, in_threads):
+def test_finalize_is_called_once_with_all_chunks_and_the_tokens(network):
     calls = {}
 
     def finalize(models, num_tokens, pg_collection):
@@ -168,14 +122,13 @@ def test_finalize_is_called_once_with_all_chunks_and_the_tokens(network, memory_
 
     config = PipelineConfig(calculate_per_token_loss=True, finalize_model_grads_func=finalize)
     parts, _ = run(
-        *(2, 2, 4), network, memory_communicator, in_threads, config=config,
-        forward_step_func=partial(step, loss_func=token_loss),
+        *(2, 2, 4), network, config=config,
+        forward_step_func=partial(own_step, loss=token_loss),
     )  # fmt: skip
-    tokens = sum(len(microbatch(index)) for index in range(4))
+    tokens = sum(len(uneven(index)) for index in range(4))
     assert calls[id(parts[0])] == ([parts[0], parts[2]], 0, None)
     assert calls[id(parts[1])] == ([parts[1], parts[3]], tokens, None)
-    for part, other in zip(parts, reference(4, 4, per_token=True)[0], strict=True):
-        assert torch.allclose(part.weight.grad, other.weight.grad, rtol=1e-12)
+    assert_same_gradients(parts, reference(4, 4, loss=token_loss)[0])
 
 
 class Context:
@@ -201,7 +154,7 @@ class Watch:
         pass
 
 
-def synced(network, memory_communicator, in_threads, **options):
+def synced(network, **options):
     """What rank 1 of 2 does around its backwards of 2 microbatches."""
     calls = []
     quiet = PipelineConfig()
@@ -209,39 +162,26 @@ def synced(network, memory_communicator, in_threads, **options):
     parts = [Part(stage, watched if stage % 2 else quiet) for stage in range(4)]
     in_threads(
         [
-            partial(
-                forward_backward_pipelining_with_interleaving,
-                forward_step_func=step,
-                data_iterator=[iter(range(2)), iter(())],
-                model=parts[rank::2],
-                num_microbatches=2,
-                seq_length=1,
-                micro_batch_size=1,
-                p2p_communicator=memory_communicator(network, 2, rank),
-            )
+            partial(interleaved, model=parts[rank::2], count=2, p2p_communicator=network.communicator(2, rank))
             for rank in range(2)
         ]
     )
     return calls
 
 
-def test_one_no_sync_context_is_left_for_the_last_backward_of_each_chunk(network, memory_communicator, in_threads):
-    calls = synced(network, memory_communicator, in_threads, no_sync_func=lambda c: partial(Context, "all", c))
+def test_one_no_sync_context_is_left_for_the_last_backward_of_each_chunk(network):
+    calls = synced(network, no_sync_func=lambda c: partial(Context, "all", c))
     assert calls == ["enter all", "3B0", "3B1", "leave all", "enter all", "1B0", "1B1", "leave all"]
 
 
-def test_each_chunk_may_have_its_own_functions(network, memory_communicator, in_threads):
+def test_each_chunk_may_have_its_own_functions(network):
     calls = synced(
         network,
-        memory_communicator,
-        in_threads,
         no_sync_func=lambda c: [partial(Context, "first", c), partial(Context, "second", c)],
     )
     assert calls == ["enter first", "enter second", "3B0", "3B1", "leave second", "1B0", "1B1", "leave first"]
     calls = synced(
         network,
-        memory_communicator,
-        in_threads,
         no_sync_func=lambda c: partial(Context, "all", c),
         grad_sync_func=lambda c: [lambda _: c.append("sync first"), lambda _: c.append("sync second")],
         param_sync_func=lambda c: [lambda _: c.append("parameters first"), None],
@@ -253,28 +193,23 @@ def test_each_chunk_may_have_its_own_functions(network, memory_communicator, in_
     ]
 
 
-def test_windows_of_partial_checkpoints_count_all_chunks(network, memory_communicator, in_threads):
+def test_windows_of_partial_checkpoints_count_all_chunks(network):
     seen = []
+
+    def step(iterator, model, checkpoint):
+        seen.append(checkpoint)
+        return own_step(iterator, model)
+
     config = PipelineConfig(num_microbatches_with_partial_activation_checkpoints=2)
-    run(2, 2, 4, network, memory_communicator, in_threads, config=config, forward_step_func=partial(step, seen=seen))
+    run(2, 2, 4, network, config=config, forward_step_func=step)
     # 8 forwards on each rank; 5 of them before the first backward on rank 0, 3 on rank 1.
     assert sorted(seen) == sorted([n % 5 >= 2 for n in range(8)] + [n % 3 >= 2 for n in range(8)])
 
 
-def call(network, memory_communicator, **changes):
-    config = changes.pop("config", PipelineConfig())
-    return forward_backward_pipelining_with_interleaving(
-        **{
-            "forward_step_func": step,
-            "data_iterator": [None, None],
-            "model": [Part(0, config), Part(2, config)],
-            "num_microbatches": 4,
-            "seq_length": 1,
-            "micro_batch_size": 1,
-            "p2p_communicator": memory_communicator(network, 2, 0),
-            **changes,
-        }
-    )
+def refused(network, *, config=None, **changes):
+    """A call with these arguments beside good ones."""
+    model = [Part(stage, config or PipelineConfig()) for stage in (0, 2)]
+    return interleaved(**{"model": model, "p2p_communicator": network.communicator(2, 0), **changes})
 
 
 @pytest.mark.parametrize(
@@ -302,23 +237,23 @@ def call(network, memory_communicator, **changes):
         ({"config": PipelineConfig(no_sync_func=[print])}, r"config.no_sync_func is a list of 1 and .* 2 chunks"),
     ],
 )
-def test_bad_arguments_are_named(changes, message, network, memory_communicator):
+def test_bad_arguments_are_named(changes, message, network):
     with pytest.raises((StepArgumentError, P2PConfigError), match=message):
-        call(network, memory_communicator, **changes)
+        refused(network, **changes)
     assert network.messages == 0
 
 
-def test_a_graph_of_modules_is_refused(network, memory_communicator):
+def test_a_graph_of_modules_is_refused(network):
     graph = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
     with pytest.raises(StepArgumentError, match="serves a graph of modules"):
-        call(network, memory_communicator, p2p_communicator=memory_communicator(network, 2, 0, graph, (0,)))
+        refused(network, p2p_communicator=network.communicator(2, 0, graph, (0,)))
 
 
-def test_the_communicators_chunks_are_those_of_the_model(network, memory_communicator):
-    communicator = memory_communicator(network, 2, 0)
+def test_the_communicators_chunks_are_those_of_the_model(network):
+    communicator = network.communicator(2, 0)
     communicator.virtual_pipeline_model_parallel_size = 3
     with pytest.raises(StepArgumentError, match="runs 3 stages of module 'model', and model is a list of 2"):
-        call(network, memory_communicator, p2p_communicator=communicator)
+        refused(network, p2p_communicator=communicator)
 
 
 def test_the_step_function_follows_the_number_of_chunks():

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,6 @@ from pipegrid.schedules import (
     PipelineRuntime,
     Recorder,
     accumulate_in_main_grad,
-    forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
@@ -37,36 +37,25 @@ from pipegrid.schedules.verify.verify import verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.gradients import assert_same_gradients, gradients_of
 from ..kit.groups import Groups
+from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch
 
 MICROBATCHES = 4
-COMMON = {"num_microbatches": MICROBATCHES, "seq_length": 1, "micro_batch_size": 1}
 
 
-class Model(nn.Module):
-    def __init__(self, config=None, *, seed=0, layers=2):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double()
-        self.config, self.received = config or PipelineConfig(), None
-
-    def set_input_tensor(self, received):
-        (self.received,) = received
-
-    def forward(self, x):
-        return torch.tanh(self.layers(x))
-
-
-def sample(index, lane=0):
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * lane + index))
+def model_of(config=None, *, seed=0, layers=2):
+    return Part(seed, config or PipelineConfig(), layers=layers)
 
 
 def alone(model, **options):
-    def forward(iterator, model):
-        return model(sample(next(iterator))), lambda y: (y.square().mean(), float(y.detach().sum()))
+    return call(model=model, count=MICROBATCHES, **options)
 
-    own = {"forward_step_func": forward, "data_iterator": iter(range(MICROBATCHES)), "model": model}
-    return forward_backward_no_pipelining(**COMMON | own | options)
+
+def step_on(ranks, lane=None):
+    """The forward step with the data of a lane, by default that of the rank."""
+    lane = ranks.rank if lane is None else lane
+    return partial(forward_step, data=lambda index: microbatch(index, lane).to(ranks.device))
 
 
 def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch):
@@ -75,7 +64,7 @@ def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch
     for module in (lowering, place, preflight):
         monkeypatch.setattr(module, "verify", lambda plan, **options: proofs.append(plan) or verify(plan, **options))
     place.step_proof.cache_clear()
-    model = Model()
+    model = model_of()
     alone(model)
     assert (constructions["Plan"], len(proofs)) == (2, 1)
     alone(model)
@@ -98,7 +87,7 @@ def constructions(monkeypatch):
 
 
 def test_the_second_call_constructs_nothing(constructions, monkeypatch):
-    model = Model()
+    model = model_of()
     first = alone(model)
     alone(model, forward_only=True)
     made = dict(constructions)
@@ -111,7 +100,7 @@ def test_the_second_call_constructs_nothing(constructions, monkeypatch):
     assert constructions == made
     alone(model, num_microbatches=2)
     assert constructions["PipelineRuntime"] == 3
-    alone(Model())
+    alone(model_of())
     assert constructions["PipelineRuntime"] == 4
     alone(model)
     assert constructions["PipelineRuntime"] == 4, "another plan or model does not push the first one out"
@@ -125,7 +114,7 @@ def test_what_a_call_brings_is_read_anew():
         scales.append(loss.item())
         return loss * 2
 
-    model = Model(PipelineConfig(grad_scale_func=lambda loss: loss))
+    model = model_of(PipelineConfig(grad_scale_func=lambda loss: loss))
     alone(model)
     once = model.layers[0].weight.grad.clone()
     model.zero_grad()
@@ -180,7 +169,7 @@ def _replace_the_input_function(model):
 
 def _move_to_float32(model):
     model.layers.float()
-    alone(model, forward_step_func=lambda iterator, model: (model(sample(next(iterator)).float()), _loss))
+    alone(model, forward_step_func=partial(forward_step, data=lambda index: microbatch(index).float()))
     assert model.layers[0].weight.grad.dtype == torch.float32
     model.zero_grad()
     model.layers.double()
@@ -191,7 +180,7 @@ def _wrap_a_layer(model):
 
 
 def _assign_parameters(model):
-    other = Model(seed=5)
+    other = model_of(seed=5)
     model.load_state_dict(other.state_dict(), assign=True)
 
 
@@ -213,28 +202,26 @@ def _step_with_a_new_optimizer(model):
 )
 def test_a_change_of_the_model_is_followed(change):
     """Gradients are those of the same model, changed, in a plain loop."""
-    model = Model()
+    model = model_of()
     alone(model)
     alone(model)
     change(model)
     model.zero_grad()
-    losses = [model(sample(index)).square().mean() for index in range(MICROBATCHES)]
-    (sum(losses) / MICROBATCHES).backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    in_one_process([model], map(microbatch, range(MICROBATCHES)), MICROBATCHES)
+    expected = gradients_of(model)
     model.zero_grad()
     alone(model)
     assert expected
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(gradients_of(model), expected, rtol=1e-12, atol=1e-15)
 
 
 def test_a_change_of_the_config_is_followed():
     """Another value of each option that a step of one stage reads; the runtime is then another."""
-    model, seen = Model(), []
+    model, seen = model_of(), []
 
     def forward(iterator, model, *checkpoint):
         seen.append(checkpoint)
-        return model(sample(next(iterator))), _loss
+        return forward_step(iterator, model)
 
     for options in (
         {CHECKPOINTS: 1},
@@ -252,7 +239,7 @@ def test_a_change_of_the_config_is_followed():
 
 
 def test_three_hundred_numbers_of_microbatches_keep_few_runtimes():
-    model = Model()
+    model = model_of()
     for number in range(1, 301):
         alone(model, num_microbatches=number, data_iterator=iter(range(number)))
         model.zero_grad()
@@ -267,7 +254,7 @@ def test_three_hundred_numbers_of_microbatches_keep_few_runtimes():
 
 
 def test_another_collection_is_another_step_and_the_same_one_is_not(constructions):
-    model = Model()
+    model = model_of()
     alone(model, pg_collection=Groups())
     alone(model, pg_collection=Groups())
     assert constructions["PreparedStep"] == 1
@@ -277,31 +264,27 @@ def test_another_collection_is_another_step_and_the_same_one_is_not(construction
 
 def test_an_evaluation_inside_a_step_is_refused():
     """Of another prepared step of the same model: they share its inputs and its communicator."""
-    model = Model()
+    model = model_of()
     alone(model, forward_only=True)
 
     def forward(iterator, model):
         with pytest.raises(PipelineError, match="a step function inside a step, at position 0"):
             alone(model, forward_only=True)
-        return model(sample(next(iterator))), _loss
+        return forward_step(iterator, model)
 
     alone(model, forward_step_func=forward)
-
-
-def _loss(y):
-    return y.square().mean(), float(y.detach().sum())
 
 
 @pytest.mark.parametrize(
     "change", [_freeze, _replace_a_layer, _number_a_layer, _replace_the_input_function, _move_to_float32]
 )
 def test_gradients_after_a_change_of_the_model_are_those_of_a_new_one(change):
-    model = Model()
+    model = model_of()
     alone(model)
     model.zero_grad()
     change(model)
     alone(model)
-    other = Model()
+    other = model_of()
     other.load_state_dict(model.state_dict())
     alone(other)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -340,7 +323,7 @@ def _count_tokens(model):
 )
 def test_what_a_first_call_checks_is_checked_after_a_change(change, text):
     """Of the model, or of a config that can change, such as a training framework's own."""
-    model = Model(SimpleNamespace(pipeline_dtype=torch.float64))
+    model = model_of(SimpleNamespace(pipeline_dtype=torch.float64))
     alone(model)
     alone(model)
     change(model)
@@ -349,7 +332,7 @@ def test_what_a_first_call_checks_is_checked_after_a_change(change, text):
 
 
 def test_autocast_is_that_of_the_call():
-    model = Model()
+    model = model_of()
     seen = []
     model.layers[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     for enabled in (False, True, False):
@@ -364,7 +347,7 @@ def test_a_model_that_is_dropped_goes_at_once():
     gc.collect()
     gc.disable()
     try:
-        model = Model()
+        model = model_of()
 
         class Hook:
             def __init__(self, model):
@@ -388,7 +371,7 @@ def test_a_model_that_is_dropped_goes_at_once():
 
 
 def test_a_failed_runtime_is_not_kept(constructions):
-    model = Model()
+    model = model_of()
     with pytest.raises(RuntimeError, match="its data ended|boom|StopIteration|ended"):
         alone(model, data_iterator=iter([]))
     alone(model)
@@ -405,7 +388,7 @@ def test_the_order_of_no_sync_grad_sync_and_finalize_is_the_frameworks():
         def __exit__(self, *error):
             events.append("exit")
 
-    model = Model(
+    model = model_of(
         PipelineConfig(
             no_sync_func=Context,
             grad_sync_func=lambda _: events.append("grad sync"),
@@ -421,7 +404,7 @@ def test_the_order_of_no_sync_grad_sync_and_finalize_is_the_frameworks():
 
 
 def test_a_second_thread_leaves_the_running_step_alone():
-    model, errors = Model(), []
+    model, errors = model_of(), []
 
     def meanwhile():
         with pytest.raises(PipelineError, match=r"inside a step, at position 0, step \d of 8: 0F\d: a model runs one"):
@@ -432,7 +415,7 @@ def test_a_second_thread_leaves_the_running_step_alone():
         thread = threading.Thread(target=meanwhile)
         thread.start()
         thread.join()
-        return model(sample(next(iterator))), _loss
+        return forward_step(iterator, model)
 
     expected = alone(model)
     assert alone(model, forward_step_func=forward) == expected
@@ -442,14 +425,11 @@ def test_a_second_thread_leaves_the_running_step_alone():
 @pytest.mark.ranks(2)
 def test_a_hook_on_one_data_lane_alone_is_a_new_runtime_and_no_new_comparison(ranks):
     """Its small all-reduce would meet the other lane's reduction, at which gloo ends the process."""
-    model = Model(PipelineConfig(deadline=20)).to(ranks.device)
-
-    def forward(iterator, model):
-        return model(sample(next(iterator), ranks.rank).to(ranks.device)), _loss
+    model = model_of(PipelineConfig(deadline=20)).to(ranks.device)
 
     def gradient():
         model.zero_grad()
-        alone(model, forward_step_func=forward, pg_collection=Groups(dp=dist.group.WORLD))
+        alone(model, forward_step_func=step_on(ranks), pg_collection=Groups(dp=dist.group.WORLD))
         return model.layers[0].weight.grad
 
     once = gradient()
@@ -469,7 +449,7 @@ def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, 
         start(bucket)
 
     monkeypatch.setattr(Bucket, "start", starting)
-    model = Model(PipelineConfig(grad_bucket_bytes=1), layers=3).to(ranks.device)
+    model = model_of(PipelineConfig(grad_bucket_bytes=1), layers=3).to(ranks.device)
     model.unused = nn.Linear(2, 2).double().to(ranks.device)
     if main_grad:
         accumulate_in_main_grad(model, dtype=torch.float64)
@@ -482,32 +462,26 @@ def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, 
     model.layers[0].register_forward_hook(watch)
 
     def forward(iterator, model):
-        x = sample(next(iterator), ranks.rank).to(ranks.device)
+        x = microbatch(next(iterator), ranks.rank).to(ranks.device)
         y = model(x)
         if ranks.rank == 1:
             y = y + model.unused(x[:, :2]).sum()
-        return y, lambda y: (y.square().mean(), None)
+        return y, mean_loss
 
     for _ in range(2):
         events.clear()
-        forward_backward_no_pipelining(
-            forward_step_func=forward,
-            data_iterator=iter(range(MICROBATCHES)),
-            model=model,
-            pg_collection=Groups(dp=dist.group.WORLD),
-            **COMMON,
-        )
+        alone(model, forward_step_func=forward, pg_collection=Groups(dp=dist.group.WORLD))
     last = len(events) - 1 - events[::-1].index(("backward", "layers.0"))
     order = [what for kind, what in events if kind == "start"]
     assert order == list(names.values())[::-1]
     assert (("start", "layers.2.weight") in events[:last]) == (ranks.rank == 1)
     assert ("start", "layers.0.weight") in events[last:]
-    reference = Model(layers=3).to(ranks.device)
+    reference = model_of(layers=3).to(ranks.device)
     for lane in range(2):
         unused = nn.Linear(2, 2).double()
         unused.load_state_dict({key: value.cpu() for key, value in model.unused.state_dict().items()})
         for index in range(MICROBATCHES):
-            x = sample(index, lane)
+            x = microbatch(index, lane)
             y = reference(x.to(ranks.device))
             if lane == 1:
                 y = y + unused(x[:, :2]).sum().to(ranks.device)
@@ -523,23 +497,19 @@ def test_a_layer_frozen_on_one_rank_alone_ends_the_step_of_all_soon(ranks):
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     pp, _ = grid.create_pgs(["pp", "dp"])
     config = PipelineConfig(pipeline_dtype=torch.float64, deadline=60)
-    communicator, model = P2PCommunicator(pp, config), Model(config).to(ranks.device)
+    communicator, model = P2PCommunicator(pp, config), model_of(config).to(ranks.device)
     model.layers[0].requires_grad_(ranks.rank > 0)
-
-    def forward(iterator, model):
-        return model(sample(next(iterator)).to(ranks.device) if model.received is None else model.received), _loss
-
     began = time.monotonic()
     with pytest.raises(
         (DisagreementError, PipelineError), match=r"rank 0: .* of 20 elements .*; rank 1: .* of 40 elements"
     ):
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward,
-            data_iterator=iter(range(MICROBATCHES)),
+        call(
+            forward_backward_pipelining_without_interleaving,
             model=model,
+            count=MICROBATCHES,
+            forward_step_func=step_on(ranks, 0),
             p2p_communicator=communicator,
             pg_collection=ProcessGroupCollection.from_grid(grid),
-            **COMMON,
         )
     assert time.monotonic() - began < 30
     communicator.close()
@@ -553,30 +523,19 @@ def test_chunks_reduce_as_their_last_backwards_end(ranks):
     here = grid.coords(ranks.rank)
     config = PipelineConfig(pipeline_dtype=torch.float64, deadline=30, check_replicas=True)
     communicator = P2PCommunicator(pp, config)
-    chunks = [Model(config, seed=here["pp"] + 2 * chunk).to(ranks.device) for chunk in range(2)]
-
-    def forward(iterator, model):
-        index = next(iterator)
-        x = sample(index, here["dp"]).to(ranks.device) if model.received is None else model.received
-        return model(x), lambda y: (y.square().mean(), None)
-
-    for _ in range(2):
-        forward_backward_pipelining_with_interleaving(
-            forward_step_func=forward,
-            data_iterator=[iter(range(MICROBATCHES)) for _ in chunks],
+    chunks = [model_of(config, seed=here["pp"] + 2 * chunk).to(ranks.device) for chunk in range(2)]
+    steps = 2
+    for _ in range(steps):
+        call(
+            forward_backward_pipelining_with_interleaving,
             model=chunks,
+            count=MICROBATCHES,
+            forward_step_func=step_on(ranks, here["dp"]),
             p2p_communicator=communicator,
             pg_collection=ProcessGroupCollection.from_grid(grid),
-            **COMMON,
         )
-    parts = [Model(seed=stage) for stage in range(4)]
-    for lane in range(2):
-        for index in range(MICROBATCHES):
-            x = sample(index, lane)
-            for part in parts:
-                x = part(x)
-            (2 * x.square().mean() / MICROBATCHES / 2).backward()
-    for number, chunk in enumerate(chunks):
-        for mine, other in zip(chunk.parameters(), parts[here["pp"] + 2 * number].parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-12, atol=1e-15)
+    parts = [model_of(seed=stage) for stage in range(4)]
+    data = [microbatch(index, lane) for lane in range(2) for index in range(MICROBATCHES)]
+    in_one_process(parts, data, len(data) / steps)
+    assert_same_gradients(chunks, [parts[here["pp"]], parts[here["pp"] + 2]])
     communicator.close()

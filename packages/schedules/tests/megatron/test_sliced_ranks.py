@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
@@ -29,14 +28,10 @@ from pipegrid.schedules.plan import chain
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.sliced_transformer import Part, SlicedStage, batches, in_one_process, loss_of, parts
+from ..kit.gradients import assert_same_gradients
+from ..kit.sliced_transformer import SlicedStage, again, batches, in_one_process, loss_of, parts
 
 LENGTHS = {2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
-
-
-def assert_equal_gradients(model, expected):
-    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def check_runtime(ranks, make, slices, *, strict):
@@ -61,26 +56,13 @@ def check_runtime(ranks, make, slices, *, strict):
             stage.model.zero_grad()
         runtime.step()
         for number, stage in stages.items():
-            assert_equal_gradients(stage.model, expected[number])
+            assert_same_gradients(stage.model, expected[number], rtol=1e-10, atol=1e-12)
     communicator.close()
 
 
-class Model(Part):
-    """A stage for the step functions; its attention finds the slice in ``current_slice``."""
-
-    def __init__(self, stage, num_stages, config):
-        super().__init__(stage, num_stages)
-        self.config, self.received = config, [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-
 def models_of(stages, num_stages, config):
-    models = [Model(stage, num_stages, config).double() for stage in stages]
-    for stage, model in zip(stages, models, strict=True):
-        model.load_state_dict(parts(num_stages)[stage].state_dict())
-    return models
+    """For the step functions; attention finds the slice in ``current_slice``."""
+    return [parts(num_stages, config=config)[stage] for stage in stages]
 
 
 def forward_step(iterator, model, *, mean, **options):
@@ -143,7 +125,7 @@ def check_step(ranks, schedule, slices, *, pp, mean, chunks=1):
         )
         assert len(infos) == (2 * slices if here == pp - 1 else 0)
         for stage, model in zip(stages, models, strict=True):
-            assert_equal_gradients(model, expected[stage])
+            assert_same_gradients(model, expected[stage], rtol=1e-10, atol=1e-12)
             assert all(block.attention.current_slice is None for block in model.blocks)
     communicator.close()
 
@@ -201,10 +183,6 @@ def one_rank_step(*, mean=True, forward_only=False, **options):
     return model, infos
 
 
-def again(block, x, update):
-    return checkpoint(block, x, update, use_reentrant=False)
-
-
 @pytest.mark.parametrize("options", [{}, {"run": again}], ids=["as it is", "checkpointed"])
 def test_one_rank_runs_slices_and_evaluates_them(options):
     model, infos = one_rank_step(**options)
@@ -213,7 +191,7 @@ def test_one_rank_runs_slices_and_evaluates_them(options):
         in_one_process(expected, [batch])
     for parameter in expected[0].parameters():
         parameter.grad /= 2
-    assert_equal_gradients(model, expected[0])
+    assert_same_gradients(model, expected[0], rtol=1e-10, atol=1e-12)
     assert len(infos) == 6
     _, infos = one_rank_step(forward_only=True)
     assert len(infos) == 6

@@ -20,6 +20,8 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import P2PConfigError
 
+from ..kit.models import call
+
 
 class Model(nn.Linear):
     config = PipelineConfig(pipeline_dtype=torch.float32)
@@ -39,8 +41,8 @@ def good(iterator, model):
 
 
 def step(forward=good, *, function=forward_backward_no_pipelining, **options):
-    given = {"forward_step_func": forward, "data_iterator": batches(), "model": Model(), "num_microbatches": 2}
-    return function(**given | options, seq_length=1, micro_batch_size=1)
+    given = {"forward_step_func": forward, "data_iterator": batches(), "model": Model(), "count": 2}
+    return call(function, **given | options)
 
 
 def pipelined(**options):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipegrid.schedules import DisagreementError
 from pipegrid.schedules.monitor import Control, Failure, where_all_stand
 
-from ..conftest import in_threads
+from ..kit.threads import in_threads
 
 
 def dict_store():
@@ -53,11 +53,6 @@ def ranks_in(line):
     """The ranks of ``ranks 0-2, 7: text``."""
     runs = [list(map(int, run.split("-"))) for run in re.findall(r"\d+(?:-\d+)?", line.partition(":")[0])]
     return {rank for run in runs for rank in range(run[0], run[-1] + 1)}
-
-
-@pytest.fixture
-def store():
-    return dist.HashStore()
 
 
 def test_the_first_failure_stays_the_first(store):

@@ -14,7 +14,6 @@ from pipegrid.schedules import (
     Action,
     ActionKind,
     DisagreementError,
-    Forwarded,
     JobFailedError,
     Monitor,
     MonitorError,
@@ -27,38 +26,17 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.monitor import Control
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
-from ..conftest import MemoryCommunicator, Network, in_threads
+from ..kit.threads import MemoryCommunicator, Network, Scale, in_threads, raising
 
 
-@pytest.fixture
-def store():
-    return dist.HashStore()
-
-
-class Block:
-    """A stage that adds one, and may be told to do something first."""
-
-    def __init__(self, first=lambda microbatch: None, last=False):
-        self.first, self.last = first, last
-        self.weight = torch.ones(1, requires_grad=True)
-
-    def forward(self, microbatch, inputs):
-        self.first(microbatch)
-        x = sum(inputs.values()) if inputs else torch.ones(2)
-        y = x * self.weight
-        return Forwarded({}, y.sum()) if self.last else Forwarded({self.edge: y})
-
-
-def run(stage, store, first=lambda microbatch: None, *, network, microbatches=4, steps=1, monitors=None, **settings):
+def run(stage, store, before=lambda microbatch: None, *, network, microbatches=4, steps=1, monitors=None, **settings):
     """One position of a chain of two, watched; the text of its error, or None."""
     plan = lower(one_f_one_b(2, microbatches))
-    block = Block(first, last=stage == 1)
-    (block.edge,) = plan.graph.stage_edges
     monitor = Monitor(store, rank=stage, ranks=range(2), **{"interval": 0.02, **settings})
     if monitors is not None:
         monitors.append(monitor)
     communicator = Breakable(network, 2, stage)
-    runtime = PipelineRuntime(plan, {stage: block}, communicator, monitor=monitor)
+    runtime = PipelineRuntime(plan, {stage: Scale(plan, stage, before)}, communicator, monitor=monitor)
     try:
         for _ in range(steps):
             runtime.step()
@@ -87,18 +65,6 @@ class Broken:
         raise RuntimeError(f"the lane was ended: {self.reason}")
 
 
-def fail_at(wanted):
-    def first(microbatch):
-        if microbatch == wanted:
-            raise ValueError("bad sample")
-
-    return first
-
-
-def both(*functions):
-    return in_threads(functions)
-
-
 class TestMonitor:
     def test_before_its_first_action_a_rank_has_said_where_it_stands(self, store):
         monitor = Monitor(store, rank=0, ranks=[0], interval=600.0)
@@ -121,11 +87,16 @@ class TestMonitor:
 
     def test_a_step_without_a_fault_goes_through(self, store):
         network = Network()
-        assert both(*(lambda s=s: run(s, store, network=network, steps=3) for s in range(2))) == [None, None]
+        assert in_threads([lambda s=s: run(s, store, network=network, steps=3) for s in range(2)]) == [None, None]
 
     def test_a_failure_is_told_with_every_ranks_place(self, store):
         network = Network()
-        own, other = both(lambda: run(0, store, fail_at(3), network=network), lambda: run(1, store, network=network))
+        own, other = in_threads(
+            [
+                lambda: run(0, store, raising(ValueError("bad sample"), 3), network=network),
+                lambda: run(1, store, network=network),
+            ]
+        )
         for text in (own, other):
             assert text.startswith("rank 0, stage 0, microbatch 3: ValueError: bad sample\n  ")
             assert "\nThe ranks were at:\n  rank 0: position 0, step" in text
@@ -143,9 +114,11 @@ class TestMonitor:
             finally:
                 noticed.set()
 
-        texts = both(
-            lambda: run(0, store, lambda microbatch: microbatch == 2 and noticed.wait(60), network=network),
-            impatient,
+        texts = in_threads(
+            [
+                lambda: run(0, store, lambda microbatch: microbatch == 2 and noticed.wait(60), network=network),
+                impatient,
+            ]
         )
         for text in texts:
             assert text.startswith("rank 1 has been at position 1, step")
@@ -153,7 +126,7 @@ class TestMonitor:
 
     def test_different_numbers_of_microbatches_are_seen_before_anything_is_sent(self, store):
         network = Network()
-        texts = both(*(lambda s=s: run(s, store, network=network, microbatches=4 + s) for s in range(2)))
+        texts = in_threads([lambda s=s: run(s, store, network=network, microbatches=4 + s) for s in range(2)])
         for text in texts:
             assert "rank 0: 4 microbatches, plan " in text
             assert "rank 1: 5 microbatches, plan " in text
@@ -168,22 +141,22 @@ class TestMonitor:
             communicator = Breakable(network, 2, stage)
             try:
                 for plan in plans:
-                    block = Block(last=stage == 1)
-                    (block.edge,) = plan.graph.stage_edges
-                    PipelineRuntime(plan, {stage: block}, communicator, monitor=monitor).step()
+                    PipelineRuntime(plan, {stage: Scale(plan, stage)}, communicator, monitor=monitor).step()
             except (PipelineError, DisagreementError) as error:
                 return str(error)
             finally:
                 monitor.close()
 
-        for text in both(*(lambda s=s: changing(s) for s in range(2))):
+        for text in in_threads([lambda s=s: changing(s) for s in range(2)]):
             assert "do not run the same step 2: rank 0: 4 microbatches" in text
 
     def test_a_failed_job_runs_no_further_step(self, store):
         network, monitors = Network(), []
-        both(
-            lambda: run(0, store, fail_at(0), network=network, monitors=monitors),
-            lambda: run(1, store, network=network, monitors=monitors),
+        in_threads(
+            [
+                lambda: run(0, store, raising(ValueError("bad sample"), 0), network=network, monitors=monitors),
+                lambda: run(1, store, network=network, monitors=monitors),
+            ]
         )
         for monitor in monitors:
             with pytest.raises(JobFailedError, match=r"rank 0 failed before this step.*store of another label"):

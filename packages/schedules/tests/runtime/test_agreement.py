@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from pipegrid.schedules import (
     DisagreementError,
-    Forwarded,
     PipelineConfig,
     PipelineError,
     PipelineRuntime,
@@ -21,28 +21,16 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
+from ..kit.models import WIDTH, Part, call, forward_step
+from ..kit.threads import Scale
+
 # What a rank would wait for messages that do not come, if nobody told it better.
 DEADLINE = 60.0
 
 
-class Scale:
-    """A stage that scales by its one parameter; the last one sums up."""
-
-    def __init__(self, stage, plan):
-        self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-        self.weight = torch.ones(1, requires_grad=True)
-        self.seen = []
-
-    def forward(self, microbatch, inputs):
-        self.seen.append(microbatch)
-        x = sum(inputs.values()) if inputs else torch.full((3,), 1.0 + microbatch)
-        y = x * self.weight
-        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
-
-
 @contextlib.contextmanager
 def pipeline(**settings):
-    config = P2PConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, **settings)
+    config = P2PConfig(pipeline_dtype=torch.float64, deadline=DEADLINE, **settings)
     communicator = P2PCommunicator(dist.group.WORLD, config)
     try:
         yield communicator
@@ -51,8 +39,9 @@ def pipeline(**settings):
 
 
 def runtime(ranks, communicator, microbatches, generator=one_f_one_b):
-    plan = lower(generator(ranks.world_size, microbatches))
-    return PipelineRuntime(plan, {ranks.rank: Scale(ranks.rank, plan)}, communicator)
+    """The runtime of this rank, and the microbatches that its stage has computed."""
+    plan, seen = lower(generator(ranks.world_size, microbatches)), []
+    return PipelineRuntime(plan, {ranks.rank: Scale(plan, ranks.rank, seen.append)}, communicator), seen
 
 
 def disagreement(ranks, function, *, late=None):
@@ -72,7 +61,7 @@ def disagreement(ranks, function, *, late=None):
 def test_different_numbers_of_microbatches_are_named_on_both_ranks(ranks, strict):
     counts = [3, 2]
     with pipeline(strict=strict) as communicator:
-        mine = runtime(ranks, communicator, counts[ranks.rank])
+        mine, _ = runtime(ranks, communicator, counts[ranks.rank])
         text = disagreement(ranks, mine.step)
         for rank, count in enumerate(counts):
             assert f"rank {rank}" in text
@@ -86,21 +75,20 @@ def test_different_numbers_of_microbatches_are_named_on_both_ranks(ranks, strict
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_comes_second_to_a_step_computes_nothing_of_it(ranks, late):
     with pipeline() as communicator:
-        mine = runtime(ranks, communicator, 2 + ranks.rank)
+        mine, seen = runtime(ranks, communicator, 2 + ranks.rank)
         disagreement(ranks, mine.step, late=late)
-        (stage,) = (runner.stage for runner in mine._bound.runners.values())
         if ranks.rank == late:
-            assert stage.seen == []
+            assert seen == []
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_count_that_changes_on_one_rank_alone_is_found_in_that_step(ranks, changed):
     with pipeline() as communicator:
-        before = runtime(ranks, communicator, 3)
+        before, _ = runtime(ranks, communicator, 3)
         for _ in range(3):
             before.step()
-        after = runtime(ranks, communicator, 4) if ranks.rank == changed else before
+        after = runtime(ranks, communicator, 4)[0] if ranks.rank == changed else before
         text = disagreement(ranks, after.step)
         assert "a step of 3 microbatches" in text
         assert "a step of 4 microbatches" in text
@@ -108,30 +96,16 @@ def test_a_count_that_changes_on_one_rank_alone_is_found_in_that_step(ranks, cha
 
 @pytest.mark.ranks(2)
 def test_the_step_functions_say_so_too(ranks):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = PipelineConfig(pipeline_dtype=torch.float32)
-            self.linear = torch.nn.Linear(2, 2)
-
-        def set_input_tensor(self, received):
-            self.received = received[0]
-
-        def forward(self):
-            return self.linear(torch.ones(1, 2) if self.received is None else self.received)
-
     def step(microbatches):
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=lambda _, model: (model(), lambda output: (output.sum(), None)),
-            data_iterator=None,
+        call(
+            forward_backward_pipelining_without_interleaving,
             model=model,
-            num_microbatches=microbatches,
-            seq_length=1,
-            micro_batch_size=1,
+            count=microbatches,
+            forward_step_func=partial(forward_step, data=lambda _: torch.ones(2, WIDTH, dtype=torch.float64)),
             p2p_communicator=communicator,
         )
 
-    model = Model()
+    model = Part(0, PipelineConfig(pipeline_dtype=torch.float64))
     with pipeline() as communicator:
         step(4)
         # As many messages either way: three steps of two, two of three.
@@ -143,7 +117,7 @@ def test_the_step_functions_say_so_too(ranks):
 @pytest.mark.ranks(2)
 def test_a_step_and_an_evaluation_are_not_the_same(ranks):
     with pipeline() as communicator:
-        mine = runtime(ranks, communicator, 3)
+        mine, _ = runtime(ranks, communicator, 3)
         mine.eval()
         mine.step()
         text = disagreement(ranks, mine.step if ranks.rank == 0 else mine.eval)
@@ -154,7 +128,7 @@ def test_a_step_and_an_evaluation_are_not_the_same(ranks):
 @pytest.mark.ranks(2)
 def test_equal_counts_under_different_plans_are_not_the_same(ranks):
     with pipeline() as communicator:
-        mine = runtime(ranks, communicator, 3, [one_f_one_b, gpipe][ranks.rank])
+        mine, _ = runtime(ranks, communicator, 3, [one_f_one_b, gpipe][ranks.rank])
         text = disagreement(ranks, mine.step)
         assert len(set(re.findall(r"a step of 3 microbatches \(plan (\w{12})\)", text))) == 2
 
@@ -162,7 +136,7 @@ def test_equal_counts_under_different_plans_are_not_the_same(ranks):
 @pytest.mark.ranks(3)
 def test_a_rank_that_agrees_with_its_neighbour_is_told_why_the_step_ends(ranks):
     with pipeline() as communicator:
-        mine = runtime(ranks, communicator, 3 if ranks.rank == 0 else 2)
+        mine, _ = runtime(ranks, communicator, 3 if ranks.rank == 0 else 2)
         ranks.barrier()
         with pytest.raises((DisagreementError, PipelineError)) as found:
             mine.step()
@@ -173,8 +147,7 @@ def test_a_rank_that_agrees_with_its_neighbour_is_told_why_the_step_ends(ranks):
 @pytest.mark.ranks(3)
 def test_ranks_that_agree_are_left_alone(ranks):
     with pipeline() as communicator:
-        three, four = (runtime(ranks, communicator, count) for count in (3, 4))
+        (three, _), (four, seen) = (runtime(ranks, communicator, count) for count in (3, 4))
         for verb in (three.eval, three.step, four.step, three.step, three.step, four.eval, four.eval, four.step):
             verb()
-        (stage,) = (runner.stage for runner in four._bound.runners.values())
-        assert len(stage.seen) == 4 * 4
+        assert len(seen) == 4 * 4

@@ -10,13 +10,8 @@ from torch import nn
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.megatron.step_functions import forward_backward_no_pipelining
 
-
-class Model(nn.Linear):
-    def __init__(self, config):
-        super().__init__(4, 4)
-        self.config = config
+from ..kit.models import call
 
 
 def step(**options):
@@ -27,10 +22,9 @@ def step(**options):
         seen.append(model(torch.ones(2, 4)).dtype)
         return model(torch.ones(2, 4)), lambda output: (output.float().mean(), {})
 
-    model = Model(options.pop("config", None) or PipelineConfig(**options))
-    forward_backward_no_pipelining(
-        forward_step_func=forward, data_iterator=None, model=model, num_microbatches=1, seq_length=1, micro_batch_size=1
-    )
+    model = nn.Linear(4, 4)
+    model.config = options.pop("config", None) or PipelineConfig(**options)
+    call(model=model, count=1, forward_step_func=forward)
     return seen[0]
 
 

@@ -13,7 +13,8 @@ from pipegrid.schedules.plan import ActionKind
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.actions import EFFECTS
 
-from ..kit.threads import expected_gradients, scales
+from ..kit.stages import expected_gradients
+from ..kit.threads import in_threads, scales
 
 K = ActionKind
 
@@ -28,10 +29,10 @@ def test_every_kind_of_action_has_an_effect():
 
 
 @pytest.mark.parametrize("name", [name for name, known in SCHEDULES.items() if known.trains and not known.sliced])
-def test_a_registered_function_sees_every_action_of_its_kind_and_changes_nothing(name, threads):
+def test_a_registered_function_sees_every_action_of_its_kind_and_changes_nothing(name, network):
     plan = lower(SCHEDULES[name].plan(3, 4))
     stages = scales(plan)
-    runtimes = threads.runtimes(plan, stages)
+    runtimes = network.runtimes(plan, stages)
     seen = [[] for _ in runtimes]
     for mine, runtime in zip(seen, runtimes, strict=True):
 
@@ -41,15 +42,15 @@ def test_a_registered_function_sees_every_action_of_its_kind_and_changes_nothing
 
         for kind in ActionKind:
             runtime.register(kind, note)
-    threads.in_threads([runtime.step for runtime in runtimes])
+    in_threads([runtime.step for runtime in runtimes])
     assert seen == [list(plan.actions(position)) for position in range(plan.num_positions)]
     for stage, expected in zip(stages, expected_gradients(plan), strict=True):
         assert torch.allclose(stage.weight.grad, expected, rtol=1e-14)
 
 
-def test_inputs_have_arrived_when_a_registered_function_is_called(threads):
+def test_inputs_have_arrived_when_a_registered_function_is_called(network):
     plan = lower(one_f_one_b(2, 3))
-    runtimes = threads.runtimes(plan, scales(plan))
+    runtimes = network.runtimes(plan, scales(plan))
     arrived = []
     (queue,) = (queue for queue in runtimes[1]._bound.receives.values())
 
@@ -58,7 +59,7 @@ def test_inputs_have_arrived_when_a_registered_function_is_called(threads):
         run()
 
     runtimes[1].register(K.F, look)
-    threads.in_threads([runtime.step for runtime in runtimes])
+    in_threads([runtime.step for runtime in runtimes])
     assert arrived == [True, True, True]
 
 
@@ -115,9 +116,9 @@ def test_an_error_of_a_registered_function_is_the_failure_of_the_step():
         runtime.step()
 
 
-def test_evaluations_call_it_too(threads):
+def test_evaluations_call_it_too(network):
     plan = lower(one_f_one_b(2, 3))
-    runtimes = threads.runtimes(plan, scales(plan))
+    runtimes = network.runtimes(plan, scales(plan))
     seen = []
 
     def note(action, run):
@@ -125,7 +126,7 @@ def test_evaluations_call_it_too(threads):
         run()
 
     runtimes[0].register(K.SEND_F, note)
-    threads.in_threads([runtime.eval for runtime in runtimes])
+    in_threads([runtime.eval for runtime in runtimes])
     assert seen == ["0SEND_F0>1", "0SEND_F1>1", "0SEND_F2>1"]
 
 

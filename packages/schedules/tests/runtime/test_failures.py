@@ -13,7 +13,6 @@ import torch.distributed as dist
 from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.schedules import (
     DisagreementError,
-    Forwarded,
     JobFailedError,
     Monitor,
     PipelineError,
@@ -26,25 +25,9 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.transport import streams
 from pipegrid.transport.collectives.waiting import device_collectives
 
+from ..kit.threads import Scale, raising
+
 PLAN = lower(one_f_one_b(1, 3))
-
-
-class Stage:
-    def __init__(self, first=lambda microbatch: None):
-        self.first, self.weight = first, torch.ones(1, requires_grad=True)
-
-    def forward(self, microbatch, inputs):
-        del inputs
-        self.first(microbatch)
-        return Forwarded({}, self.weight.sum())
-
-
-def raising(error, at=1):
-    def first(microbatch):
-        if microbatch == at:
-            raise error
-
-    return first
 
 
 class Stoppable:
@@ -95,18 +78,18 @@ def failed(runtime, error=PipelineError):
 
 
 def test_the_first_line_is_the_cause():
-    text, _ = failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad\nsample")))}, None))
+    text, _ = failed(PipelineRuntime(PLAN, {0: Scale(PLAN, 0, raising(ValueError("bad\nsample")))}, None))
     assert text.splitlines()[0] == "stage 0, microbatch 1: ValueError: bad sample"
     assert text.splitlines()[1] == "  at position 0, step 3 of 6: 0F1"
 
 
 def test_a_failure_that_came_through_the_lanes_keeps_its_cause_first():
     lanes = Lanes()
-    failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, lanes))
+    failed(PipelineRuntime(PLAN, {0: Scale(PLAN, 0, raising(ValueError("bad sample")))}, lanes))
     (reason,) = lanes.reasons
     wrapped = ConnectionError(f"rank 3 ended lane 3>2: lane 3>2 was aborted on rank 3: {reason}")
     lanes = Lanes()
-    text, _ = failed(PipelineRuntime(PLAN, {0: Stage(raising(wrapped, at=2))}, lanes))
+    text, _ = failed(PipelineRuntime(PLAN, {0: Scale(PLAN, 0, raising(wrapped, at=2))}, lanes))
     assert text.splitlines()[0] == "stage 0, microbatch 1: ValueError: bad sample"
     assert text.splitlines()[1].startswith(
         "  stage 0, microbatch 2 stopped at position 0, step 5 of 6: 0F2: Connection"
@@ -121,7 +104,7 @@ class UnspeakableError(Exception):
 
 
 def test_an_error_without_a_text_does_not_hide_the_step():
-    text, _ = failed(PipelineRuntime(PLAN, {0: Stage(raising(UnspeakableError()))}, None))
+    text, _ = failed(PipelineRuntime(PLAN, {0: Scale(PLAN, 0, raising(UnspeakableError()))}, None))
     assert "microbatch 1: UnspeakableError: (its text is not known: str() of it raised ZeroDivisionError)" in text
 
 
@@ -130,7 +113,7 @@ def test_an_error_without_a_text_does_not_hide_the_step():
 
 def test_a_step_inside_a_step_is_an_error():
     stages = {}
-    runtime = PipelineRuntime(PLAN, stages | {0: Stage(lambda microbatch: runtime.step())}, None)
+    runtime = PipelineRuntime(PLAN, stages | {0: Scale(PLAN, 0, lambda microbatch: runtime.step())}, None)
     text, _ = failed(runtime)
     assert "PipelineError: step() or eval() inside a step, at position 0, step 1" in text
 
@@ -142,7 +125,7 @@ def test_a_step_beside_a_step_is_an_error_and_harms_nothing():
         inside.set()
         go_on.wait(20)
 
-    stage = Stage(first)
+    stage = Scale(PLAN, 0, first)
     runtime = PipelineRuntime(PLAN, {0: stage}, None)
     thread = threading.Thread(target=runtime.step)
     thread.start()
@@ -151,16 +134,16 @@ def test_a_step_beside_a_step_is_an_error_and_harms_nothing():
         runtime.eval()
     go_on.set()
     thread.join()
-    assert stage.weight.grad.item() == 3
+    assert stage.weight.grad.item() == 12  # the sum of two elements that are 1, 2, 3
     runtime.step()
-    assert stage.weight.grad.item() == 6
+    assert stage.weight.grad.item() == 24
 
 
 # Before an update
 
 
 def test_a_runtime_that_failed_fails_its_check():
-    runtime = PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, None)
+    runtime = PipelineRuntime(PLAN, {0: Scale(PLAN, 0, raising(ValueError("bad sample")))}, None)
     runtime.check()
     failed(runtime)
     with pytest.raises(PipelineError, match="failed before: stage 0, microbatch 1: ValueError: bad sample"):
@@ -169,7 +152,7 @@ def test_a_runtime_that_failed_fails_its_check():
 
 def test_the_failure_of_another_rank_between_steps_fails_the_check(store):
     monitor = Monitor(store, rank=0, ranks=[0], interval=0.02)
-    runtime = PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=monitor)
+    runtime = PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, Lanes(), monitor=monitor)
     runtime.step()
     runtime.check()
     store.compare_set("failure", "", '[7, "rank 7: it is out of memory", false]')
@@ -186,7 +169,7 @@ def test_the_failure_of_another_rank_between_steps_fails_the_check(store):
 def watched(store, first, **settings):
     monitor = Monitor(store, rank=0, ranks=[0], **{"interval": 0.05, "deadline": 1.0, **settings})
     lanes = Lanes()
-    return PipelineRuntime(PLAN, {0: Stage(first)}, lanes, monitor=monitor), lanes, monitor
+    return PipelineRuntime(PLAN, {0: Scale(PLAN, 0, first)}, lanes, monitor=monitor), lanes, monitor
 
 
 @pytest.mark.parametrize("how", ["stopped", "ended"])
@@ -238,7 +221,7 @@ def test_the_deadline_holds_while_the_store_is_silent(store):
             store.stopped.set()
             over.wait(20)
 
-    runtime._bound.runners[0].stage.first = stop_then_wait
+    runtime._bound.runners[0].stage.before = stop_then_wait
     began = time.monotonic()
     runtime.step()  # its lanes were ended, which this stage does not notice
     assert time.monotonic() - began < 0.5 + 1.5
@@ -250,13 +233,13 @@ def test_the_deadline_holds_while_the_store_is_silent(store):
 
 def test_a_peer_that_takes_no_note_delays_the_error_by_less_than_a_second():
     lanes = Lanes(seconds=30.0)
-    _, seconds = failed(PipelineRuntime(PLAN, {0: Stage(raising(ValueError("bad sample")))}, lanes))
+    _, seconds = failed(PipelineRuntime(PLAN, {0: Scale(PLAN, 0, raising(ValueError("bad sample")))}, lanes))
     assert seconds < 1.0
 
 
 def test_the_first_step_of_a_plan_has_a_deadline_of_its_own(store):
     monitor = Monitor(store, rank=0, ranks=[0], deadline=0.2, first_deadline=30.0, interval=0.05)
-    slow = Stage(lambda microbatch: time.sleep(0.5 if microbatch == 0 else 0.0))
+    slow = Scale(PLAN, 0, lambda microbatch: time.sleep(0.5 if microbatch == 0 else 0.0))
     runtime = PipelineRuntime(PLAN, {0: slow}, Lanes(), monitor=monitor)
     runtime.step()
     runtime.check()
@@ -268,7 +251,7 @@ def test_the_first_step_of_a_plan_has_a_deadline_of_its_own(store):
 
 def test_a_rank_that_does_not_come_to_the_first_step_is_named_at_its_deadline(store):
     monitor = Monitor(store, rank=0, ranks=[0, 1], deadline=30.0, first_deadline=0.3)
-    _, seconds = failed(PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=monitor), DisagreementError)
+    _, seconds = failed(PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, Lanes(), monitor=monitor), DisagreementError)
     monitor.close()
     assert seconds < 1.0
 
@@ -302,12 +285,12 @@ def test_a_collective_that_ends_is_waited_for(store):
 
 def test_a_collective_ends_at_the_deadline_and_with_the_failure_of_another_rank(store):
     monitor = Monitor(store, rank=0, ranks=[0], deadline=0.3, interval=0.05)
-    PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=monitor).step()
+    PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, Lanes(), monitor=monitor).step()
     with pytest.raises(JobFailedError, match=r"rank 0 has been at all-reduce of gradients for 0\.3\d* s"):
         monitor.wait(Collective(), "all-reduce of gradients")
     monitor.close()
     other = Monitor(dist.PrefixStore("other", store.store), rank=0, ranks=[0], deadline=30.0, interval=0.05)
-    PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=other).step()
+    PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, Lanes(), monitor=other).step()
     store.store.compare_set("other/failure", "", '[3, "rank 3: boom", false]')
     began = time.monotonic()
     with pytest.raises(JobFailedError, match="rank 3: boom"):
@@ -321,7 +304,7 @@ def test_a_real_reduction_ends_when_a_rank_of_it_has_failed(ranks):
     from pipegrid.topology import control_store
 
     monitor = Monitor(control_store("reduction"), rank=ranks.rank, ranks=[0, 1], deadline=30.0, interval=0.05)
-    runtime = PipelineRuntime(lower(gpipe(1, 2)), {0: Stage()}, None, monitor=monitor)
+    runtime = PipelineRuntime(lower(gpipe(1, 2)), {0: Scale(PLAN, 0)}, None, monitor=monitor)
     runtime.step()
     total = torch.ones(4)
     monitor.wait(dist.all_reduce(total, async_op=True), "the first")
@@ -360,7 +343,7 @@ class DeviceWork:
 
 
 def test_a_reduction_that_failed_on_the_device_fails_the_check():
-    runtime = PipelineRuntime(PLAN, {0: Stage()}, None)
+    runtime = PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, None)
     device_collectives.add("a reduction of gradients", DeviceWork(ended=True), None)
     runtime.check()
     device_collectives.add(
@@ -381,7 +364,7 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
             self.waits.check()
 
     bridge = Bridge()
-    runtime = PipelineRuntime(PLAN, {0: Stage()}, bridge)
+    runtime = PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, bridge)
     runtime.step()
     bridge.waits.pending.add([0, 1], DeviceWork(ended=True), None)
     runtime.check()
@@ -394,7 +377,7 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
 def test_a_monitor_without_the_device_holds_the_host_without_a_timeout_of_nccls(store, monkeypatch):
     monkeypatch.setattr(streams, "types", {"cpu"})
     monitor = Monitor(store, rank=0, ranks=[0], deadline=0.3, interval=0.05)
-    PipelineRuntime(PLAN, {0: Stage()}, Lanes(), monitor=monitor).step()
+    PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, Lanes(), monitor=monitor).step()
     waiting = Waiting(monitor=monitor)
     waiting.wait(DeviceWork(ended=True), torch.zeros(1), None)
     with pytest.raises(JobFailedError, match="rank 0 has been at a reduction of gradients"):

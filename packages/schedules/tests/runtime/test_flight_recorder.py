@@ -12,20 +12,15 @@ from pipegrid.schedules.runtime import flight_recorder
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder, nccl_dump
 from pipegrid.transport import Communicator
 
+from ..kit.threads import Scale, raising
+
 PLAN = lower(one_f_one_b(1, 2))
 
 
-class Failing:
-    """A stage that fails in its forward."""
-
-    def forward(self, microbatch, inputs):
-        del inputs
-        raise ValueError(f"bad sample in microbatch {microbatch}")
-
-
 def failed(folder):
+    stage = Scale(PLAN, 0, raising(ValueError("bad sample in microbatch 0"), at=0))
     with pytest.raises(PipelineError) as caught:
-        PipelineRuntime(PLAN, {0: Failing()}, None, failure_dir=folder).step()
+        PipelineRuntime(PLAN, {0: stage}, None, failure_dir=folder).step()
     return str(caught.value)
 
 

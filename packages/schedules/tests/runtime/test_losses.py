@@ -71,11 +71,11 @@ PLANS = {
 @pytest.mark.parametrize("deallocate", [False, True])
 @pytest.mark.parametrize("auxiliary", ["first", "middle", "all"])
 @pytest.mark.parametrize("name", PLANS)
-def test_a_loss_on_any_stage_is_differentiated_with_the_gradients_of_its_outputs(name, auxiliary, deallocate, threads):
+def test_a_loss_on_any_stage_is_differentiated_with_the_gradients_of_its_outputs(name, auxiliary, deallocate, network):
     plan = PLANS[name]
     chosen = {"first": {0}, "middle": {1}, "all": set(range(plan.num_stages))}[auxiliary]
     stages = [Expert(stage, plan, auxiliary=stage in chosen) for stage in range(plan.num_stages)]
-    threads.run(plan, stages, deallocate_outputs=deallocate)
+    network.run(plan, stages, deallocate_outputs=deallocate)
     for ours, theirs in zip(stages, reference(plan, chosen), strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-14)
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -12,11 +12,9 @@ from functools import partial
 import pytest
 import torch
 from attrs import define, field
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from pipegrid.schedules import (
-    Forwarded,
     PipelineConfig,
     PipelineError,
     PipelineRuntime,
@@ -27,16 +25,10 @@ from pipegrid.schedules import (
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.transport import Communicator, Direction, JobTopology, P2PPeerError, Verbs
 
-
-@define
-class Sent:
-    """A message that is in its future is sent."""
-
-    def wait(self, timeout=None):
-        del timeout
-
-    def is_completed(self):
-        return True
+from ..kit.gradients import assert_same_gradients
+from ..kit.models import WIDTH, Part, call, forward_step, in_one_process
+from ..kit.stages import differentiate, stages_of
+from ..kit.threads import Sent, in_threads, raising
 
 
 @define
@@ -121,44 +113,31 @@ def open_all(plan, **options):
     return [InThreads(ways, p, JobTopology(total_stages=number, current_stage=p), **options) for p in range(number)]
 
 
-class Stage:
-    """A linear layer; the first stage reads a microbatch, the last one has the loss."""
-
-    def __init__(self, plan, number, before=lambda microbatch: None):
-        torch.manual_seed(number)
-        self.model, self.before = nn.Linear(4, 4, dtype=torch.float64), before
-        self.out = [edge for edge in plan.graph.stage_edges if edge.source == number]
-
-    def forward(self, microbatch, inputs):
-        self.before(microbatch)
-        x = sum(inputs.values()) if inputs else torch.full((2, 4), 0.1 * microbatch, dtype=torch.float64)
-        y = torch.tanh(self.model(x))
-        return Forwarded(dict.fromkeys(self.out, y)) if self.out else Forwarded({}, y.square().mean())
+def data(microbatch):
+    return torch.full((2, WIDTH), 0.1 * microbatch, dtype=torch.float64)
 
 
-def runtimes(plan, communicators, before=lambda microbatch: None):
-    """The runtime of each position, and the stages of all."""
-    stages = [Stage(plan, number, before) for number in range(plan.num_stages)]
-    held = [{stage: stages[stage] for stage in own} for own in plan.stages_at]
-    return [PipelineRuntime(plan, *one) for one in zip(held, communicators, strict=True)], stages
+def stages(plan, **options):
+    parts = [Part(number) for number in range(plan.num_stages)]
+    return stages_of(plan.graph, parts, data=data, loss=lambda output, _: output.square().mean(), **options)
+
+
+def runtimes(plan, communicators, every):
+    """That of each position."""
+    held = [{stage: every[stage] for stage in own} for own in plan.stages_at]
+    return [PipelineRuntime(plan, *one) for one in zip(held, communicators, strict=True)]
 
 
 @pytest.mark.parametrize("name", [name for name, known in SCHEDULES.items() if known.trains])
-def test_every_named_schedule_has_the_gradients_of_one_process(name, in_threads):
+def test_every_named_schedule_has_the_gradients_of_one_process(name):
     plan = lower(SCHEDULES[name].plan(3, 6))
-    made, stages = runtimes(plan, open_all(plan))
-    in_threads([runtime.step for runtime in made])
-    whole = [Stage(plan, number) for number in range(plan.num_stages)]
-    for microbatch in range(6):
-        forwarded = whole[0].forward(microbatch, {})
-        for stage in whole[1:]:
-            forwarded = stage.forward(microbatch, forwarded.outputs)
-        forwarded.loss.backward()
-    for stage, expected in zip(stages, whole, strict=True):
-        torch.testing.assert_close(stage.model.weight.grad, expected.model.weight.grad, rtol=1e-12, atol=1e-15)
+    every = stages(plan)
+    in_threads([runtime.step for runtime in runtimes(plan, open_all(plan), every)])
+    expected = differentiate(plan, stages(plan))
+    assert_same_gradients([stage.model for stage in every], [stage.model for stage in expected])
 
 
-def outcomes(calls, in_threads):
+def outcomes(calls):
     """What each call raises, side by side."""
 
     def caught(call):
@@ -171,32 +150,28 @@ def outcomes(calls, in_threads):
     return in_threads([partial(caught, call) for call in calls])
 
 
-def test_the_failure_of_a_stage_is_known_to_all_positions(in_threads):
+def test_the_failure_of_a_stage_is_known_to_all_positions():
     plan = lower(one_f_one_b(3, 4))
-    made, stages = runtimes(plan, open_all(plan))
-
-    def fail(microbatch):
-        if microbatch == 1:
-            raise RuntimeError("injected failure 4711")
-
-    stages[1].before = fail
-    first, failing, last = outcomes([runtime.step for runtime in made], in_threads)
+    every = stages(plan)
+    every[1] = stages(plan, before=raising(RuntimeError("injected failure 4711")))[1]
+    made = runtimes(plan, open_all(plan), every)
+    first, failing, last = outcomes([runtime.step for runtime in made])
     assert "stage 1, microbatch 1: RuntimeError: injected failure 4711" in str(failing)
     for other in (first, last):
         assert isinstance(other.__cause__, P2PPeerError)
         assert "injected failure 4711" in str(other)
 
 
-def test_a_message_that_never_comes_is_a_timeout_with_its_place_in_the_plan(in_threads):
+def test_a_message_that_never_comes_is_a_timeout_with_its_place_in_the_plan():
     plan = lower(one_f_one_b(2, 2))
-    made, _ = runtimes(plan, open_all(plan, deadline=0.5))
-    (alone,) = outcomes([partial(made[1].step)], in_threads)
+    made = runtimes(plan, open_all(plan, deadline=0.5), stages(plan))
+    (alone,) = outcomes([made[1].step])
     assert isinstance(alone.__cause__, TimeoutError)
     assert "rank 1, stage 1, microbatch 0" in str(alone)
     assert "at position 1, step 2 of 7: 1F0" in str(alone)
 
 
-def test_the_runtime_calls_the_port_itself(in_threads):
+def test_the_runtime_calls_the_port_itself():
     plan = lower(one_f_one_b(2, 2))
     communicators = open_all(plan)
     seen = []
@@ -212,51 +187,27 @@ def test_the_runtime_calls_the_port_itself(in_threads):
             return Verbs(isend, port.irecv)
 
     communicators = [Watched(one.ways, one.rank, one.job) for one in communicators]
-    made, _ = runtimes(plan, communicators)
-    in_threads([runtime.step for runtime in made])
+    in_threads([runtime.step for runtime in runtimes(plan, communicators, stages(plan))])
     assert seen
     for frames in seen:
         assert frames[frames.index("step") :] == ["step", "_run", "send", "isend"]
 
 
-def test_a_step_function_takes_it(in_threads):
+def test_a_step_function_takes_it():
     plan = lower(one_f_one_b(2, 4))
-    models = [Stage(plan, number).model for number in range(2)]
-
-    class Part(nn.Module):
-        config = PipelineConfig(pipeline_dtype=torch.float64)
-
-        def __init__(self, layer):
-            super().__init__()
-            self.layer, self.received = layer, None
-
-        def set_input_tensor(self, received):
-            self.received = received[0] if isinstance(received, list) else received
-
-        def forward(self, x):
-            return torch.tanh(self.layer(x if self.received is None else self.received))
-
-    def forward_step(batches, model):
-        return model(next(batches)), lambda output: (output.square().mean(), {})
+    models = [Part(number, PipelineConfig(pipeline_dtype=torch.float64)) for number in range(2)]
 
     def train(communicator, model):
-        batches = iter([torch.full((2, 4), 0.1 * number, dtype=torch.float64) for number in range(4)])
-        return get_forward_backward_func(communicator.job.total_stages)(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=Part(model),
-            num_microbatches=4,
-            seq_length=2,
-            micro_batch_size=1,
-            forward_only=False,
+        return call(
+            get_forward_backward_func(communicator.job.total_stages),
+            model=model,
+            forward_step_func=partial(forward_step, data=data),
             p2p_communicator=communicator,
         )
 
-    pairs = zip(open_all(plan), models, strict=True)
-    in_threads([partial(train, communicator, model) for communicator, model in pairs])
-    whole = [Stage(plan, number).model for number in range(2)]
-    for number in range(4):
-        x = torch.full((2, 4), 0.1 * number, dtype=torch.float64)
-        (torch.tanh(whole[1](torch.tanh(whole[0](x)))).square().mean() / 4).backward()
-    for model, expected in zip(models, whole, strict=True):
-        torch.testing.assert_close(model.weight.grad, expected.weight.grad, rtol=1e-12, atol=1e-15)
+    in_threads(
+        [partial(train, communicator, model) for communicator, model in zip(open_all(plan), models, strict=True)]
+    )
+    expected = [Part(number) for number in range(2)]
+    in_one_process(expected, map(data, range(4)), 4)
+    assert_same_gradients(models, expected)

@@ -25,7 +25,6 @@ from pipegrid.schedules import (
     SplitBackwardError,
     StageOutputError,
     StepArgumentError,
-    forward_backward_no_pipelining,
     gpipe,
     interleaved_1f1b,
     looped_bfs,
@@ -35,6 +34,10 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
+
+from ..kit.gradients import assert_same_gradients
+from ..kit.models import WIDTH, Part, call
+from ..kit.stages import stages_of
 
 ALONE, PAIR, ZB = lower(one_f_one_b(1, 2)), lower(one_f_one_b(2, 2)), lower(zero_bubble_h1(2, 3))
 EDGE = Edge(0, 1)
@@ -67,9 +70,9 @@ def cause(error, function):
     return str(found.value)
 
 
-def send(network, memory_communicator, activation):
+def send(network, activation):
     """What stage 0 would send to stage 1."""
-    sender = memory_communicator(network, 2, 0)
+    sender = network.communicator(2, 0)
     sender.isend(activation, edge=EDGE, direction=Direction.FORWARD)
 
 
@@ -95,9 +98,9 @@ def test_a_forward_returns_what_it_made(name):
 
 @pytest.mark.parametrize("verb", ["step", "eval"])
 @pytest.mark.parametrize("payload", ["x", 3, [torch.ones(2), 3], {"a": ({"b": "x"},)}], ids=str)
-def test_payloads_are_made_of_tensors(payload, verb, network, memory_communicator):
+def test_payloads_are_made_of_tensors(payload, verb, network):
     stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: payload}))
-    runtime = PipelineRuntime(PAIR, {0: stage}, memory_communicator(network, 2, 0))
+    runtime = PipelineRuntime(PAIR, {0: stage}, network.communicator(2, 0))
     text = cause(StageOutputError, getattr(runtime, verb))
     assert "the output of stage 0 on edge 0>1 for microbatch 0 has " in text
     assert "; a payload is made of tensors" in text
@@ -126,9 +129,9 @@ def test_a_scaled_loss_is_still_a_loss(described):
     assert f"loss_scale(loss) of stage 0 for microbatch 0 is {described}" in text
 
 
-def test_a_middle_stages_loss_is_looked_at_as_well(network, memory_communicator):
+def test_a_middle_stages_loss_is_looked_at_as_well(network):
     stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: weight() * 2}, weight().detach()))
-    runtime = PipelineRuntime(PAIR, {0: stage}, memory_communicator(network, 2, 0))
+    runtime = PipelineRuntime(PAIR, {0: stage}, network.communicator(2, 0))
     assert "requires_grad=False; a loss" in cause(LossError, runtime.step)
 
 
@@ -140,28 +143,18 @@ def test_data_that_end_too_early_say_where(verb):
 
 
 def test_a_step_functions_data_that_end_too_early_say_where():
-    class Model(nn.Linear):
-        config = PipelineConfig(pipeline_dtype=torch.float32)
-
     with pytest.raises(PipelineError, match="the iterator of stage 0 ended at microbatch 3 of 5"):
-        forward_backward_no_pipelining(
-            forward_step_func=lambda data, model: (model(next(data)), lambda output: (output.sum(), None)),
-            data_iterator=iter([torch.ones(1, 2)] * 3),
-            model=Model(2, 2),
-            num_microbatches=5,
-            seq_length=1,
-            micro_batch_size=1,
-        )
+        call(model=Part(0, PipelineConfig()), count=5, data_iterator=iter(range(3)))
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_what_was_received_is_not_changed_in_place(view, network, memory_communicator):
+def test_what_was_received_is_not_changed_in_place(view, network):
     def forward(microbatch, inputs):
         x = inputs[EDGE][:1] if view else inputs[EDGE]
         return Forwarded({}, x.mul_(2).sum())
 
-    send(network, memory_communicator, torch.ones(2))
-    runtime = PipelineRuntime(PAIR, {1: Doing(forward)}, memory_communicator(network, 2, 1))
+    send(network, torch.ones(2))
+    runtime = PipelineRuntime(PAIR, {1: Doing(forward)}, network.communicator(2, 1))
     text = cause(StageOutputError, runtime.step)
     assert "stage 1 changes a tensor in place for microbatch 0" in text
     assert "x.clone()" in text
@@ -181,7 +174,7 @@ def test_a_failed_step_names_its_rank(ranks):
 # Which graphs are split
 
 
-def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(network, memory_communicator):
+def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(network):
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def forward(microbatch, inputs):
@@ -190,8 +183,8 @@ def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(ne
         return Forwarded({}, (checkpoint(layers[1], y, use_reentrant=True) if microbatch else layers[1](y)).sum())
 
     for _ in range(3):
-        send(network, memory_communicator, torch.ones(1, 2))
-    runtime = PipelineRuntime(ZB, {1: Doing(forward, model=layers)}, memory_communicator(network, 2, 1))
+        send(network, torch.ones(1, 2))
+    runtime = PipelineRuntime(ZB, {1: Doing(forward, model=layers)}, network.communicator(2, 1))
     text = cause(SplitBackwardError, runtime.step)
     assert (
         "microbatch 1: SplitBackwardError: stage 1: module '1' (Linear) is checkpointed with use_reentrant=True" in text
@@ -227,7 +220,7 @@ def test_messages_need_a_communicator():
         PipelineRuntime(PAIR, {0: last(weight)}, None)
 
 
-def test_a_reducer_that_nobody_would_call_is_refused(network, memory_communicator):
+def test_a_reducer_that_nobody_would_call_is_refused(network):
     tied = lower(one_f_one_b(2, 2), tied={"embedding": [0, 1]})
     with pytest.raises(
         StepArgumentError, match=r"reducers for \['embedding', 'embeding'\]; .* the plan for \['embedding'\]"
@@ -235,14 +228,14 @@ def test_a_reducer_that_nobody_would_call_is_refused(network, memory_communicato
         PipelineRuntime(
             tied,
             {0: last(weight)},
-            memory_communicator(network, 2, 0),
+            network.communicator(2, 0),
             reducers={"embedding": print, "embeding": print},
         )
 
 
 @pytest.mark.parametrize("communicates", [False, True])
-def test_only_lanes_may_hold_messages(communicates, network, memory_communicator):
-    communicator = memory_communicator(network, 1, 0) if communicates else None
+def test_only_lanes_may_hold_messages(communicates, network):
+    communicator = network.communicator(1, 0) if communicates else None
     text = cause(LossError, PipelineRuntime(ALONE, {0: last(float)}, communicator).step)
     assert ("Lanes may hold messages" in text) == communicates
     assert "ebuild" in text
@@ -270,29 +263,12 @@ def test_an_aside_that_fails_is_noted():
 # Wrappers that reduce by themselves
 
 
-def replicated(stages):
-    """The models of some chunks, the same on every rank."""
-    models = []
-    for stage in range(stages):
-        torch.manual_seed(stage)
-        models.append(nn.Linear(3, 3).double())
-    return models
-
-
-def chunks(models, rank):
-    def forward(stage, microbatch, inputs):
-        x = next(iter(inputs.values())) if inputs else data(rank, microbatch)
-        y = models[stage](x)
-        return Forwarded(
-            {Edge(stage, stage + 1): y} if stage + 1 < len(models) else {},
-            None if stage + 1 < len(models) else (y**2).sum(),
-        )
-
-    return {stage: Doing(partial(forward, stage), model=models[stage]) for stage in range(len(models))}
-
-
 def data(rank, microbatch):
-    return torch.full((2, 3), 1.0 + microbatch + 10 * rank, dtype=torch.float64)
+    return torch.full((2, WIDTH), 1.0 + microbatch + 10 * rank, dtype=torch.float64)
+
+
+def loss(output, microbatch=None):
+    return output.square().sum()
 
 
 WRONG = {
@@ -308,31 +284,25 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_ddp_is_refused_where_other_forwards_come_between(name, inside, process_group):
     plan = lower(WRONG[name])
-    models = [DistributedDataParallel(model) for model in replicated(plan.num_stages)]
+    models = [DistributedDataParallel(Part(number)) for number in range(plan.num_stages)]
     if inside:
         models = [nn.Sequential(model) for model in models]
-    runtime = PipelineRuntime(plan, chunks(models, 0), None)
+    runtime = PipelineRuntime(
+        plan, dict(enumerate(stages_of(plan.graph, models, data=partial(data, 0), loss=loss))), None
+    )
     where = r"model\.0" if inside else "model"
     with pytest.raises(GradientError, match=rf"stage 0 has a DistributedDataParallel \({where}\).*reduce_gradients"):
         runtime.step()
     runtime.eval()  # which reduces nothing
 
 
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.ranks(2)
 def test_ddp_is_right_where_each_backward_follows_its_own_forward(ranks):
     plan = lower(one_f_one_b(1, 3))
-    (model,) = replicated(1)
-    PipelineRuntime(plan, chunks([DistributedDataParallel(model)], ranks.rank), None).step()
-    (reference,) = replicated(1)
+    model, reference = Part(0), Part(0)
+    stages = stages_of(plan.graph, [DistributedDataParallel(model)], data=partial(data, ranks.rank), loss=loss)
+    PipelineRuntime(plan, dict(enumerate(stages)), None).step()
     for rank in range(2):
         for microbatch in range(3):
-            ((reference(data(rank, microbatch)) ** 2).sum() / 2).backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-14)
+            (loss(reference(data(rank, microbatch))) / 2).backward()
+    assert_same_gradients(model, reference, rtol=1e-14)

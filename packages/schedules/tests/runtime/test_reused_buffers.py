@@ -5,48 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
+
+from ..kit.stages import differentiate, stages_of
 
 WIDTH = 5
 
 
-class Layer:
+class Layer(nn.Module):
     """A linear layer; the identity where ``passes``, whose output is a view of what came in."""
 
-    def __init__(self, stage, last, *, passes):
-        generator = torch.Generator().manual_seed(stage)
-        self.stage, self.last, self.passes = stage, last, passes
-        self.weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+    def __init__(self, number):
+        super().__init__()
+        torch.manual_seed(number)
+        self.weight, self.passes = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64)), number % 3 == 2
 
-    def forward(self, microbatch, inputs):
-        if inputs:
-            (x,) = inputs.values()
-        else:
-            x = torch.arange(1.0 + microbatch, 1 + microbatch + WIDTH, dtype=torch.float64).expand(2, WIDTH).sin()
-        y = x.view(2, WIDTH) if self.passes else (x @ self.weight).tanh()
-        if self.stage == self.last:
-            return Forwarded({}, (y * y).sum())
-        return Forwarded({Edge(self.stage, self.stage + 1): y})
+    def forward(self, x):
+        return x.view(2, WIDTH) if self.passes else (x @ self.weight).tanh()
 
 
-def layers(plan):
-    return [Layer(stage, plan.num_stages - 1, passes=stage % 3 == 2) for stage in range(plan.num_stages)]
+def stages(plan):
+    def data(microbatch):
+        return torch.arange(1.0 + microbatch, 1 + microbatch + WIDTH, dtype=torch.float64).expand(2, WIDTH).sin()
 
-
-def expected_gradients(plan):
-    model = layers(plan)
-    for microbatch in range(plan.num_microbatches):
-        inputs = {}
-        for layer in model:
-            forwarded = layer.forward(microbatch, inputs)
-            inputs = forwarded.outputs
-        forwarded.loss.backward()
-    return [layer.weight.grad for layer in model]
+    models = [Layer(number) for number in range(plan.num_stages)]
+    return stages_of(plan.graph, models, data=data, loss=lambda output, _: (output * output).sum())
 
 
 def most_at_once(plan, position, stages):
@@ -77,8 +66,8 @@ def received_by_lane(plan, position):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"])
 def test_as_many_buffers_as_the_plan_says_and_the_same_gradients(ranks, name, strict):
     plan, steps = lower(SCHEDULES[name].plan(3, 7)), 3
-    model, expected = layers(plan), expected_gradients(plan)
-    held = {stage: model[stage] for stage in plan.stages_at[ranks.rank]}
+    every, expected = stages(plan), differentiate(plan, stages(plan))
+    held = {stage: every[stage] for stage in plan.stages_at[ranks.rank]}
     communicator = P2PCommunicator(
         dist.group.WORLD,
         P2PConfig(pipeline_dtype=torch.float64, strict=strict),
@@ -87,16 +76,17 @@ def test_as_many_buffers_as_the_plan_says_and_the_same_gradients(ranks, name, st
     runtime = PipelineRuntime(plan, held, communicator, reuse_buffers=True)
     for step in range(steps):
         runtime.step()
-        for stage, layer in held.items():
-            if not layer.passes:
-                assert torch.allclose(layer.weight.grad, (step + 1) * expected[stage], rtol=1e-12), (step, stage)
-    for stages in received_by_lane(plan, ranks.rank):
-        stats = communicator.lane(Edge(stages[0] - 1, stages[0]), Direction.FORWARD).stats
+        for number, stage in held.items():
+            if not stage.model.passes:
+                wanted = (step + 1) * expected[number].model.weight.grad
+                assert torch.allclose(stage.model.weight.grad, wanted, rtol=1e-12), (step, number)
+    for receiving in received_by_lane(plan, ranks.rank):
+        stats = communicator.lane(Edge(receiving[0] - 1, receiving[0]), Direction.FORWARD).stats
         # The output of one that hands on to its own rank may be needed after its own backward: it gives nothing back.
-        lending = [stage for stage in stages if stage + 1 not in held]
-        assert stats.live == (len(stages) - len(lending)) * steps * plan.num_microbatches
-        if lending == stages:
-            assert stats.allocations == most_at_once(plan, ranks.rank, stages)
+        lending = [stage for stage in receiving if stage + 1 not in held]
+        assert stats.live == (len(receiving) - len(lending)) * steps * plan.num_microbatches
+        if lending == receiving:
+            assert stats.allocations == most_at_once(plan, ranks.rank, receiving)
     communicator.close()
 
 
@@ -106,7 +96,7 @@ def test_an_evaluation_gives_nothing_back_and_without_the_option_nothing_is(rank
     for reuse, verb, live in ((True, "eval", 4), (False, "step", 4), (True, "step", 0)):
         communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float64))
         stage = dist.get_rank()
-        runtime = PipelineRuntime(plan, {stage: layers(plan)[stage]}, communicator, reuse_buffers=reuse)
+        runtime = PipelineRuntime(plan, {stage: stages(plan)[stage]}, communicator, reuse_buffers=reuse)
         getattr(runtime, verb)()
         if stage == 1:
             assert communicator.lane(Edge(0, 1), Direction.FORWARD).stats.live == live

@@ -26,7 +26,8 @@ from pipegrid.schedules.verify import verify
 from pipegrid.transport import streams
 from pipegrid.transport.edge import Edge
 
-from ..kit.threads import Scale, expected_gradients, scales
+from ..kit.stages import expected_gradients
+from ..kit.threads import MemoryCommunicator, Scale, in_threads, raising, scales
 
 DIAMOND = ModuleGraph({"a": 1, "b": 2, "c": 1}, {"a": ["b", "c"], "b": ["c"]})
 PLANS = {
@@ -46,24 +47,24 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_any_plan_gives_the_gradients_of_one_process(name, threads):
+def test_any_plan_gives_the_gradients_of_one_process(name, network):
     plan, stages = PLANS[name], scales(PLANS[name])
-    threads.run(plan, stages)
+    network.run(plan, stages)
     for stage, expected in zip(stages, expected_gradients(plan), strict=True):
         assert torch.allclose(stage.weight.grad, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_eval_runs_the_forwards_only(name, threads):
+def test_eval_runs_the_forwards_only(name, network):
     plan, stages = PLANS[name], scales(PLANS[name])
-    threads.run(plan, stages, "eval")
+    network.run(plan, stages, "eval")
     assert len(stages[-1].losses) == plan.num_microbatches
     assert all(stage.weight.grad is None for stage in stages)
-    assert all(lane.empty() for lane in threads.network.lanes.values())
+    assert all(lane.empty() for lane in network.lanes.values())
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_hooks_see_exactly_the_plans_actions_in_order(name, threads):
+def test_hooks_see_exactly_the_plans_actions_in_order(name, network):
     plan = PLANS[name]
 
     @define
@@ -77,19 +78,19 @@ def test_hooks_see_exactly_the_plans_actions_in_order(name, threads):
             assert self.seen[-1] is action
 
     hooks = [[Watch([])] for _ in plan.positions]
-    threads.run(plan, scales(plan), hooks=hooks)
+    network.run(plan, scales(plan), hooks=hooks)
     for position, (watch,) in enumerate(hooks):
         assert watch.seen == list(plan.actions(position))
 
 
-def test_a_recording_has_every_action_and_draws_arrows(threads):
+def test_a_recording_has_every_action_and_draws_arrows(network):
     plan = PLANS["1f1b"]
     recorders = [Recorder() for _ in plan.positions]
     for recorder in recorders:
         recorder.start()
         with recorder.aside("data"):
             pass
-    threads.run(plan, scales(plan), hooks=[[r] for r in recorders])
+    network.run(plan, scales(plan), hooks=[[r] for r in recorders])
     tracks = [r.track(plan, rank=p, position=p) for p, r in enumerate(recorders)]
     for track in tracks:
         assert [entry.index for entry in track.actions] == list(range(sum(1 for _ in plan.actions(track.position))))
@@ -102,7 +103,7 @@ def test_a_recording_has_every_action_and_draws_arrows(threads):
         assert recorder.computing == pytest.approx(busy)
 
 
-def test_a_recording_of_another_plan_is_refused(network, memory_communicator, in_threads):
+def test_a_recording_of_another_plan_is_refused(network):
     recorder = Recorder()
     recorder.before(parse_action("0F0"))
     recorder.after(parse_action("0F0"))
@@ -116,7 +117,7 @@ def test_stages_must_be_those_of_one_position():
         PipelineRuntime(plan, dict(enumerate(scales(plan)[:2])), None)
 
 
-def test_a_reduce_needs_its_reducer(network, memory_communicator, in_threads):
+def test_a_reduce_needs_its_reducer(network):
     plan = lower(one_f_one_b(2, 2), tied={"embedding": [0, 1]})
     with pytest.raises(StepArgumentError, match=r"reducers for \[\]; position 0 has a REDUCE for \['embedding'\]"):
         PipelineRuntime(plan, {0: scales(plan)[0]}, None)
@@ -127,7 +128,7 @@ def test_a_reduce_needs_its_reducer(network, memory_communicator, in_threads):
             PipelineRuntime(
                 plan,
                 {stage: stages[stage]},
-                memory_communicator(network, 2, stage),
+                network.communicator(2, stage),
                 reducers={"embedding": partial(calls.append, stage)},
             ).step
             for stage in range(2)
@@ -136,14 +137,14 @@ def test_a_reduce_needs_its_reducer(network, memory_communicator, in_threads):
     assert sorted(calls) == [0, 1]
 
 
-def test_outputs_must_be_those_of_the_edges(network, memory_communicator):
+def test_outputs_must_be_those_of_the_edges(network):
     plan = PLANS["1f1b"]
 
     class Wrong:
         def forward(self, microbatch, inputs):
             return Forwarded({})
 
-    runtime = PipelineRuntime(plan, {0: Wrong()}, memory_communicator(network, 3, 0))
+    runtime = PipelineRuntime(plan, {0: Wrong()}, network.communicator(3, 0))
     with pytest.raises(
         PipelineError, match=r"outputs for \[\] for microbatch 0; .* \['0>1'\]\n  at position 0, step 1 of \d+: 0F0\n"
     ):
@@ -169,16 +170,9 @@ def test_a_collective_is_refused_where_the_communicator_has_none():
         PipelineRuntime(plan, {0: scales(plan)[0]}, None)
 
 
-class OutOfData(Scale):
-    def forward(self, microbatch, inputs):
-        if microbatch == 1:
-            raise StopIteration
-        return super().forward(microbatch, inputs)
-
-
 def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
     plan = gpipe(1, 2)
-    runtime = PipelineRuntime(plan, {0: OutOfData(plan, 0)}, None)
+    runtime = PipelineRuntime(plan, {0: Scale(plan, 0, raising(StopIteration()))}, None)
     with pytest.raises(
         PipelineError,
         match=r"microbatch 1: DataEndedError: .* microbatch 1 of 2 .*\n  at position 0, step 2 of 4: 0F1\n",
@@ -189,12 +183,12 @@ def test_after_a_failed_step_the_runtime_says_that_it_must_be_rebuilt():
             verb()
 
 
-def test_eval_comes_before_the_first_step_as_well_as_after(threads):
+def test_eval_comes_before_the_first_step_as_well_as_after(network):
     plan = PLANS["zero_bubble_v, 3 positions"]
     stages = scales(plan)
-    runtimes = threads.runtimes(plan, stages)
+    runtimes = network.runtimes(plan, stages)
     for verb in ("eval", "step", "eval"):
-        threads.in_threads([getattr(runtime, verb) for runtime in runtimes])
+        in_threads([getattr(runtime, verb) for runtime in runtimes])
     losses = stages[-1].losses
     assert sorted(losses[:4]) == sorted(losses[4:8]) == sorted(losses[8:])
     for stage, expected in zip(stages, expected_gradients(plan), strict=True):
@@ -210,31 +204,25 @@ def test_a_profile_has_a_range_for_every_action():
     assert {"0F0", "0I0", "0W0"} <= names
 
 
-def test_a_plan_of_forwards_alone_keeps_nothing(threads):
+def test_a_plan_of_forwards_alone_keeps_nothing(network):
     plan = lower(SCHEDULES["forward_only"].plan(3, 4))
     stages = scales(plan)
-    threads.run(plan, stages)
+    network.run(plan, stages)
     assert len(stages[-1].losses) == 4
     assert all(stage.weight.grad is None for stage in stages)
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network, memory_communicator):
+def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network):
     """It goes out as it came, and what is left in the lanes is not taken for a message of another step."""
     plan = lower(gpipe(2, 3))
     told = []
 
-    class Interrupted(Scale):
-        def forward(self, microbatch, inputs):
-            if microbatch == 1:
-                raise interrupt
-            return super().forward(microbatch, inputs)
-
-    class Telling(memory_communicator):
+    class Telling(MemoryCommunicator):
         def abort(self, reason):
             told.append(reason)
 
-    runtime = PipelineRuntime(plan, {0: Interrupted(plan, 0)}, Telling(network, 2, 0))
+    runtime = PipelineRuntime(plan, {0: Scale(plan, 0, raising(interrupt()))}, Telling(network, 2, 0))
     with pytest.raises(interrupt) as found:
         runtime.step()
     assert found.value.__cause__ is None
@@ -256,10 +244,10 @@ def test_a_proof_is_taken_as_it_is_and_a_plan_is_proved_once():
     assert PipelineRuntime(plan, {0: stage}, None).proof == proof
 
 
-def test_a_proof_for_other_lanes_than_the_communicators_is_made_anew(network, memory_communicator):
+def test_a_proof_for_other_lanes_than_the_communicators_is_made_anew(network):
     proof = verify(lower(one_f_one_b(2, 2)))
 
-    class Shared(memory_communicator):
+    class Shared(MemoryCommunicator):
         config = SimpleNamespace(communicators="shared")
 
     communicator = Shared(network, 2, 1)

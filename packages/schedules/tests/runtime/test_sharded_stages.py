@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
     ActionKind,
-    Forwarded,
     PipelineRuntime,
     Recorder,
     StepArgumentError,
@@ -25,27 +25,22 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
-from pipegrid.transport import Edge
 
+from ..kit.gradients import assert_same_gradients
 from ..kit.groups import Groups
+from ..kit.models import WIDTH, Residual
+from ..kit.stages import Function, stages_of
 
-WIDTH, MICROBATCHES = 4, 4
+MICROBATCHES = 4
 
 
-class Layer(nn.Module):
+class Layer(Residual):
     def __init__(self, *, checkpointed=False):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.checkpointed = checkpointed
 
     def forward(self, x):
-        if self.checkpointed:
-            return checkpoint(self.run, x, use_reentrant=False)
-        return self.run(x)
-
-    def run(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return checkpoint(super().forward, x, use_reentrant=False) if self.checkpointed else super().forward(x)
 
 
 def models(count, *, checkpointed=False):
@@ -62,28 +57,6 @@ def weigh(lane, microbatch, output):
     """A sum over rows, of which lanes and microbatches count different numbers."""
     rows = 1 + (lane + microbatch) % 2
     return output[:rows].square().sum(), rows * (1 + lane)
-
-
-class Runs:
-    """A stage of one position."""
-
-    def __init__(self, number, model, last, lane):
-        self.number, self.model, self.last, self.lane = number, model, last, lane
-        self.device = next(model.parameters()).device
-        self.tokens = 0
-
-    def forward(self, microbatch, inputs):
-        x = (
-            sample(self.lane, microbatch).to(self.device)
-            if self.number == 0
-            else inputs[Edge(self.number - 1, self.number)]
-        )
-        output = self.model(x)
-        if self.number < self.last:
-            return Forwarded({Edge(self.number, self.number + 1): output})
-        loss, tokens = weigh(self.lane, microbatch, output)
-        self.tokens += tokens
-        return Forwarded({}, loss)
 
 
 class Counted(TorchDispatchMode):
@@ -117,6 +90,21 @@ PLANS = {
 }
 
 
+def stages_on(ranks, held, counted=None):
+    """The stages of one position, with the data of this rank's lane; ``counted``: what their losses count is added."""
+
+    def data(microbatch):
+        return sample(ranks.rank, microbatch).to(ranks.device)
+
+    def loss(output, microbatch):
+        scalar, rows = weigh(ranks.rank, microbatch, output)
+        if counted is not None:
+            counted.append(rows)
+        return scalar
+
+    return dict(enumerate(stages_of(ModuleGraph({"model": len(held)}), held, data=data, loss=loss)))
+
+
 def sharded(ranks, count, *, checkpointed=False, **options):
     """The models of ``count`` stages, of which each layer and each stage is sharded."""
     mesh = init_device_mesh(ranks.device.type, (2,))
@@ -126,10 +114,6 @@ def sharded(ranks, count, *, checkpointed=False, **options):
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
     return held
-
-
-def stages_of(ranks, held):
-    return {number: Runs(number, model, len(held) - 1, ranks.rank) for number, model in enumerate(held)}
 
 
 @pytest.mark.ranks(2)
@@ -148,10 +132,9 @@ def stages_of(ranks, held):
 def test_a_sharded_stage_has_the_gradients_of_one_process(ranks, name, reduce, checkpointed):
     """Per-token losses of unequal lanes, two steps and an evaluation between them."""
     computes, count = PLANS[name]
-    held = sharded(ranks, count, checkpointed=checkpointed)
-    stages = stages_of(ranks, held)
+    held, tokens = sharded(ranks, count, checkpointed=checkpointed), []
     plan = lower(computes, shard=reduce, prefetch=0)
-    runtime = PipelineRuntime(verify(plan, window=1), stages, None)
+    runtime = PipelineRuntime(verify(plan, window=1), stages_on(ranks, held, tokens), None)
     every = nn.ModuleList(held)
     for step in range(3):
         with fresh_gradients(every), Counted() as counted:
@@ -168,8 +151,8 @@ def test_a_sharded_stage_has_the_gradients_of_one_process(ranks, name, reduce, c
                 actions = list(plan.actions(0))
                 assert counted.gathers == 2 * sum(action.kind is ActionKind.UNSHARD for action in actions)
                 assert counted.reductions == 2 * sum(action.kind is ActionKind.REDUCE_GRAD for action in actions)
-                reduce_gradients(every, Groups(dp=dist.group.WORLD), num_tokens=stages[count - 1].tokens)
-        stages[count - 1].tokens = 0
+                reduce_gradients(every, Groups(dp=dist.group.WORLD), num_tokens=sum(tokens))
+        tokens.clear()
     for parameter, (where, other) in zip(every.parameters(), of_one_process(count, 2).items(), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor().cpu() / 2, other, rtol=1e-10, atol=1e-13, msg=where)
 
@@ -180,7 +163,7 @@ def test_every_gather_and_reduction_of_a_stage_is_recorded(ranks):
     computes, count = PLANS["interleaved"]
     plan = lower(computes, shard="microbatch", prefetch=0)
     recorder = Recorder()
-    runtime = PipelineRuntime(verify(plan, window=1), stages_of(ranks, sharded(ranks, count)), None, hooks=[recorder])
+    runtime = PipelineRuntime(verify(plan, window=1), stages_on(ranks, sharded(ranks, count)), None, hooks=[recorder])
     actions = list(plan.actions(0))
     assert len(set(actions)) < len(actions)
     for steps in (1, 2):
@@ -215,7 +198,7 @@ def forward_of(computes):
 @pytest.mark.ranks(2)
 def test_a_split_backward_of_a_stage_that_the_plan_reduces_computes_weights_at_w(ranks):
     held = sharded(ranks, 2)
-    stages, seen = stages_of(ranks, held), []
+    stages, seen = stages_on(ranks, held), []
 
     class Watch:
         def before(self, action):
@@ -242,28 +225,24 @@ def test_a_gradient_that_one_data_lane_lacks_is_reduced_on_all(ranks):
         pytest.skip("this torch has no set_reduce_scatter_unused_params")
     whole = models(1)[0]
 
-    class Chooses(Runs):
-        def forward(self, microbatch, inputs):
-            layer = self.model[0] if ranks.rank == 0 else self.model[1]
-            x = sample(self.lane, microbatch).to(self.device)
-            return Forwarded(
-                {}, self.model(x).sum() * 0 + layer(x).square().sum() if ranks.rank == 0 else layer(x).square().sum()
-            )
+    def choose(microbatch):
+        x = sample(ranks.rank, microbatch).to(ranks.device)
+        loss = held[0][ranks.rank](x).square().sum()
+        return held[0](x).sum() * 0 + loss if ranks.rank == 0 else loss
 
-    stages = {0: Chooses(0, held[0], 0, ranks.rank)}
+    stages = {0: Function(ModuleGraph({"model": 1}), 0, choose, held[0])}
     held[0](sample(0, 0).to(ranks.device))  # the root's first forward
     PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), stages, None).step()
     (whole[0](sample(0, 0)).square().sum() / 2).backward()
     (whole[1](sample(1, 0)).square().sum() / 2).backward()
-    for mine, other in zip(held[0].parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor().cpu(), other.grad, rtol=1e-12, atol=1e-14)
+    assert_same_gradients(held[0], whole, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.ranks(2)
 def test_low_precision_gradients_are_accumulated_in_the_dtype_of_the_reduction(ranks):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     held = sharded(ranks, 2, mp_policy=policy)
-    PipelineRuntime(lower(zero_bubble_v(1, MICROBATCHES), shard="step"), stages_of(ranks, held), None).step()
+    PipelineRuntime(lower(zero_bubble_v(1, MICROBATCHES), shard="step"), stages_on(ranks, held), None).step()
     whole = nn.Sequential(*models(2))
     for lane in range(2):
         for microbatch in range(MICROBATCHES):
@@ -277,7 +256,7 @@ def test_low_precision_gradients_are_accumulated_in_the_dtype_of_the_reduction(r
 @pytest.mark.ranks(2)
 def test_after_a_step_fsdp2_rules_again(ranks):
     held = sharded(ranks, 1)
-    runtime = PipelineRuntime(lower(one_f_one_b(1, 2), shard="step"), stages_of(ranks, held), None)
+    runtime = PipelineRuntime(lower(one_f_one_b(1, 2), shard="step"), stages_on(ranks, held), None)
     runtime.step()
     before = [parameter.grad.full_tensor().clone() for parameter in held[0].parameters()]
     assert all(hasattr(parameter, "device_mesh") for parameter in held[0].parameters()), "freed"
@@ -291,6 +270,6 @@ def test_after_a_step_fsdp2_rules_again(ranks):
 @pytest.mark.ranks(1)
 def test_a_plan_that_gathers_what_is_not_sharded_is_an_error(ranks):
     held = models(1)
-    runtime = PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), {0: Runs(0, held[0], 0, 0)}, None)
+    runtime = PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), stages_on(ranks, held), None)
     with pytest.raises(StepArgumentError, match=r"gathers the parameters of stage 0 \(0UNSHARD\), and nothing in the"):
         runtime.step()

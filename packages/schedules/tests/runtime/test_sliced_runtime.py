@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.schedules import (
@@ -26,35 +25,35 @@ from pipegrid.schedules.errors import RuntimeArgumentError, StageOutputError, St
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.transport import P2PConfig
 
-from ..kit.sliced_transformer import SlicedStage, batches, in_one_process, parts
+from ..kit.gradients import assert_same_gradients
+from ..kit.sliced_transformer import SlicedStage, again, batches, in_one_process, parts
+from ..kit.threads import in_threads
 
 LENGTHS = {1: (9,), 2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
 
 
-def run(plan, threads, *, verb="step", models=None, options=None, **stage_options):
+def run(plan, network, *, verb="step", models=None, options=None, **stage_options):
     models = parts(plan.num_stages) if models is None else models
     data = batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices]))
     stages = [
         SlicedStage(number, model, plan.num_stages, data, LENGTHS[plan.num_slices], **stage_options)
         for number, model in enumerate(models)
     ]
-    return stages, threads.run(plan, stages, verb, **(options or {}))
+    return stages, network.run(plan, stages, verb, **(options or {}))
 
 
 def assert_gradients_of_one_process(plan, stages):
     models = parts(plan.num_stages)
     total = in_one_process(models, batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices])))
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
-    for stage, model in zip(stages, models, strict=True):
-        for (name, ours), theirs in zip(stage.model.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert_same_gradients([stage.model for stage in stages], models, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble])
 @pytest.mark.parametrize(("p", "m", "k"), [(1, 2, 3), (2, 3, 2), (3, 2, 4), (4, 2, 3)])
-def test_gradients_are_those_of_one_process(make, p, m, k, threads):
+def test_gradients_are_those_of_one_process(make, p, m, k, network):
     plan = lower(make(p, m, num_slices=k))
-    stages, runtimes = run(plan, threads)
+    stages, runtimes = run(plan, network)
     assert_gradients_of_one_process(plan, stages)
     for runtime in runtimes:
         for runner in runtime._bound.runners.values():
@@ -64,19 +63,15 @@ def test_gradients_are_those_of_one_process(make, p, m, k, threads):
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_zero_bubble])
 @pytest.mark.parametrize("options", [{"deallocate_outputs": True}, {"reuse_buffers": True}])
-def test_options_of_memory_change_no_gradient(make, options, threads):
+def test_options_of_memory_change_no_gradient(make, options, network):
     plan = lower(make(3, 3, num_slices=3))
-    stages, _ = run(plan, threads, options=options)
+    stages, _ = run(plan, network, options=options)
     assert_gradients_of_one_process(plan, stages)
 
 
-def again(block, x, update):
-    return checkpoint(block, x, update, use_reentrant=False)
-
-
-def test_checkpointed_layers_read_the_same_past_again(threads):
+def test_checkpointed_layers_read_the_same_past_again(network):
     plan = lower(seq1f1b(2, 2, num_slices=3))
-    stages, _ = run(plan, threads, run=again)
+    stages, _ = run(plan, network, run=again)
     assert_gradients_of_one_process(plan, stages)
 
 
@@ -87,9 +82,9 @@ def test_checkpointed_layers_are_named_where_backwards_run_in_halves():
         PipelineRuntime(plan, {0: stage}, None).step()
 
 
-def test_an_evaluation_runs_slices_and_keeps_nothing(threads):
+def test_an_evaluation_runs_slices_and_keeps_nothing(network):
     plan = lower(seq1f1b(2, 2, num_slices=4))
-    stages, runtimes = run(plan, threads, verb="eval")
+    stages, runtimes = run(plan, network, verb="eval")
     models = parts(2)
     total = in_one_process(models, batches(2, sum(LENGTHS[4])))
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
@@ -98,7 +93,7 @@ def test_an_evaluation_runs_slices_and_keeps_nothing(threads):
 
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved])
-def test_as_many_slices_are_live_as_the_proof_counts(make, threads):
+def test_as_many_slices_are_live_as_the_proof_counts(make, network):
     class Watch:
         def __init__(self):
             self.peak, self.runners = 0.0, {}
@@ -117,10 +112,10 @@ def test_as_many_slices_are_live_as_the_proof_counts(make, threads):
         SlicedStage(number, model, plan.num_stages, batches(4, 9), LENGTHS[3])
         for number, model in enumerate(parts(plan.num_stages))
     ]
-    runtimes = threads.runtimes(plan, stages, hooks=list(zip(watches, recorders, strict=True)))
+    runtimes = network.runtimes(plan, stages, hooks=list(zip(watches, recorders, strict=True)))
     for watch, runtime in zip(watches, runtimes, strict=True):
         watch.runners = runtime._bound.runners
-    threads.in_threads([runtime.step for runtime in runtimes])
+    in_threads([runtime.step for runtime in runtimes])
     assert [watch.peak for watch in watches] == pytest.approx(runtimes[0].proof.peak_live)
     tracks = [recorder.track(plan, rank=p, position=p) for p, recorder in enumerate(recorders)]
     recording = recording_from_json(recording_to_json(Recording(plan, tracks)))

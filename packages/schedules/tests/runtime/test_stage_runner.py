@@ -23,7 +23,7 @@ from pipegrid.schedules.generators import (
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
@@ -31,36 +31,15 @@ from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.edge import Direction, Edge
 
 from ..kit.custom_functions import Scale
+from ..kit.stages import Function
+from ..kit.threads import MemoryCommunicator, Network
 
 WIDTH = 8
 
 
-@define
-class Function:
-    """A stage that is a function of what arrives (None where nothing does), by the stage's own edges."""
-
-    plan: object
-    stage: int
-    function: object
-    model: nn.Module | None = None
-    incoming: list = field(init=False)
-    outgoing: list = field(init=False)
-
-    def __attrs_post_init__(self):
-        edges = self.plan.graph.stage_edges
-        self.incoming = [edge for edge in edges if edge.destination == self.stage]
-        self.outgoing = [edge for edge in edges if edge.source == self.stage]
-
-    def forward(self, microbatch, inputs):
-        result = self.function(microbatch, *(inputs[edge] for edge in self.incoming))
-        if self.outgoing:
-            return Forwarded(dict.fromkeys(self.outgoing, result))
-        return Forwarded({}, result)
-
-
-def step(plan, functions, threads, *, hooks=None, **options):
-    stages = [Function(plan, stage, function) for stage, function in enumerate(functions)]
-    threads.run(plan, stages, hooks=hooks and [[hook] for hook in hooks], **options)
+def step(plan, functions, network, *, hooks=None, **options):
+    stages = [Function(plan.graph, stage, function) for stage, function in enumerate(functions)]
+    network.run(plan, stages, hooks=hooks and [[hook] for hook in hooks], **options)
 
 
 # How much is live
@@ -108,7 +87,7 @@ class Weighty:
 @pytest.mark.parametrize(
     "name", [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 )
-def test_as_many_bytes_are_live_as_the_plan_predicts(name, threads):
+def test_as_many_bytes_are_live_as_the_plan_predicts(name, network):
     plan = lower(SCHEDULES[name].plan(3, 7))
     proof = verify(plan)
     watches = [Watch() for _ in plan.positions]
@@ -116,7 +95,7 @@ def test_as_many_bytes_are_live_as_the_plan_predicts(name, threads):
         Weighty(stage, watches[plan.placement[stage][0]], last=stage == plan.num_stages - 1)
         for stage in range(plan.num_stages)
     ]
-    step(plan, functions, threads, hooks=watches)
+    step(plan, functions, network, hooks=watches)
     # A stage counts for its share of a position.
     sizes = [8 * WIDTH * WIDTH * len(held) for held in plan.stages_at]
     assert [watch.most[0] / size for watch, size in zip(watches, sizes, strict=True)] == list(proof.peak_live)
@@ -125,7 +104,7 @@ def test_as_many_bytes_are_live_as_the_plan_predicts(name, threads):
     assert inputs[1:] == list(proof.peak_live_inputs)[1:]
 
 
-def test_an_output_that_nothing_saved_goes_when_it_is_sent(threads):
+def test_an_output_that_nothing_saved_goes_when_it_is_sent(network):
     plan = lower(gpipe(2, 3))
     watches = [Watch(), Watch()]
     weight = torch.ones(WIDTH, requires_grad=True)
@@ -135,7 +114,7 @@ def test_an_output_that_nothing_saved_goes_when_it_is_sent(threads):
         watches[0].note(0, output)
         return output
 
-    step(plan, [first, lambda m, x: x.sum()], threads, hooks=watches)
+    step(plan, [first, lambda m, x: x.sum()], network, hooks=watches)
     assert watches[0].most[0] <= 2 * 4 * WIDTH * WIDTH, "one being sent, one being made"
 
 
@@ -146,7 +125,7 @@ FAN_OUT = ModuleGraph({"images": 1, "one": 1, "two": 1}, {"images": ["one", "two
 
 
 @pytest.mark.parametrize("placement", [[0, 1, 2], [0, 0, 1]], ids=["all sent", "one handed over"])
-def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, threads):
+def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, network):
     plan = lower(multi_module_1f1b(FAN_OUT, 3, placement=placement))
     weight = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
     held = []
@@ -156,18 +135,18 @@ def test_an_output_for_several_stages_is_freed_once_all_have_it(placement, threa
         return held[-1]
 
     functions = [images, lambda m, x: (x**2).sum(), lambda m, x: 3 * x.sum()]
-    step(plan, functions, threads, deallocate_outputs=True)
+    step(plan, functions, network, deallocate_outputs=True)
     assert [tensor.numel() for tensor in held] == [1, 1, 1]
     assert torch.equal(weight.grad, torch.full_like(weight, 3 * (2 * 2 + 3)))
 
 
-def test_a_view_cannot_be_freed(network, memory_communicator):
+def test_a_view_cannot_be_freed(network):
     plan = lower(gpipe(2, 1))
     weight = torch.ones(4, 4, requires_grad=True)
     runtime = PipelineRuntime(
         plan,
-        {0: Function(plan, 0, lambda m: (weight * 2)[0])},
-        memory_communicator(network, 2, 0),
+        {0: Function(plan.graph, 0, lambda m: (weight * 2)[0])},
+        network.communicator(2, 0),
         deallocate_outputs=True,
     )
     with pytest.raises(
@@ -182,7 +161,7 @@ def test_a_view_cannot_be_freed(network, memory_communicator):
 FROZEN = ModuleGraph({"encoder": 2, "head": 2}, {"encoder": ["head"]})
 
 
-def test_nothing_is_differentiated_for_stages_that_run_no_backward(threads):
+def test_nothing_is_differentiated_for_stages_that_run_no_backward(network):
     plan = lower(multi_module_1f1b(FROZEN, 4, forward_only=["encoder"]))
     weights = [torch.full((WIDTH,), 1.5, requires_grad=True) for _ in range(4)]
     received = []
@@ -197,13 +176,13 @@ def test_nothing_is_differentiated_for_stages_that_run_no_backward(threads):
 
         return function
 
-    step(plan, [first, *map(stage, (1, 2, 3))], threads)
+    step(plan, [first, *map(stage, (1, 2, 3))], network)
     assert set(received) == {(1, False, False), (2, False, True), (3, True, True)}
     assert [weight.grad is None for weight in weights] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
-def test_a_frozen_stage_passes_gradients_on(name, threads):
+def test_a_frozen_stage_passes_gradients_on(name, network):
     plan = lower(SCHEDULES[name].plan(3, 4))
     weights = [torch.full((WIDTH,), 2.0, requires_grad=stage != 1) for stage in range(3)]
     functions = [
@@ -211,7 +190,7 @@ def test_a_frozen_stage_passes_gradients_on(name, threads):
         lambda m, x: x * weights[1],
         lambda m, x: (x * weights[2]).sum(),
     ]
-    step(plan, functions, threads)
+    step(plan, functions, network)
     assert weights[0].grad.tolist() == [4 * 2.0 * 2.0] * WIDTH
     assert weights[1].grad is None
 
@@ -232,7 +211,7 @@ def pack(weight, microbatch):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v"])
-def test_payloads_of_many_tensors_whose_lengths_vary(name, threads):
+def test_payloads_of_many_tensors_whose_lengths_vary(name, network):
     plan = lower(SCHEDULES[name].plan(2, 5))
     last = plan.num_stages - 1
 
@@ -256,7 +235,7 @@ def test_payloads_of_many_tensors_whose_lengths_vary(name, threads):
         return weights, [function(stage) for stage in range(last + 1)]
 
     weights, functions = build()
-    step(plan, functions, threads)
+    step(plan, functions, network)
     expected, others = build()
     for microbatch in range(5):
         payload = others[0](microbatch)
@@ -285,7 +264,7 @@ def test_dropout_is_the_same_in_the_recomputation(halves):
 
         torch.manual_seed(1)
         functions = [lambda m: entry(torch.ones(3, WIDTH, dtype=torch.float64) * (m + 1)), last]
-        PipelineRuntime(plan, {s: Function(plan, s, functions[s]) for s in range(2)}, None).step()
+        PipelineRuntime(plan, {s: Function(plan.graph, s, functions[s]) for s in range(2)}, None).step()
         return [parameter.grad for parameter in (*entry.parameters(), *model.parameters())]
 
     for checkpointed, plain in zip(gradients(checkpointed=True), gradients(checkpointed=False), strict=True):
@@ -302,17 +281,17 @@ def split(plan):
 # What is refused
 
 
-def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network, memory_communicator):
+def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network):
     plan = lower(zero_bubble_h1(2, 2))
     model = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    stage = Function(plan, 1, lambda m, x: checkpoint(model[1], x, use_reentrant=True).sum(), model)
+    stage = Function(plan.graph, 1, lambda m, x: checkpoint(model[1], x, use_reentrant=True).sum(), model)
     (edge,) = plan.graph.stage_edges
     network.lane(edge, Direction.FORWARD).put(torch.ones(WIDTH, requires_grad=True))
     with pytest.raises(
         PipelineError,
         match=r"stage 1, microbatch 0: SplitBackwardError: stage 1: module '1' \(Linear\) is checkpointed",
     ):
-        PipelineRuntime(plan, {1: stage}, memory_communicator(network, 2, 1)).step()
+        PipelineRuntime(plan, {1: stage}, network.communicator(2, 1)).step()
     assert network.messages == 0
 
 
@@ -336,12 +315,12 @@ def test_a_reentrant_checkpoint_that_would_train_nothing_is_an_error(reentrant):
         hidden = checkpoint(model[0], torch.ones(WIDTH), use_reentrant=reentrant)
         return model[1](hidden).sum()
 
-    runtime = PipelineRuntime(plan, {0: Function(plan, 0, forward, model)}, None)
+    runtime = PipelineRuntime(plan, {0: Function(plan.graph, 0, forward, model)}, None)
     if reentrant:
         with pytest.raises(PipelineError, match=r"stage 0: Linear \(its parameter 'weight' requires grad\) is checkp"):
             runtime.step()
         model[0].requires_grad_(False)
-        runtime = PipelineRuntime(plan, {0: Function(plan, 0, forward, model)}, None)
+        runtime = PipelineRuntime(plan, {0: Function(plan.graph, 0, forward, model)}, None)
     runtime.step()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
@@ -354,8 +333,8 @@ def test_compiled_stages_run_whole_at_i_and_the_runtime_says_what_that_costs():
     models[1].compile(backend="aot_eager")
     x = torch.ones(WIDTH)
     stages = {
-        0: Function(plan, 0, lambda microbatch: models[0](x), models[0]),
-        1: Function(plan, 1, lambda microbatch, y: models[1](y).sum(), models[1]),
+        0: Function(plan.graph, 0, lambda microbatch: models[0](x), models[0]),
+        1: Function(plan.graph, 1, lambda microbatch, y: models[1](y).sum(), models[1]),
     }
     runtime = PipelineRuntime(plan, stages, None)
     assert "compiled" not in runtime.describe()
@@ -376,22 +355,22 @@ def test_an_output_made_by_a_python_function_is_differentiated_after_it_is_gone(
     weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
     stages = {
         0: Function(
-            plan, 0, lambda microbatch: Scale.apply(weight, torch.ones_like(weight)), nn.ParameterList([weight])
+            plan.graph, 0, lambda microbatch: Scale.apply(weight, torch.ones_like(weight)), nn.ParameterList([weight])
         ),
-        1: Function(plan, 1, lambda microbatch, y: y.square().sum()),
+        1: Function(plan.graph, 1, lambda microbatch, y: y.square().sum()),
     }
     PipelineRuntime(plan, stages, None).step()
     torch.testing.assert_close(weight.grad, 4 * weight.detach())
 
 
-def test_messages_wait_longer_while_neighbours_compile(network, memory_communicator):
+def test_messages_wait_longer_while_neighbours_compile(network):
     plan = lower(one_f_one_b(2, 1))
     model = Wide()
     model.compile(backend="eager")
     waits = []
 
-    stage = Function(plan, 1, lambda m, x: model(x).sum(), model)
-    runtime = PipelineRuntime(plan, {1: stage}, memory_communicator(network, 2, 1), deadline=5.0)
+    stage = Function(plan.graph, 1, lambda m, x: model(x).sum(), model)
+    runtime = PipelineRuntime(plan, {1: stage}, network.communicator(2, 1), deadline=5.0)
     (edge,) = plan.graph.stage_edges
     queue = runtime._bound.receives[edge, Direction.FORWARD]
     queue.hooks = [type("Seen", (), {"completed": lambda self, action: waits.append(queue.deadline)})()]
@@ -414,15 +393,15 @@ def test_messages_wait_longer_while_neighbours_compile(network, memory_communica
 def test_a_loss_is_one_number(loss, message):
     plan = gpipe(1, 1)
     with pytest.raises(PipelineError, match=message):
-        PipelineRuntime(plan, {0: Function(plan, 0, lambda m: loss)}, None).step()
+        PipelineRuntime(plan, {0: Function(plan.graph, 0, lambda m: loss)}, None).step()
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, WIDTH), (1, WIDTH)])  # the engine would add up the rows of the second
-def test_a_gradient_of_the_wrong_shape_names_the_action(shape, network, memory_communicator):
+def test_a_gradient_of_the_wrong_shape_names_the_action(shape, network):
     plan = lower(gpipe(2, 1))
     weight = torch.ones(WIDTH, requires_grad=True)
     runtime = PipelineRuntime(
-        plan, {0: Function(plan, 0, lambda m: torch.ones(WIDTH) * weight)}, memory_communicator(network, 2, 0)
+        plan, {0: Function(plan.graph, 0, lambda m: torch.ones(WIDTH) * weight)}, network.communicator(2, 0)
     )
     (edge,) = plan.graph.stage_edges
     network.lane(edge, Direction.BACKWARD).put(torch.ones(shape))
@@ -443,7 +422,7 @@ MADE_FROM_IT = {
 
 @pytest.mark.parametrize("made", MADE_FROM_IT)
 @pytest.mark.parametrize("name", FREED)
-def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, threads):
+def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, network):
     plan = FREED[name]
 
     def gradients(*, deallocate):
@@ -455,7 +434,7 @@ def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, th
             return {"h": h, "more": MADE_FROM_IT[made](h, head)}
 
         functions = [outputs, lambda microbatch, x: (last(x["h"]) * x["more"]).sum()]
-        step(plan, functions, threads, deallocate_outputs=deallocate)
+        step(plan, functions, network, deallocate_outputs=deallocate)
         return [p.grad for layer in (first, head, last) for p in layer.parameters() if p.grad is not None]
 
     freed, kept = gradients(deallocate=True), gradients(deallocate=False)
@@ -463,7 +442,7 @@ def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, th
 
 
 @pytest.mark.parametrize("number", [1, 4])
-def test_an_output_is_freed_where_it_is_the_only_one(number, threads):
+def test_an_output_is_freed_where_it_is_the_only_one(number, network):
     plan = lower(gpipe(2, 2))
     made = []
 
@@ -474,7 +453,7 @@ def test_an_output_is_freed_where_it_is_the_only_one(number, threads):
         return made[-4 : -3 if number == 1 else None]
 
     functions = [two, lambda microbatch, x: sum(part.sum() for part in x)]
-    step(plan, functions, threads, deallocate_outputs=True)
+    step(plan, functions, network, deallocate_outputs=True)
     assert [tensor.numel() for tensor in made[::4]] == [1 if number == 1 else 2 * WIDTH] * 2
     assert [tensor.numel() for tensor in made[3::4]] == [2 * WIDTH] * 2
 
@@ -494,11 +473,11 @@ FIRST_OPERATORS = {
 
 @pytest.mark.parametrize("name", FIRST_OPERATORS)
 @pytest.mark.parametrize("schedule", [gpipe, zero_bubble_h1])
-def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(schedule, name, threads):
+def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(schedule, name, network):
     plan = lower(schedule(2, 2))
     model = nn.Linear(WIDTH, WIDTH)
 
-    class Strict(threads.communicator):
+    class Strict(MemoryCommunicator):
         def isend(self, payload, *, edge, direction):
             assert payload.is_contiguous()
             return super().isend(payload, edge=edge, direction=direction)
@@ -507,7 +486,7 @@ def test_the_gradient_of_a_stage_whose_first_operator_is_a_view_is_contiguous(sc
         lambda m: model(torch.ones(3, 2, WIDTH)),
         lambda m, x: FIRST_OPERATORS[name](x, model).square().mean(),
     ]
-    step(plan, functions, evolve(threads, communicator=Strict))
+    step(plan, functions, Network(Strict))
 
 
 def test_the_verbs_of_a_subclass_and_of_a_wrapper_are_called():
@@ -550,7 +529,7 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("schedule", [gpipe, zero_bubble_h1])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_an_output_without_a_graph_on_a_stage_with_parameters_is_an_error(schedule, name, network, memory_communicator):
+def test_an_output_without_a_graph_on_a_stage_with_parameters_is_an_error(schedule, name, network):
     plan = lower(schedule(2, 3))
     model = nn.Linear(WIDTH, WIDTH)
     forwards = []
@@ -559,19 +538,19 @@ def test_an_output_without_a_graph_on_a_stage_with_parameters_is_an_error(schedu
         forwards.append(microbatch)
         return LOST[name](model, torch.ones(2, WIDTH))
 
-    communicator = memory_communicator(network, 2, 0)
+    communicator = network.communicator(2, 0)
     for _ in range(3):  # the gradients that stage 1 would send back
-        memory_communicator(network, 2, 1).isend(
+        network.communicator(2, 1).isend(
             torch.ones(2, WIDTH), edge=plan.graph.stage_edges[0], direction=Direction.BACKWARD
         )
-    stage = Function(plan, 0, first, model=model)
+    stage = Function(plan.graph, 0, first, model=model)
     with pytest.raises(PipelineError, match=r"stage 0 has parameters that require grad \(model\.weight\), but none"):
         PipelineRuntime(plan, {0: stage}, communicator).step()
     assert forwards == [0, 1, 2]
 
 
 @pytest.mark.parametrize("payload", ["None", "frozen", "one with a graph"])
-def test_an_output_without_a_graph_may_be_right(payload, threads):
+def test_an_output_without_a_graph_may_be_right(payload, network):
     plan = lower(gpipe(2, 3))
     model = nn.Linear(WIDTH, WIDTH).requires_grad_(payload != "frozen")
 
@@ -583,10 +562,10 @@ def test_an_output_without_a_graph_may_be_right(payload, threads):
 
     weight = torch.ones((), requires_grad=True)
     positions = [
-        Function(plan, 0, first, model=model),
-        Function(plan, 1, lambda m, x: weight * (1.0 if x is None else x.sum())),
+        Function(plan.graph, 0, first, model=model),
+        Function(plan.graph, 1, lambda m, x: weight * (1.0 if x is None else x.sum())),
     ]
-    threads.run(plan, positions)
+    network.run(plan, positions)
     assert (model.weight.grad is not None) == (payload == "one with a graph")
 
 
@@ -629,10 +608,10 @@ def test_two_sends_of_an_edge_are_under_way_or_sixteen_small_ones_that_no_hook_f
 
 
 @pytest.mark.parametrize("batches", [True, False])
-def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_messages(batches, threads):
+def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_messages(batches, network):
     entered = []
 
-    class Batching(threads.communicator):
+    class Batching(MemoryCommunicator):
         def batch(self):
             entered.append(self.current_stage)
             return super().batch()
@@ -647,7 +626,7 @@ def test_a_batch_is_one_where_the_communicator_says_that_it_is_more_than_its_mes
         )
         for stage in range(plan.num_stages)
     ]
-    step(plan, functions, evolve(threads, communicator=Batching))
+    step(plan, functions, Network(Batching))
     assert bool(entered) == batches
     for weight in weights:
         assert torch.equal(weight.grad, torch.full((WIDTH,), 4.0))

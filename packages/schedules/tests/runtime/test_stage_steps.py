@@ -19,19 +19,14 @@ from pipegrid.schedules.megatron.forward import (
     set_current_microbatch,
 )
 
+from ..kit.models import WIDTH, Part
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).double()
-        self.received = None
-        self.current_microbatch = None
 
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        return self.layer(x)
+def asking():
+    """A stage that asks for the number of the microbatch."""
+    model = Part(0)
+    model.current_microbatch = None
+    return model
 
 
 def calc(result, config=None, microbatches=4, **options):
@@ -145,8 +140,8 @@ def test_the_last_stage_must_be_known():
 
 
 def test_a_stage_receives_its_input_and_hands_on_a_list_for_a_list():
-    model = Model()
-    received = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    model = asking()
+    received = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
 
     def func(iterator, model):
         return model(model.received[0] + next(iterator)), None
@@ -179,20 +174,20 @@ def mean(output):
 )
 def test_a_forward_step_returns_its_output_and_a_loss_function(result, text):
     with pytest.raises(StepArgumentError, match=text):
-        forward_step(lambda *_: result, None, Model(), 1, None, [], PipelineConfig(), 1)
+        forward_step(lambda *_: result, None, Part(0), 1, None, [], PipelineConfig(), 1)
 
 
 @pytest.mark.parametrize("result", [torch.ones(2, 3), (torch.ones(2, 3), torch.ones(1))], ids=["output", "two outputs"])
 def test_before_the_last_stage_half_of_an_activation_is_never_taken_for_all_of_it(result):
     with pytest.raises(StepArgumentError, match=r"it returns \(output, loss_func\)"):
-        forward_step(lambda *_: result, None, Model(), 1, None, [], PipelineConfig(), 1, is_last_stage=False)
+        forward_step(lambda *_: result, None, Part(0), 1, None, [], PipelineConfig(), 1, is_last_stage=False)
 
 
 @pytest.mark.parametrize("loss_func", [mean, nn.Identity(), None])
 def test_before_the_last_stage_the_loss_function_is_not_needed(loss_func):
     output = torch.ones(2, 3)
     result, _ = forward_step(
-        lambda *_: (output, loss_func), None, Model(), 1, None, [], PipelineConfig(), 1, is_last_stage=False
+        lambda *_: (output, loss_func), None, Part(0), 1, None, [], PipelineConfig(), 1, is_last_stage=False
     )
     assert result is output
 
@@ -203,7 +198,7 @@ def test_a_stage_without_set_input_tensor_cannot_receive():
 
 
 def test_the_current_microbatch_reaches_every_module_that_asks():
-    outer = nn.Sequential(Model(), nn.ReLU(), Model())
+    outer = nn.Sequential(asking(), nn.ReLU(), asking())
     set_current_microbatch(outer, 3)
     assert [outer[0].current_microbatch, outer[2].current_microbatch] == [3, 3]
     assert not hasattr(outer[1], "current_microbatch")

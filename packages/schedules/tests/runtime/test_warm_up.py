@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from pipegrid.schedules import (
-    Forwarded,
     Monitor,
     PipelineRuntime,
     RuntimeArgumentError,
@@ -18,21 +17,18 @@ from pipegrid.schedules import (
 from pipegrid.topology import control_store
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
+from ..kit.stages import stage_of
+
 WIDTH = 4
 
 
-class Stage:
-    """Draws its data and drops some of it; keeps running statistics."""
-
-    def __init__(self, number, count):
-        torch.manual_seed(number)
-        self.number, self.last = number, number == count - 1
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
-
-    def forward(self, microbatch, inputs):
-        x = inputs[Edge(self.number - 1, self.number)] if inputs else torch.randn(8, WIDTH)
-        y = self.model(x)
-        return Forwarded({}, y.square().mean()) if self.last else Forwarded({Edge(self.number, self.number + 1): y})
+def stage_on(plan, number):
+    """A stage that draws its data and drops some of it, and keeps running statistics."""
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    return stage_of(
+        plan.graph, number, model, data=lambda _: torch.randn(8, WIDTH), loss=lambda output, _: output.square().mean()
+    )
 
 
 def state(module):
@@ -52,7 +48,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("held", [False, True])
 def test_a_module_is_as_before(main_grad, held):
-    stage = Stage(0, 1)
+    stage = stage_on(one_f_one_b(1, 1), 0)
     if main_grad:
         accumulate_in_main_grad(stage.model, dtype=torch.float64)
     if held:
@@ -66,7 +62,7 @@ def test_a_module_is_as_before(main_grad, held):
 
 
 def test_a_module_is_as_before_after_a_forward_that_raises():
-    stage = Stage(0, 1)
+    stage = stage_on(one_f_one_b(1, 1), 0)
     before = state(stage.model)
 
     def fails():
@@ -91,7 +87,7 @@ def test_the_first_step_is_the_one_without_a_warm_up(ranks):
     plan, found = lower(one_f_one_b(2, 4)), []
     edge = Edge(0, 1)
     for warm in (True, False):
-        stage = Stage(ranks.rank, 2)
+        stage = stage_on(plan, ranks.rank)
         communicator = P2PCommunicator(None, P2PConfig(deadline=60.0))
         runtime = PipelineRuntime(plan, {ranks.rank: stage}, communicator)
         torch.manual_seed(7)
@@ -105,9 +101,9 @@ def test_the_first_step_is_the_one_without_a_warm_up(ranks):
     assert_same(*found)
 
 
-def test_what_a_stage_receives_must_be_given(memory_communicator, network):
+def test_what_a_stage_receives_must_be_given(network):
     plan = lower(one_f_one_b(2, 1))
-    runtime = PipelineRuntime(plan, {1: Stage(1, 2)}, memory_communicator(network, 2, 1))
+    runtime = PipelineRuntime(plan, {1: stage_on(plan, 1)}, network.communicator(2, 1))
     with pytest.raises(RuntimeArgumentError, match="no payload for edge 0>1, which stage 1 receives"):
         runtime.warm_up()
 
@@ -122,10 +118,10 @@ def test_a_plan_with_slices_asks_for_a_forward_of_the_callers_own():
         runtime.warm_up()
 
 
-def test_messages_of_a_first_step_on_an_accelerator_have_half_an_hour(network, memory_communicator, monkeypatch):
+def test_messages_of_a_first_step_on_an_accelerator_have_half_an_hour(network, monkeypatch):
     monkeypatch.setattr("pipegrid.transport.streams.types", frozenset({"cpu"}))
     plan, waits = lower(one_f_one_b(2, 1)), []
-    runtime = PipelineRuntime(plan, {1: Stage(1, 2)}, memory_communicator(network, 2, 1), deadline=5.0)
+    runtime = PipelineRuntime(plan, {1: stage_on(plan, 1)}, network.communicator(2, 1), deadline=5.0)
     (edge,) = plan.graph.stage_edges
     queue = runtime._bound.receives[edge, Direction.FORWARD]
     queue.hooks = [type("Seen", (), {"completed": lambda self, action: waits.append(queue.deadline)})()]

@@ -26,43 +26,43 @@ from pipegrid.schedules.plan import parse_action
 from pipegrid.schedules.timeline import Aside, Recorded, Track
 from pipegrid.transport.edge import Edge
 
+from ..kit.player import play
+
 HOP, HOST = 0.05, 0.002
 
 
 def run(plan, costs, *, hop=HOP, host=HOST):
     """Tracks of ranks that do what ``costs`` say, whose messages arrive ``hop`` after their posting."""
-    posted, ends, tracks = {}, [0.0] * plan.num_positions, [[] for _ in plan.positions]
-    actions = [list(enumerate(plan.actions(p))) for p in range(plan.num_positions)]
-    done = [0] * plan.num_positions
-    received = [set() for _ in plan.positions]
-    while any(done[p] < len(actions[p]) for p in range(plan.num_positions)):
-        before = list(done)
-        for p in range(plan.num_positions):
-            while done[p] < len(actions[p]):
-                index, action = actions[p][done[p]]
-                start = ends[p]
-                if action.kind.is_message:
-                    ends[p] = start + host
-                    tracks[p].append(Recorded(index, start, ends[p], ends[p]))
-                    if action.kind.is_send:
-                        posted[action.edge, action.kind.value[-1], action.microbatch] = ends[p]
-                    else:
-                        received[p].add((action.edge, action.kind.value[-1], action.microbatch))
-                else:
-                    forward = action.kind.value == "F"
-                    edges = [
-                        e for e in plan.graph.stage_edges if (e.destination if forward else e.source) == action.stage
-                    ]
-                    needs = [(e, "F" if forward else "B", action.microbatch) for e in edges]
-                    needs = [need for need in needs if need in received[p] and action.kind.value != "W"]
-                    if any(need not in posted for need in needs):
-                        break
-                    start = max([start, *(posted[need] + hop for need in needs)])
-                    ends[p] = start + costs.per_stage(action.kind.value, plan.num_stages)[action.stage]
-                    tracks[p].append(Recorded(index, start, ends[p]))
-                done[p] += 1
-        assert done != before, "the plan deadlocks"
-    return Recording(plan, [Track(p, p, entries) for p, entries in enumerate(tracks)])
+    orders = [[(p, action) for action in plan.actions(p)] for p in range(plan.num_positions)]
+
+    def message(action):
+        return action.edge, action.kind.value[-1], action.microbatch
+
+    received = [{message(action) for _, action in order if action.kind.is_receive} for order in orders]
+
+    def needs(step):
+        position, action = step
+        way = {"F": "F", "B": "B", "I": "B"}.get(action.kind.value)  # a W and a message need nothing that travels
+        edges = plan.graph.stage_edges
+        into = [edge for edge in edges if (edge.destination if way == "F" else edge.source) == action.stage]
+        needed = [(edge, way, action.microbatch) for edge in into]
+        return [(each, hop) for each in needed if each in received[position]]
+
+    def length(step):
+        _, action = step
+        return host if action.kind.is_message else costs.per_stage(action.kind.value, plan.num_stages)[action.stage]
+
+    def gives(step):
+        return [message(step[1])] if step[1].kind.is_send else []
+
+    tracks = []
+    for p, times in enumerate(play(orders, needs=needs, length=length, gives=gives)):
+        ends = [(action, *time) for (_, action), time in zip(orders[p], times, strict=True)]
+        entries = [
+            Recorded(n, start, end, end if a.kind.is_message else None) for n, (a, start, end) in enumerate(ends)
+        ]
+        tracks.append(Track(p, p, entries))
+    return Recording(plan, tracks)
 
 
 @pytest.mark.parametrize("plan", [lower(zero_bubble_h1(3, 5)), lower(interleaved_1f1b(2, 4, num_chunks=2))])

@@ -7,8 +7,8 @@ from pipegrid.planner.choice import Choice as Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun as DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
-from pipegrid.planner.layer_costs import layer_costs, layers_toml as layers_toml
-from pipegrid.planner.reading import parse_job, read_job
+from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
+from pipegrid.planner.reading import parse_job as parse_job, read_job
 from pipegrid.planner.refine import refined
 from pipegrid.planner.search import Planned as Planned, plan
 from pipegrid.planner.what_if import WhatIf as WhatIf, what_if
@@ -24,8 +24,6 @@ __all__ = [
     "NoFitError",
     "Training",
     "dry_run",
-    "layer_costs",
-    "parse_job",
     "plan",
     "read_job",
     "refined",

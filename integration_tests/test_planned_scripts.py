@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.planner import Device, Job, Layers, Module, Network, Training, dry_run, plan
+from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, Training, dry_run, plan
 from pipegrid.planner.script import training_script
 from pipegrid.schedules import PipelineConfig
 from pipegrid.schedules.errors import StepArgumentError
@@ -20,8 +20,8 @@ STEPS = 2
 
 
 def job(schedule, *, frozen=False):
-    images = Module("images", (Layers("encoder", 2, flops=1e12, parameters=10),), 1e3, frozen=frozen)
-    language = Module(
+    images = ModuleCosts("images", (Layers("encoder", 2, flops=1e12, parameters=10),), 1e3, frozen=frozen)
+    language = ModuleCosts(
         "language",
         (Layers("embedding", flops=1e11, parameters=10), Layers("decoder", 6, flops=1e12, parameters=10)),
         1e3,

@@ -28,9 +28,11 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.planner import Device, Job, Layers, Module, Network
-from pipegrid.planner.choice import Arrangement, Shape
-from pipegrid.planner.model import CostModel, Part
+from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network
+from pipegrid.planner.choice import Candidate
+from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.model import CostModel
+from pipegrid.planner.stages import Shape
 from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, Plan, lower, search, simulate, verify
 from pipegrid.schedules.plan import COMPUTES
 from pipegrid.schedules.search import Found
@@ -72,8 +74,8 @@ class Case:
         parts = Part("vision", tp, 1, lanes, depth), Part("language", tp, 1, 1, pp)
         job = Job(
             modules=(
-                Module("vision", (vision_layers(self.vision),), message(VISION, self.vision), frozen=self.frozen),
-                Module("language", language_layers(self.language), message(LANGUAGE, self.language)),
+                ModuleCosts("vision", (vision_layers(self.vision),), message(VISION, self.vision), frozen=self.frozen),
+                ModuleCosts("language", language_layers(self.language), message(LANGUAGE, self.language)),
             ),
             global_batch=count * self.samples,
             device=Device(400e12),
@@ -171,7 +173,8 @@ class Solved:
 def solve(case: Case, effort: float) -> Solved:
     """Search, and prove the lowered plan."""
     shape = case.shape()
-    costs, base = shape.costs(case.samples), shape.plan("1f1b", case.samples)
+    candidate = Candidate(shape, "1f1b", case.samples)
+    costs, base = candidate.microbatch_costs(), candidate.named_plan()
     simulation = simulate(base, costs)
     begin = time.process_time()
     found, whole = (

@@ -37,16 +37,18 @@ from pipegrid.planner import (
     Job,
     Layers,
     Measured,
-    Module,
+    ModuleCosts,
     Network,
     Training,
     dry_run,
     plan,
     read_job,
 )
-from pipegrid.planner.choice import Arrangement, Shape
-from pipegrid.planner.model import CostModel, Part
+from pipegrid.planner.choice import Candidate
+from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.model import CostModel
 from pipegrid.planner.script import training_script
+from pipegrid.planner.stages import Shape
 from pipegrid.schedules import simulate, stage_places
 from pipegrid.topology.job.tables import text_table
 from pipegrid.training import Names, Pipeline
@@ -66,8 +68,8 @@ def job(seconds: float) -> Job:
     layer = Measured(seconds, seconds, seconds)
     return Job(
         modules=(
-            Module("vision", (Layers("encoder", 4, seconds=Measured(seconds, seconds, seconds / 2)),), WIDTH * 4),
-            Module(
+            ModuleCosts("vision", (Layers("encoder", 4, seconds=Measured(seconds, seconds, seconds / 2)),), WIDTH * 4),
+            ModuleCosts(
                 "language",
                 (Layers("embedding", flops=0), Layers("decoder", 8, seconds=layer), Layers("loss", flops=0)),
                 WIDTH * 4,
@@ -103,13 +105,11 @@ def choices(of: Job, *, quick: bool) -> Iterator[Choice]:
         arrangement = Arrangement(parts)
         for schedule in schedules:
             places = stage_places(schedule, language[1])
-            layouts = None
+            shape = Shape(model, arrangement, places)
             if text is not None:
                 encoder = model.layout("vision", 1, 1, vision[1])
-                assert encoder is not None
-                layouts = [encoder, PipelineParallelLayerLayout(text, language[1])]
-            shape = Shape(model, arrangement, places, layouts)
-            yield shape.choice(shape.plan(schedule, 2), schedule, 2)
+                shape = evolve(shape, layouts=(encoder, PipelineParallelLayerLayout(text, language[1])))
+            yield Candidate(shape, schedule, 2).cost()
 
 
 class Sleeper(nn.Module):

@@ -20,7 +20,7 @@ from pipegrid.planner import (
     Job,
     JobError,
     Layers,
-    Module,
+    ModuleCosts,
     Network,
     NoFitError,
     Training,
@@ -33,11 +33,13 @@ from pipegrid.planner import (
     what_if,
 )
 from pipegrid.planner.__main__ import main
-from pipegrid.planner.choice import Shape
+from pipegrid.planner.choice import Candidate
+from pipegrid.planner.grids import arrangements
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.report import results_table, to_json, what_if_table, why_slower
 from pipegrid.planner.script import training_script
-from pipegrid.planner.search import _Search, arrangements
+from pipegrid.planner.search import _Search
+from pipegrid.planner.stages import Shape
 from pipegrid.schedules import (
     SCHEDULES,
     ActionKind,
@@ -65,14 +67,14 @@ VLM = Path(__file__).parents[3] / "docs" / "examples" / "jobs" / "vlm.toml"
 def small_job(
     *, encoder=3, decoder=4, batch=4, flops=1.0, activations=1e9, frozen=False, alone=False, schedules=ALL_SCHEDULES
 ):
-    images = Module(
+    images = ModuleCosts(
         "images",
         (Layers("encoder", encoder, flops=flops * 1e12, activations=activations / 2, parameters=1e8),),
         1e6,
         tp=(1, 2),
         frozen=frozen,
     )
-    language = Module(
+    language = ModuleCosts(
         "language",
         (
             Layers("embedding", flops=0, parameters=1e8),
@@ -111,10 +113,9 @@ def brute_force(job, gpus, capacity):
                 if any(lanes) or job.global_batch % microbatch:
                     continue
                 try:
-                    made = shape.plan(schedule, microbatch)
+                    choice = Candidate(shape, schedule, microbatch).cost()
                 except PlanError:
                     continue
-                choice = shape.choice(made, schedule, microbatch)
                 if choice.peak <= capacity:
                     best.append(choice)
     return sorted(one.step for one in best)
@@ -181,9 +182,8 @@ def test_a_bound_is_never_above_the_step_it_bounds(frozen):
         for schedule, chunks in (("1f1b", 1), ("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("gpipe", 1)):
             if chunks * depth > 6 or depth == 1:
                 continue
-            shape = Shape(model, arrangement, stage_places(schedule, depth, chunks))
-            choice = shape.choice(shape.plan(schedule, 4), schedule, 4)
-            assert shape.lower_bound(4, split="zero" in schedule) <= choice.step * (1 + 1e-12)
+            candidate = Candidate(Shape(model, arrangement, stage_places(schedule, depth, chunks)), schedule, 4)
+            assert candidate.least_seconds() <= candidate.cost().step * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -192,12 +192,12 @@ def test_memory_that_is_called_too_little_is_too_little(frozen):
     job = small_job(encoder=2, decoder=2, batch=4, flops=0.1, activations=4e9, frozen=frozen, schedules=("1f1b",))
     search = _Search(CostModel(job), 4, 80e9, 30)
     for arrangement in arrangements(job, 4):
-        for shape, microbatch, schedule in search._candidates(arrangement):
-            made, live = search._plan(shape, microbatch, schedule)
-            peak = shape.choice(made, schedule, microbatch).peak
-            assert search._static_bound(arrangement) <= peak
-            assert search._floor(shape, microbatch, live) <= peak
-            assert search._floor(shape, microbatch, search._live(shape, microbatch, schedule)) <= peak
+        for candidate in search.candidates(arrangement):
+            made, live = search.planned(candidate)
+            peak = candidate.cost(made).peak
+            assert search.model.least_memory(arrangement) <= peak
+            assert candidate.least_memory(live) <= peak
+            assert candidate.least_memory(candidate.least_in_flight()) <= peak
 
 
 def test_the_hosts_overhead_is_in_every_step():
@@ -253,7 +253,10 @@ def test_a_job_that_cannot_fit_says_what_does():
     ):
         plan(small_job(), gpus=2, memory="2GB")
     with pytest.raises(NoFitError, match=r"gpus is 1; the smallest grids that the modules allow take 2"):
-        plan(Job((Module("m", (Layers("decoder", flops=1),), 1, tp=(2,)),), 1, Device(1, 1e9), Network(1, 1)), gpus=1)
+        plan(
+            Job((ModuleCosts("m", (Layers("decoder", flops=1),), 1, tp=(2,)),), 1, Device(1, 1e9), Network(1, 1)),
+            gpus=1,
+        )
 
 
 JOB = {
@@ -292,7 +295,7 @@ def test_a_job_is_read():
         (("modules", 0, "layers", 0, "kind"), "loss", r"modules\[0\]: layers of 'a': .*loss"),
         (("modules",), 3, r"modules: it must be a list"),
         (("modules", 1, "name"), "a", r"modules: .*declared twice"),
-        (("modules", 0, "frozen"), "yes", r"modules\[0\]: Module.frozen is 'yes'; it must be true or false"),
+        (("modules", 0, "frozen"), "yes", r"modules\[0\]: ModuleCosts.frozen is 'yes'; it must be true or false"),
         (("modules", 0, "layers", 0, "count"), 10**9, r"modules\[0\]: module 'a' has 1000000000 layers; at most 10000"),
         (("modules", 1, "layers", 0, "seconds"), 3, r"layers\[0\].seconds: it must have the keys F, I, W"),
         (
@@ -378,10 +381,12 @@ def test_the_package_works_with_torch_blocked():
 
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
-        "Device", "Job", "JobError", "Layers", "Measured", "Module", "Network", "NoFitError", "Training", "dry_run",
-        "layer_costs", "parse_job", "plan", "read_job", "refined", "what_if",
+        "Device", "Job", "JobError", "Layers", "Measured", "ModuleCosts", "Network", "NoFitError", "Training",
+        "dry_run", "plan", "read_job", "refined", "what_if",
     }  # fmt: skip
-    for name in ("Choice", "DryRun", "Memory", "Planned", "WhatIf", "layers_toml"):  # imported from it as well
+    assert pipegrid.planner.Module is ModuleCosts
+    further = "Choice", "DryRun", "Memory", "Planned", "WhatIf", "layer_costs", "layers_toml", "parse_job"
+    for name in further:  # imported from it as well
         assert getattr(pipegrid.planner, name).__name__ == name
 
 

@@ -7,7 +7,7 @@ from pipegrid.planner import (
     Job,
     JobError,
     Layers,
-    Module,
+    ModuleCosts,
     Network,
     NoFitError,
     Training,
@@ -24,7 +24,7 @@ def decoders(count=4, **options):
 
 def job(**options):
     given = {
-        "modules": (Module("language", (decoders(),), 1e6),),
+        "modules": (ModuleCosts("language", (decoders(),), 1e6),),
         "global_batch": 4,
         "device": Device(1e14, 80e9),
         "links": Network(1e9, 1e9),
@@ -63,16 +63,22 @@ MISTAKES = {
         lambda: decoders(flops=None, seconds={"F": 1}),
         r"Layers.seconds is {'F': 1} \(dict\); it must be Measured\(F, I, W\)",
     ),
-    "layers alone": (lambda: Module("m", decoders(), 1), "Module.layers is Layers.* it must be a list or tuple"),
+    "layers alone": (
+        lambda: ModuleCosts("m", decoders(), 1),
+        "ModuleCosts.layers is Layers.* it must be a list or tuple",
+    ),
     "layers as dicts": (
-        lambda: Module("m", [{"count": 1}], 1),
-        r"Module.layers\[0\] is {'count': 1} .* must be Layers",
+        lambda: ModuleCosts("m", [{"count": 1}], 1),
+        r"ModuleCosts.layers\[0\] is {'count': 1} .* must be Layers",
     ),
     "a tp that is one size": (
-        lambda: Module("m", (decoders(),), 1, tp=2),
-        "Module.tp is 2; it must be a list or tuple",
+        lambda: ModuleCosts("m", (decoders(),), 1, tp=2),
+        "ModuleCosts.tp is 2; it must be a list or tuple",
     ),
-    "a module alone": (lambda: job(modules=Module("m", (decoders(),), 1)), "Job.modules is Module.* a list or tuple"),
+    "a module alone": (
+        lambda: job(modules=ModuleCosts("m", (decoders(),), 1)),
+        "Job.modules is ModuleCosts.* a list or tuple",
+    ),
     "no device": (lambda: job(device=None), "Job.device is None; it must be a Device"),
     "a device's name": (lambda: job(device="H100"), "Job.device is 'H100'; it must be a Device"),
     "a device that does nothing": (lambda: Device(0), "Device.flops is 0; it must be a finite number above 0"),
@@ -112,8 +118,8 @@ def test_a_batch_of_more_microbatches_than_are_planned_ends_at_once():
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (Module("m", (decoders(2),), 1, tp=(4,)), "gpus is 2; the smallest grids that the modules allow take 4"),
-        (Module("m", (decoders(2),), 1, dp=(3,)), "modules: no grids at all: .* no dp divides global_batch"),
+        (ModuleCosts("m", (decoders(2),), 1, tp=(4,)), "gpus is 2; the smallest grids that the modules allow take 4"),
+        (ModuleCosts("m", (decoders(2),), 1, dp=(3,)), "modules: no grids at all: .* no dp divides global_batch"),
     ],
 )
 def test_sizes_that_no_grid_has_are_no_fit(module, text):

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from attrs import NOTHING, Factory, fields
 
-from pipegrid.planner import Device, Job, Layers, Measured, Module, Network, Training
+from pipegrid.planner import Device, Job, Layers, Measured, ModuleCosts, Network, Training
 
 PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "job_file.md"
 TABLES = re.findall(r"^## (.+)\n+((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8") + "\n", flags=re.MULTILINE)
 CLASSES = {
     "The job": Job,
-    "A module": Module,
+    "A module": ModuleCosts,
     "Layers": Layers,
     "Measured seconds": Measured,
     "The device": Device,

@@ -10,24 +10,17 @@ import pytest
 import pipegrid.topology
 
 PUBLIC = {
-    "GroupCreationTimeoutError",
-    "GroupRequest",
-    "GroupSpec",
     "HyperCommGrid",
     "MultiModuleProcessGroupCollection",
-    "PlacementError",
     "ProcessGroupCollection",
     "RankRole",
     "control_store",
     "create_grid_groups",
-    "create_groups",
     "data_lane",
     "describe",
     "destroy_groups",
-    "from_device_mesh",
     "lane_samples",
     "place",
-    "to_device_mesh",
 }
 # Imported from the package as well; outside of __all__.
 FURTHER = {
@@ -40,9 +33,15 @@ FURTHER = {
     "ModuleLayout",
     "ModuleStageInfo",
     "Relation",
-    "PlacementError",
     "lane_bounds",
     "lane_sizes",
+    "GroupCreationTimeoutError",
+    "GroupRequest",
+    "GroupSpec",
+    "PlacementError",
+    "create_groups",
+    "from_device_mesh",
+    "to_device_mesh",
 }
 
 

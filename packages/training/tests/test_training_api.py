@@ -9,7 +9,6 @@ import pipegrid.training
 
 NAMES = {
     "CheckpointError",
-    "CheckpointMismatchError",
     "Checkpoints",
     "DropoutMasks",
     "Names",
@@ -20,20 +19,17 @@ NAMES = {
     "TrainingState",
     "check_stages",
     "compile_layers",
-    "export_safetensors",
     "generate",
-    "load_safetensors",
     "pipeline_stage",
-    "prove_cut",
-    "sequence_slices",
     "tie_stage_parameters",
-    "whole_names",
-    *{"NO_PROGRESS", "PREEMPTED", "Attempt", "RestartError", "attempt_store", "balance_samples"},
+    *{"Attempt", "attempt_store", "balance_samples"},
 }
 # Imported from the package as well; outside of __all__.
 FURTHER = {
     *("CorruptCheckpointError", "CutError", "GenerationError", "LoadedCheckpoint", "Spread", "SpreadError", "Tie"),
     *("Boundary", "Compared", "CutProof", "StageComparison", "stop_restarts", "ties_of"),
+    *("NO_PROGRESS", "PREEMPTED", "CheckpointMismatchError", "RestartError", "export_safetensors", "load_safetensors"),
+    *("prove_cut", "sequence_slices", "whole_names"),
 }
 
 

@@ -12,18 +12,13 @@ import pipegrid.transport
 
 PUBLIC = [
     "Communicator",
-    "Direction",
     "Edge",
-    "Handle",
     "JobTopology",
-    "LaneSpec",
     "P2PCommunicator",
     "P2PConfig",
     "P2PError",
     "P2PTimeoutError",
     "PipelineCommunicator",
-    "ReceiveHandle",
-    "open_lanes",
 ]
 # Imported from the package as well; outside of __all__.
 FURTHER = [
@@ -43,6 +38,11 @@ FURTHER = [
     "ReusableReceive",
     "as_communicator",
     "is_single_shape",
+    "Direction",
+    "Handle",
+    "ReceiveHandle",
+    "LaneSpec",
+    "open_lanes",
 ]
 
 

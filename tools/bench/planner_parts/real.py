@@ -22,9 +22,11 @@ from attrs import evolve, frozen
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.planner import Choice, Device, Job, Layers, Module, Network, Training, layer_costs
-from pipegrid.planner.choice import Arrangement, Shape
-from pipegrid.planner.model import CostModel, Part
+from pipegrid.planner import Choice, Device, Job, Layers, ModuleCosts, Network, Training, layer_costs
+from pipegrid.planner.choice import Candidate
+from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.model import CostModel
+from pipegrid.planner.stages import Shape
 from pipegrid.schedules import Costs, Recording, position_of, stage_places
 from pipegrid.topology.job.tables import text_table
 from runtime_parts.processes import on_ranks
@@ -76,11 +78,10 @@ class Case:
     def choice(self, of: Job) -> Choice:
         """The planner's prediction."""
         parts = Part("images", 1, 1, self.lanes, 1), Part("language", 1, 1, self.dp, self.pp)
-        layouts = [PipelineParallelLayerLayout("e", 1), PipelineParallelLayerLayout(self.layout, self.pp)]
+        layouts = PipelineParallelLayerLayout("e", 1), PipelineParallelLayerLayout(self.layout, self.pp)
         places = stage_places(self.schedule, self.pp, self.chunks)
         shape = Shape(CostModel(of), Arrangement(parts, self.together), places, layouts)
-        microbatch = of.global_batch // MICROBATCHES
-        return shape.choice(shape.plan(self.schedule, microbatch), self.schedule, microbatch)
+        return Candidate(shape, self.schedule, of.global_batch // MICROBATCHES).cost()
 
 
 CASES = (
@@ -172,7 +173,7 @@ def job_of(case: Case, recording: Recording, batch: int) -> Job:
     tokens = {"images": IMAGE_TOKENS, "language": IMAGE_TOKENS + TEXT_LENGTH}
     return Job(
         modules=tuple(
-            Module(name, _with_parameters(layers, options, name), tokens[name] * hidden * 4)
+            ModuleCosts(name, _with_parameters(layers, options, name), tokens[name] * hidden * 4)
             for name, layers in (("images", images), ("language", language))
         ),
         global_batch=batch,
@@ -200,8 +201,8 @@ def compare(*, batch: int, steps: int) -> str:
     rows = []
     for case, seconds, own in measured:
         choice = case.choice(of)
-        lanes = [choice.shape.part_of[stages[-1]].dp for stages in choice.shape.wiring.held]
-        work = sum(busy * ranks for busy, ranks in zip(choice.simulation.busy, lanes, strict=True))
+        replicas = [choice.shape.stages[stages[-1]].part.dp for stages in choice.shape.wiring.held]
+        work = sum(busy * ranks for busy, ranks in zip(choice.simulation.busy, replicas, strict=True))
         shared = f"{1e3 * work / cores:.1f}" if case.ranks > cores else ""
         name = f"{choice.arrangement}, {', '.join(choice.layouts.values())}"
         figures = f"{1e3 * choice.step:.1f}", f"{1e3 * seconds:.1f}", f"{100 * (choice.step / seconds - 1):+.1f}%"

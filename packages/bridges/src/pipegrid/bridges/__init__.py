@@ -45,11 +45,11 @@ from pipegrid.bridges.reshard import (
     Shard,
     Sharded as Sharded,
     Side as Side,
-    Sizes,
+    Sizes as Sizes,
     axis_names as axis_names,
     boundary_side as boundary_side,
     check_plan as check_plan,
-    plan_reshard,
+    plan_reshard as plan_reshard,
     routes as routes,
 )
 from pipegrid.bridges.vtp import VTPTopology
@@ -78,23 +78,9 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
-    "Sizes",
     "VTPCommunicator",
     "VTPTopology",
     "Whole",
-    "plan_reshard",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    __all__,
-    {
-        "BridgeCommunicator": "bridge",
-        "BridgeDirection": "colocated",
-        "ColocatedBridgeCommunicator": "colocated",
-        "MultiModulePipelineCommunicator": "multimodule",
-        "RankModuleInfo": "multimodule",
-        "SliceInfo": "colocated",
-        "VTPCommunicator": "vtp",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

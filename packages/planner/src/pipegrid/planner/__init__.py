@@ -6,9 +6,9 @@ Names outside ``__all__`` (results) are imported from here as well.
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun as DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.job import Device, Job, Layers, Measured, Module, Network, Training
-from pipegrid.planner.layer_costs import layer_costs, layers_toml as layers_toml
-from pipegrid.planner.reading import parse_job, read_job
+from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
+from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
+from pipegrid.planner.reading import parse_job as parse_job, read_job
 from pipegrid.planner.refine import refined
 from pipegrid.planner.search import Planned as Planned, plan
 from pipegrid.planner.what_if import WhatIf as WhatIf, what_if
@@ -19,13 +19,11 @@ __all__ = [
     "JobError",
     "Layers",
     "Measured",
-    "Module",
+    "ModuleCosts",
     "Network",
     "NoFitError",
     "Training",
     "dry_run",
-    "layer_costs",
-    "parse_job",
     "plan",
     "read_job",
     "refined",

@@ -120,9 +120,7 @@ class _Boundary:
 
 def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_Boundary]:
     """The boundaries that ``used`` crosses; that of modules that share ranks has groups alone, once for both ways."""
-    graph = choice.shape.wiring.graph
-    for first_module, next_module, source, destination in choice.shape.sides:
-        edge = Edge(graph.stage(first_module, -1), graph.stage(next_module, 0))
+    for edge, source, destination in choice.shape.sides():
         collective = edge in choice.shape.collectives
         if collective:
             all_of_it = tuple(sorted({*source.ranks, *destination.ranks}))

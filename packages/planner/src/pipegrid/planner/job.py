@@ -99,8 +99,10 @@ class Layers:
 
 
 @frozen(slots=False, field_transformer=_checked)
-class Module:
-    """A model of the job. ``message``: bytes of one sample between two of its layers, and of its output.
+class ModuleCosts:
+    """A model of the job: its layers with their costs, and the grids it may have.
+
+    ``message``: bytes of one sample between two of its layers, and of its output.
 
     ``tp``, ``cp``, ``dp``, ``pp``: the sizes that are allowed. By default tp and cp are 1, dp is any divisor of the
     global batch, and pp any of 1, 2, 3, 4, 6, 8, 12, 16, ... ``frozen`` modules run no backward. ``placing``: on ranks
@@ -146,6 +148,10 @@ class Module:
     def kinds(self) -> tuple[LayerType, ...]:
         """The kind of each layer."""
         return tuple(LayerType[layer.kind] for layer in self.each)
+
+
+Module = ModuleCosts
+"""The name of `ModuleCosts` until this version."""
 
 
 @frozen(field_transformer=_checked)
@@ -209,7 +215,7 @@ NamedEdge: TypeAlias = Annotated[tuple[str, str], Rule(_pair, "a pair of names: 
 class Job:
     """What is trained, on what. ``edges``: pairs of names; ``global_batch``: samples of a step."""
 
-    modules: tuple[Annotated[Module, instance(Module, "a Module(name, layers, message)")], ...]
+    modules: tuple[Annotated[ModuleCosts, instance(ModuleCosts, "a ModuleCosts(name, layers, message)")], ...]
     global_batch: Count
     device: Annotated[Device, instance(Device, "a Device(flops, memory, ...)")]
     links: Annotated[Network, instance(Network, "a Network(inside, between, ...)")]
@@ -238,6 +244,6 @@ class Job:
             names = [module.name for module in self.modules]
             raise JobError(f"{'edges' if names and len(set(names)) == len(names) else 'modules'}: {error}") from None
 
-    def module(self, name: str) -> Module:
+    def module(self, name: str) -> ModuleCosts:
         """The module called ``name``."""
         return next(module for module in self.modules if module.name == name)

@@ -1,48 +1,34 @@
 """What a module costs on a grid: seconds of its layers, its balanced layout, bytes per rank.
 
-All of it is linear in the samples that a rank has of a microbatch, so times are kept per sample, and one balanced
-layout serves every dp and every microbatch size.
+All of it is linear in the samples of a microbatch, so figures are for one sample, and one balanced layout serves every
+dp and every microbatch size.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import accumulate, pairwise
 
 from attrs import frozen
 
 from pipegrid.layout import LayerMemory, LayoutInfeasibleError, PipelineParallelLayerLayout, balance
-from pipegrid.planner.job import Job, Module, Network
-from pipegrid.topology.grid import Grid
+from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.job import Job, ModuleCosts, Network
 
 Times = tuple[float, float, float]
 """Seconds of F, I and W."""
 
 
 @frozen
-class Part:
-    """A module on a grid of ``tp`` x ``cp`` x ``dp`` x ``pp`` ranks, the first dim varying fastest."""
-
-    module: str
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return self.tp * self.cp * self.dp * self.pp
-
-    def grid(self, rank_offset: int = 0) -> Grid:
-        """The grid, from rank ``rank_offset`` on."""
-        return Grid((self.tp, self.cp, self.dp, self.pp), ("tp", "cp", "dp", "pp"), rank_offset)
-
-
-@frozen
 class Stage:
-    """A stage of a module for one sample of a rank's share: seconds, bytes of activations, parameters per rank."""
+    """A stage of a module on its grid.
 
+    ``times`` and ``activations``: seconds, and bytes of a rank, for each sample of a microbatch. ``parameters``: their
+    number on a rank.
+    """
+
+    part: Part
     times: Times
     activations: float
     parameters: float
@@ -72,6 +58,7 @@ class CostModel:
         self.layer_times = cache(self._layer_times)
         self.total = cache(self._total)
         self.layout = cache(self._layout)
+        self.layout_within = cache(self._layout_within)
         self.stages = cache(self._stages)
 
     def _layer_times(self, name: str, tp: int, cp: int) -> tuple[Times, ...]:
@@ -83,7 +70,7 @@ class CostModel:
         module = self.job.module(name)
         return tuple(self._layer(module, at, tp, cp) for at in range(len(module.each)))
 
-    def _layer(self, module: Module, at: int, tp: int, cp: int) -> Times:
+    def _layer(self, module: ModuleCosts, at: int, tp: int, cp: int) -> Times:
         layer, links = module.each[at], self.job.links
         if layer.seconds is not None:
             whole = (layer.seconds.F, layer.seconds.I, layer.seconds.W)
@@ -109,45 +96,41 @@ class CostModel:
         """Seconds of all layers, forward and backward, for one sample."""
         return sum(map(sum, self.layer_times(name, tp, cp)))
 
-    def _layout(
-        self,
-        name: str,
-        tp: int,
-        cp: int,
-        stages: int,
-        fixed: float = 0.0,
-        limit: float | None = None,
-        peaks: tuple[int, ...] = (),
-    ) -> PipelineParallelLayerLayout | None:
-        """The balanced layout of ``stages`` stages; under a ``limit`` of bytes, with ``peaks`` samples in flight.
-
-        ``fixed``: bytes of a parameter. None: no layout keeps the limit.
-        """
-        module = self.job.module(name)
+    def _layout(self, name: str, tp: int, cp: int, stages: int) -> PipelineParallelLayerLayout:
+        """The balanced layout of ``stages`` stages."""
         costs = [sum(times) for times in self.layer_times(name, tp, cp)]
-        if limit is None:
-            return balance(costs, stages, layers=module.kinds).layout
+        return balance(costs, stages, layers=self.job.module(name).kinds).layout
+
+    def _layout_within(self, part: Part, limit: float, peaks: tuple[int, ...]) -> PipelineParallelLayerLayout | None:
+        """The best layout of a stage for each pp rank, of at most ``limit`` bytes with ``peaks`` samples of a rank.
+
+        None: no layout keeps the limit.
+        """
+        module, tp, cp = self.job.module(part.module), part.tp, part.cp
+        fixed = sum(self.parameter_bytes(part))
+        # The fullest stage has at least the mean of all, weighted by 1 / peak.
+        moving = module.activations / (tp * cp)
+        if moving + module.parameters / tp * fixed / max(peaks) > limit * sum(1 / peak for peak in peaks):
+            return None
+        costs = [sum(times) for times in self.layer_times(part.module, tp, cp)]
         memory = [LayerMemory(layer.parameters / tp * fixed, layer.activations / (tp * cp)) for layer in module.each]
-        in_flight = tuple(((peak,),) for peak in peaks)
+        live = tuple(((peak,),) for peak in peaks)
         try:
-            return balance(costs, stages, layers=module.kinds, memory=memory, limit=limit, in_flight=in_flight).layout
+            return balance(costs, part.pp, layers=module.kinds, memory=memory, limit=limit, in_flight=live).layout
         except LayoutInfeasibleError:
             return None
 
-    def _stages(self, name: str, tp: int, cp: int, layout: PipelineParallelLayerLayout) -> tuple[Stage, ...]:
+    def _stages(self, part: Part, layout: PipelineParallelLayerLayout) -> tuple[Stage, ...]:
         """The stages of a layout."""
-        module, times = self.job.module(name), self.layer_times(name, tp, cp)
+        module, times = self.job.module(part.module), self.layer_times(part.module, part.tp, part.cp)
         ends = accumulate((len(stage) for stage in layout.stages), initial=0)
         stages = []
         for first, last in pairwise(ends):
             own, layers = times[first:last], module.each[first:last]
-            stages.append(
-                Stage(
-                    (sum(t[0] for t in own), sum(t[1] for t in own), sum(t[2] for t in own)),
-                    sum(layer.activations for layer in layers) / (tp * cp),
-                    sum(layer.parameters for layer in layers) / tp,
-                )
-            )
+            forward, inputs, weights = (sum(layer[kind] for layer in own) / part.dp for kind in range(3))
+            activations = sum(layer.activations for layer in layers) / (part.tp * part.cp) / part.dp
+            parameters = sum(layer.parameters for layer in layers) / part.tp
+            stages.append(Stage(part, (forward, inputs, weights), activations, parameters))
         return tuple(stages)
 
     def parameter_bytes(self, part: Part) -> tuple[float, float, float]:
@@ -158,12 +141,35 @@ class CostModel:
         replicas = part.dp * part.cp if training.sharding == "optimizer" else 1
         return training.parameter_bytes, training.gradient_bytes, training.optimizer_bytes / replicas
 
-    def reduction(self, part: Part, parameters: float) -> float:
-        """Seconds after the last backward: gradients of ``parameters`` summed, and sharded parameters gathered."""
+    def reduction(self, stage: Stage) -> float:
+        """Seconds after the last backward: gradients of the parameters summed, and sharded parameters gathered."""
+        part = stage.part
         replicas = part.dp * part.cp
         if replicas == 1 or self.job.module(part.module).frozen:
             return 0.0
         training, links = self.job.training, self.job.links
         back = training.parameter_bytes if training.sharding == "optimizer" else training.gradient_bytes
-        moved = parameters * (training.gradient_bytes + back) * (replicas - 1) / replicas
+        moved = stage.parameters * (training.gradient_bytes + back) * (replicas - 1) / replicas
         return moved / group_bandwidth(links, stride=part.tp, size=replicas) + 2 * links.latency
+
+    def least_seconds(self, arrangement: Arrangement) -> float:
+        """Seconds of a step at least: the computes of the busiest position, which has the mean of its module's."""
+        each = [
+            self.total(part.module, part.tp, part.cp) * self.job.global_batch / (part.dp * part.pp)
+            for part in arrangement.parts
+        ]
+        return sum(each) if arrangement.colocated else max(each)
+
+    def least_memory(self, arrangement: Arrangement) -> float:
+        """Bytes of the fullest rank at least: the mean of its module's, with one microbatch of the fewest samples."""
+        samples = math.lcm(*(part.dp for part in arrangement.parts))
+        fixed, trained, running = [], [], []
+        for part in arrangement.parts:
+            module = self.job.module(part.module)
+            fixed.append(module.parameters / (part.tp * part.pp) * sum(self.parameter_bytes(part)))
+            held = module.activations * samples / part.ranks
+            trained.append(0.0 if module.frozen else held)
+            running.append(held)  # a frozen module frees them at the end of its forward, before others run
+        if arrangement.colocated:
+            return self.job.device.reserved + sum(fixed) + max(sum(trained), *running)
+        return self.job.device.reserved + max(size + held for size, held in zip(fixed, running, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipegrid.planner.choice import Choice, GivenChoice
+from pipegrid.planner.choice import Candidate, Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import search
 from pipegrid.topology.fields import Amount, Count, checked_arguments
@@ -24,7 +24,7 @@ def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, 
         ahead: the most microbatches that a frozen module is ahead of those that it feeds; pass it to `lower` as well.
         effort: of the search.
     """
-    shape, plan = choice.shape, choice.plan
+    plan = choice.plan
     found = search(
         choice.costs,
         max(choice.simulation.peak(), min(memory - each.total + each.activations for each in choice.memory)),
@@ -32,9 +32,9 @@ def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, 
         num_microbatches=plan.num_microbatches,
         graph=plan.graph,
         placement=plan.placement,
-        forward_only=[module.name for module in shape.job.modules if module.frozen],
+        forward_only=[module.name for module in choice.shape.job.modules if module.frozen],
         ahead=ahead,
         effort=effort,
     )
-    better = shape.choice(found.plan, SEARCHED, choice.microbatch)
+    better = Candidate(choice.shape, SEARCHED, choice.microbatch).cost(found.plan)
     return better if better.step < choice.step and better.peak <= max(memory, choice.peak) else choice

@@ -40,7 +40,7 @@ def results_table(planned: Planned, *, terminal: bool = False) -> str:
 
 
 def _schedule(choice: Choice) -> str:
-    chunks = len(choice.shape.places) // choice.shape.parts[-1].pp
+    chunks = choice.shape.chunks
     return choice.schedule if chunks == 1 else f"{choice.schedule} ({chunks} chunks)"
 
 

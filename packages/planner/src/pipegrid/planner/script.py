@@ -129,7 +129,7 @@ def training_script(choice: Choice) -> str:
         gpus=choice.arrangement.gpus,
         step=choice.step,
         rows=shape.job.global_batch,
-        count=shape.job.global_batch // choice.microbatch,
+        count=choice.num_microbatches,
     )
     notes = {
         "GRIDS": "sizes, the fastest dim first",

@@ -23,12 +23,12 @@ from pipegrid.topology.errors import (
     GridShapeError as GridShapeError,
     GridSpanError as GridSpanError,
     GroupConnectionError as GroupConnectionError,
-    GroupCreationTimeoutError,
+    GroupCreationTimeoutError as GroupCreationTimeoutError,
     GroupExistsError as GroupExistsError,
     GroupMissingError as GroupMissingError,
     GroupSpecError as GroupSpecError,
     GroupStoreError as GroupStoreError,
-    PlacementError,
+    PlacementError as PlacementError,
     RankNotInGridError as RankNotInGridError,
     RoleError as RoleError,
     UnknownDimensionError as UnknownDimensionError,
@@ -37,11 +37,11 @@ from pipegrid.topology.errors import (
     WorldError as WorldError,
     WorldSizeUnknownError as WorldSizeUnknownError,
 )
-from pipegrid.topology.grid import GroupRequest, Relation as Relation, relation as relation
+from pipegrid.topology.grid import GroupRequest as GroupRequest, Relation as Relation, relation as relation
 from pipegrid.topology.groups import (
-    GroupSpec,
+    GroupSpec as GroupSpec,
     control_store,
-    create_groups,
+    create_groups as create_groups,
     creation_order as creation_order,
 )
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
@@ -57,24 +57,17 @@ from_device_mesh = HyperCommGrid.from_device_mesh
 to_device_mesh = HyperCommGrid.to_device_mesh
 
 __all__ = [
-    "GroupCreationTimeoutError",
-    "GroupRequest",
-    "GroupSpec",
     "HyperCommGrid",
     "MultiModuleProcessGroupCollection",
-    "PlacementError",
     "ProcessGroupCollection",
     "RankRole",
     "control_store",
     "create_grid_groups",
-    "create_groups",
     "data_lane",
     "describe",
     "destroy_groups",
-    "from_device_mesh",
     "lane_samples",
     "place",
-    "to_device_mesh",
 ]
 
 

@@ -1,22 +1,29 @@
 """Names of a package that are imported on first use: `import package` then needs no torch.
 
-At the end of a package's `__init__`, whose `TYPE_CHECKING` block imports the same names for type checkers::
+The table of these names is the `TYPE_CHECKING` block of the package's `__init__`, which type checkers read as well::
 
-    __getattr__, __dir__ = lazy_names(__name__, __all__, {"Lane": "lane", "open_lanes": "opening"})
+    if TYPE_CHECKING:
+        from package.control.opening import open_lanes
+        from package.lane.lane import Lane as Lane  # outside of __all__
+
+    __getattr__, __dir__ = lazy_names(__name__, __all__)
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def lazy_names(
-    package: str, public: list[str], modules: Mapping[str, str]
+    package: str, public: list[str], further: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``.
+    """``__getattr__`` and ``__dir__`` of ``package``, for the names that its `TYPE_CHECKING` block imports.
 
     Where torch is not installed, the lazy names leave ``public`` (the package's ``__all__``), so
     ``from package import *`` works there, too.
@@ -24,14 +31,32 @@ def lazy_names(
     Args:
         package: its name.
         public: its ``__all__``; changed in place.
-        modules: name to the module inside of ``package`` that defines it.
+        further: names that the block does not have, to the module inside of ``package`` that defines each.
     """
+    modules = _imports_for_types(package)
+    modules |= {name: f"{package}.{module}" for name, module in (further or {}).items()}
     if importlib.util.find_spec("torch") is None:
         public[:] = [name for name in public if name not in modules]
 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        return getattr(importlib.import_module(modules[name]), name)
 
     return load, lambda: sorted(public)
+
+
+def _imports_for_types(package: str) -> dict[str, str]:
+    """Names that a package imports under ``if TYPE_CHECKING:``, to their modules; from its source."""
+    blocks = [
+        node
+        for node in ast.parse(inspect.getsource(sys.modules[package])).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        alias.name: node.module
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipegrid.topology.lazy import lazy_names
 from pipegrid.training.errors import (
     CheckpointError,
-    CheckpointMismatchError,
+    CheckpointMismatchError as CheckpointMismatchError,
     CorruptCheckpointError as CorruptCheckpointError,
     CutError as CutError,
     GenerationError as GenerationError,
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
         Checkpoints,
         LoadedCheckpoint as LoadedCheckpoint,
         TrainingState,
-        export_safetensors,
-        load_safetensors,
-        whole_names,
+        export_safetensors as export_safetensors,
+        load_safetensors as load_safetensors,
+        whole_names as whole_names,
     )
     from pipegrid.training.generation import Sampling, generate
     from pipegrid.training.pipeline import Pipeline, PipelineModule
     from pipegrid.training.ragged import Spread as Spread, balance_samples, spread as spread
     from pipegrid.training.restart import (
-        NO_PROGRESS,
-        PREEMPTED,
+        NO_PROGRESS as NO_PROGRESS,
+        PREEMPTED as PREEMPTED,
         Attempt,
-        RestartError,
+        RestartError as RestartError,
         attempt_store,
         stop_restarts as stop_restarts,
     )
@@ -50,25 +50,21 @@ if TYPE_CHECKING:
         compile_layers,
         cut as cut,
         pipeline_stage,
-        prove_cut,
-        sequence_slices,
+        prove_cut as prove_cut,
+        sequence_slices as sequence_slices,
         tie as tie,
         tie_stage_parameters,
         ties_of as ties_of,
     )
 
 __all__ = [
-    "NO_PROGRESS",
-    "PREEMPTED",
     "Attempt",
     "CheckpointError",
-    "CheckpointMismatchError",
     "Checkpoints",
     "DropoutMasks",
     "Names",
     "Pipeline",
     "PipelineModule",
-    "RestartError",
     "Sampling",
     "Stage",
     "TrainingState",
@@ -76,27 +72,9 @@ __all__ = [
     "balance_samples",
     "check_stages",
     "compile_layers",
-    "export_safetensors",
     "generate",
-    "load_safetensors",
     "pipeline_stage",
-    "prove_cut",
-    "sequence_slices",
     "tie_stage_parameters",
-    "whole_names",
 ]
 
-_LAZY = {
-    "check": "check_stages",
-    "checkpoint": "Checkpoints LoadedCheckpoint TrainingState export_safetensors load_safetensors whole_names",
-    "generation": "Sampling generate",
-    "pipeline": "Pipeline PipelineModule",
-    "ragged": "Spread balance_samples spread",
-    "restart": "NO_PROGRESS PREEMPTED Attempt RestartError attempt_store stop_restarts",
-    "stages": "Boundary Compared CutProof DropoutMasks Names Stage StageComparison Tie compile_layers cut "
-    "pipeline_stage prove_cut sequence_slices tie tie_stage_parameters ties_of",
-}
-
-__getattr__, __dir__ = lazy_names(
-    __name__, __all__, {name: folder for folder, names in _LAZY.items() for name in names.split()}
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

@@ -13,7 +13,7 @@ from pipegrid.topology.lazy import lazy_names
 from pipegrid.transport.adapted import as_communicator as as_communicator
 from pipegrid.transport.base import Communicator, Port as Port, Verbs as Verbs
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.edge import Direction as Direction, Edge
 from pipegrid.transport.errors import (
     LaneSpecError as LaneSpecError,
     P2PConfigError as P2PConfigError,
@@ -28,45 +28,30 @@ from pipegrid.transport.errors import (
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.pipeline_lanes import pipeline_lanes as pipeline_lanes
 from pipegrid.transport.protocol import (
-    Handle,
+    Handle as Handle,
     Payload as Payload,
     PipelineCommunicator,
-    ReceiveHandle,
+    ReceiveHandle as ReceiveHandle,
     ReusableReceive as ReusableReceive,
 )
-from pipegrid.transport.spec import LaneSpec, LaneStats as LaneStats
+from pipegrid.transport.spec import LaneSpec as LaneSpec, LaneStats as LaneStats
 
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator
     from pipegrid.transport.lane.lane import Lane as Lane
     from pipegrid.transport.control.lanes import Lanes as Lanes
-    from pipegrid.transport.control.opening import open_lanes
+    from pipegrid.transport.control.opening import open_lanes as open_lanes
     from pipegrid.transport.messages.payload import is_single_shape as is_single_shape
 
 __all__ = [
     "Communicator",
-    "Direction",
     "Edge",
-    "Handle",
     "JobTopology",
-    "LaneSpec",
     "P2PCommunicator",
     "P2PConfig",
     "P2PError",
     "P2PTimeoutError",
     "PipelineCommunicator",
-    "ReceiveHandle",
-    "open_lanes",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    __all__,
-    {
-        "Lane": "lane.lane",
-        "Lanes": "control.lanes",
-        "P2PCommunicator": "communicator",
-        "is_single_shape": "messages.payload",
-        "open_lanes": "control.opening",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives
     from pipegrid.bridges.bridge.traffic import EdgeTraffic
 
-_OF_COMMUNICATOR = ("BridgeCommunicator", "lane_config", "renew_lanes")
-_OF_RECEIVE = ("BridgeReceive", "BridgeSend", "Filled", "PostedReceives")
-
 __all__ = [
     "Axes",
     "BridgeCommunicator",
@@ -38,12 +35,4 @@ __all__ = [
     "renew_lanes",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    __all__,
-    {
-        **dict.fromkeys(_OF_COMMUNICATOR, "communicator"),
-        **dict.fromkeys(_OF_RECEIVE, "receive"),
-        "EdgeTraffic": "traffic",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

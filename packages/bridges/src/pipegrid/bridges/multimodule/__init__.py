@@ -21,6 +21,4 @@ __all__ = [
     "positions_of",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__, __all__, {"MultiModulePipelineCommunicator": "communicator", "RankModuleInfo": "rank_modules"}
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

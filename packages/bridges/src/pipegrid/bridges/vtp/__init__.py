@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["VTPCommunicator", "VTPTopology"]
 
-__getattr__, __dir__ = lazy_names(__name__, __all__, {"VTPCommunicator": "communicator"})
+__getattr__, __dir__ = lazy_names(__name__, __all__)

@@ -70,17 +70,4 @@ __all__ = [
     "zero_main_grads",
 ]
 
-_LAZY = {
-    "clip": "clip_grad_norm_",
-    "loss_scaler": "LossScaler scale_loss unscale_gradients_",
-    "main_grad": "accumulate_in_main_grad fresh_gradients zero_main_grads",
-    "output_layer": "clear_embedding_activation_buffer deferred_weight_gradients "
-    "finish_embedding_wgrad_compute output_linear",
-    "lanes": "collection_of",
-    "reduction": "ReplicaError TiedParameters reduce_gradients require_equal_replicas required_ties "
-    "tie_parameters tied_stages",
-}
-
-__getattr__, __dir__ = lazy_names(
-    __name__, __all__, {name: module for module, names in _LAZY.items() for name in names.split()}
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

@@ -58,14 +58,4 @@ __all__ = [
     "step_plan",
 ]
 
-_LAZY = {
-    "backward": "backward_step custom_backward deallocate_output_tensor",
-    "forward": "WithLoss forward_step forward_step_calc_loss set_current_microbatch",
-    "prepared": "describe_steps",
-    "step_functions": "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
-    "forward_backward_pipelining_without_interleaving forward_backward_with_schedule get_forward_backward_func",
-}
-
-__getattr__, __dir__ = lazy_names(
-    __name__, __all__, {name: module for module, names in _LAZY.items() for name in names.split()}
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

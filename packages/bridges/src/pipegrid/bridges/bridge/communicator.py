@@ -21,7 +21,7 @@ from pipegrid.bridges.bridge.leaves import leaves_of
 from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import boundary_sides, group_spec, wiring_of
-from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
+from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.bridges.errors import BridgeError, DestroyedError, StageError
 from pipegrid.bridges.reshard import (
     End,
@@ -154,7 +154,7 @@ class BridgeCommunicator:
         leaves = leaves_of(str(self), options, wiring, device=self.device, variable=self.variable)
         skips_empty = self.strategy == "auto" and not self.variable
         self.exchange = Exchange(self._traffic, leaves, variable=self.variable, skips_empty=skips_empty)
-        self._groups = self._traffic.groups = own_groups(
+        self._traffic.groups = own_groups(
             wiring.group_specs, backend=backend, deadline=settings.deadline, max_ctas=settings.max_ctas
         )
         self._owns_lanes, self._destroyed = open, False
@@ -163,7 +163,7 @@ class BridgeCommunicator:
 
     def _open(self, backend: str) -> None:
         with ExitStack() as undo:  # after an error of the lanes the bridge has no groups either
-            undo.callback(discard_groups, self._groups)
+            undo.callback(discard_groups, self._traffic.groups)
             lanes = open_lanes(
                 self.lane_specs, config=self.lane_config, backend=backend, device=self.device, declared=self.declared
             )
@@ -194,25 +194,33 @@ class BridgeCommunicator:
 
     def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
-        return self._groups[group_spec(ranks, self.label, what)]
+        return self._traffic.groups[group_spec(ranks, self.label, what)]
 
     @property
     def num_groups(self) -> int:
         """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
-        return len(self._groups)
+        return len(self._traffic.groups)
 
     # -- who am I ---------------------------------------------------------------------------------------
 
-    def _takes_part(self, end: End, verb: str) -> bool:
-        """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
+    def takes_part(self, direction: Direction, *, sends: bool) -> bool:
+        """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
+
+        Raises:
+            DestroyedError: the bridge was destroyed.
+            StageError: this rank is not in that side's grid, or there are no lanes for gradients.
+        """
         if self._destroyed:
             raise DestroyedError(f"{self} was destroyed; make a new one")
-        if self.is_source if end == "source" else self.is_destination:
-            return True
-        here = self.src_grid if end == "source" else self.dest_grid
-        if is_in(here, self.rank):
-            return False
-        raise _wrong_side(self, end, verb)
+        end: End = "source" if (direction is _FORWARD) is sends else "destination"
+        verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
+        if not (self.is_source if end == "source" else self.is_destination):
+            if is_in(self.src_grid if end == "source" else self.dest_grid, self.rank):
+                return False
+            raise _wrong_side(self, end, verb)
+        if direction is _BACKWARD:
+            self._require_backward(verb)
+        return True
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
@@ -230,7 +238,7 @@ class BridgeCommunicator:
             ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
                 fixed shapes, not the shape and dtype that were agreed.
         """
-        if (self._destroyed or not self.is_source) and not self._takes_part("source", "send_forward"):
+        if (self._destroyed or not self.is_source) and not self.takes_part(_FORWARD, sends=True):
             return None
         return self.exchange.isend_forward(tensor, samples=samples)
 
@@ -239,7 +247,7 @@ class BridgeCommunicator:
 
         With ``shape``, anything else that arrives is a ShapeError.
         """
-        if not self._takes_part("destination", "recv_forward"):
+        if not self.takes_part(_FORWARD, sends=False):
             return None
         return self.exchange.irecv_forward(shape)
 
@@ -253,9 +261,8 @@ class BridgeCommunicator:
                 for a gradient.
             ShapeError: not the shape of that activation.
         """
-        if not self._takes_part("destination", "send_backward"):
+        if not self.takes_part(_BACKWARD, sends=True):
             return None
-        self._require_backward("send_backward")
         return self.exchange.isend_backward(grad)
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
@@ -264,9 +271,8 @@ class BridgeCommunicator:
         Raises:
             StageError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
         """
-        if not self._takes_part("source", "recv_backward"):
+        if not self.takes_part(_BACKWARD, sends=False):
             return None
-        self._require_backward("recv_backward")
         return self.exchange.irecv_backward(shape)
 
     def check(self) -> None:
@@ -279,26 +285,14 @@ class BridgeCommunicator:
 
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
-        abort_groups(self.end(reason), reason, beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
-
-    def end(self, reason: str) -> Iterable[dist.ProcessGroup]:
-        """Fail completions with ``reason``, those under way and later ones; returns their groups, to abort."""
-        self._traffic.waits.end(reason)
-        return self._groups.values()
-
-    @property
-    def failed_groups(self) -> Iterable[dist.ProcessGroup]:
-        """The groups of completions, where one may be stuck or a lane has failed: to abort, not to destroy."""
-        return self._groups.values() if self._traffic.has_failed else ()
+        groups = self._traffic.end(reason)
+        abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
-            self._traffic.waits.end("destroyed")
-            beside = self.lanes.close if self._owns_lanes else (lambda: None)
-            seconds = self._traffic.waits.deadline
-            close_groups(self._groups, failed=self._traffic.has_failed, seconds=seconds, beside=beside)
+            self._traffic.close_groups(beside=self.lanes.close if self._owns_lanes else (lambda: None))
 
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives of the block together, at its end."""
@@ -311,10 +305,6 @@ class BridgeCommunicator:
             P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
-        self.forget_shapes()
-
-    def forget_shapes(self) -> None:
-        """Forget what was agreed; the lanes are renewed by the caller."""
         self.exchange.forget()
 
     # -- the blocking verbs -----------------------------------------------------------------------------

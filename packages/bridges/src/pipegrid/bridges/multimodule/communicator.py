@@ -12,13 +12,12 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
+    EdgeCommunicator,
     EdgeOptions,
     checked_traffic,
     lane_config,
-    renew_lanes,
 )
-from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
 from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
@@ -34,18 +33,16 @@ from pipegrid.bridges.reshard import (
     place_of,
 )
 from pipegrid.transport.adapted import dims_of
-from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.config import as_config
-from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.job import JobTopology
-from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.transport.spec import LaneSpec
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-class MultiModulePipelineCommunicator(LaneCommunicator):
+class MultiModulePipelineCommunicator(EdgeCommunicator):
     """Traffic between the stages of many modules that together are one pipeline.
 
     Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
@@ -130,7 +127,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         if backend is None and len(named) == 1:
             (backend,) = named
         self._backend, self.device = resolve_device(backend, device)
-        self._destroyed = False
         self.bridge_comms: list[BridgeCommunicator] = []
         self._build_bridge_comms()
         self.rank_module_map: dict[str, RankModuleInfo] = {}
@@ -226,18 +222,33 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
+        self.crossings = [bridge.exchange for bridge in self.bridge_comms]
         self._inner = {
             edge: (chain, Edge(index, index + 1))
             for name, chain in self._chains.items()
             for index, edge in enumerate(self.graph.edges_inside(name))
         }
-        # What a bridge sends here is bound once, so that a message finds it in one look-up.
-        self._sends: dict[tuple[Edge, Direction], Callable[[Any], Handle]] = {}
+        self._sends, self._receives, self._neighbours = {}, {}, {}
         for edge, bridge in self._bridge_of.items():
-            if bridge.is_source:
-                self._sends[edge, Direction.FORWARD] = bridge.exchange.isend_forward
-            if bridge.is_destination and bridge.carries_gradients:
-                self._sends[edge, Direction.BACKWARD] = bridge.exchange.isend_backward
+            self._add_bridge(edge, bridge)
+        for edge, (chain, inner) in self._inner.items():
+            self._neighbours[edge] = chain.spec(inner, _FORWARD).pair
+            for direction in Direction:
+                lane = chain.find(inner, direction)
+                if lane is not None:
+                    self._sends[edge, direction], self._receives[edge, direction] = lane.isend, lane.irecv
+
+    def _add_bridge(self, edge: Edge, bridge: BridgeCommunicator) -> None:
+        """The ends of a bridge on this rank."""
+        self._neighbours[edge] = {rank for spec in bridge.lane_specs for rank in spec.pair}
+        if bridge.is_source:
+            self._sends[edge, _FORWARD] = bridge.exchange.isend_forward
+        if bridge.is_destination:
+            self._receives[edge, _FORWARD] = bridge.exchange.irecv_forward
+        if bridge.is_destination and bridge.carries_gradients:
+            self._sends[edge, _BACKWARD] = bridge.exchange.isend_backward
+        if bridge.is_source and bridge.carries_gradients:
+            self._receives[edge, _BACKWARD] = bridge.exchange.irecv_backward
 
     @property
     def _chains(self) -> dict[str, ModuleChain]:
@@ -351,38 +362,14 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
 
     # -- the asynchronous form --------------------------------------------------------------------------
 
-    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
-        """Start sending along ``edge`` (forward) or against it (backward); errors as of `BridgeCommunicator`."""
-        if self._destroyed:
-            self._require_alive()
-        send = self._sends.get((edge, direction))
-        if send is not None:
-            return send(payload)
-        bridge = self._bridge_of.get(edge)
-        if bridge is None:
-            chain, inner = self._inside(edge)
-            return chain.isend(payload, edge=inner, direction=direction)
-        handle = bridge.isend_forward(payload) if direction is Direction.FORWARD else bridge.isend_backward(payload)
-        if handle is None:
-            raise self._not_on(edge)
-        return handle
-
-    def port(self, edge: Edge, direction: Direction) -> Port:
-        """`isend` and `irecv` of one edge and direction, without the search for them in each message."""
-        send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
-        return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
-
-    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
-        """Start receiving the next message of ``edge`` in that direction; errors as of `BridgeCommunicator`."""
+    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
         self._require_alive()
-        bridge = self._bridge_of.get(edge)
-        if bridge is None:
-            chain, inner = self._inside(edge)
-            return chain.irecv(edge=inner, direction=direction, shapes=shapes)
-        handle = bridge.irecv_forward(shapes) if direction is Direction.FORWARD else bridge.irecv_backward(shapes)
-        if handle is None:
-            raise self._not_on(edge)
-        return handle
+        if edge in self._inner:
+            chain, inner = self._inner[edge]
+            return chain.lacks(inner, direction)
+        if edge in self._bridge_of:
+            self._bridge_of[edge].takes_part(direction, sends=sends)  # raises, on a rank of neither grid
+        return self._not_on(edge)
 
     def collective(
         self, payload: Any, *, edge: Edge, direction: Direction
@@ -406,52 +393,11 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             sending = bridge.isend_backward(payload) if bridge.is_destination else None
             return sending, bridge.irecv_backward() if bridge.is_source else None
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
-        return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
-
-    def _specs(self, edge: Edge) -> list[LaneSpec]:
-        """The lanes of this rank that carry activations along ``edge``."""
-        bridge = self._bridge_of.get(edge)
-        if bridge is None:
-            chain, inner = self._inside(edge)
-            return [chain.spec(inner, Direction.FORWARD)]
-        return [spec for spec in bridge.lane_specs if self.rank in spec.pair]
-
-    @property
-    def communicators(self) -> int:
-        """Communicators of this rank, lanes and groups of bridges; on NCCL, each has a stream of its own."""
-        lanes = {id(lane.group) for lane in self.lanes.values() if lane.group is not None}
-        return len(lanes) + sum(bridge.num_groups for bridge in self.bridge_comms)
-
-    def renew_shapes(self) -> None:
-        """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
-
-        Raises:
-            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
-        """
-        renew_lanes(self.lanes.values())
-        for bridge in self.bridge_comms:
-            bridge.forget_shapes()
-
-    def check(self) -> None:
-        """See `BridgeCommunicator.check`: of all bridges of this rank."""
-        for bridge in self.bridge_comms:
-            bridge.check()
-
-    def abort(self, reason: str) -> None:
-        """End all lanes and completions at once and tell the other sides why."""
-        groups = [group for bridge in self.bridge_comms for group in bridge.end(reason)]
-        abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason))
-
     def close(self) -> None:
-        """Close all lanes and destroy all groups. Idempotent."""
-        if not self._destroyed:
-            self._destroyed = True
-            failed = [group for bridge in self.bridge_comms for group in bridge.failed_groups]
-            abort_groups(failed, "it was closed", beside=self.lanes.close)
-            for bridge in self.bridge_comms:
-                bridge.destroy()
+        """Close all lanes and destroy all groups. A second call does nothing."""
+        super().close()
+        for bridge in self.bridge_comms:
+            bridge.destroy()
 
     # -- the blocking verbs, over dicts by module -------------------------------------------------------------
 
@@ -524,18 +470,3 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
         self._edges.require_dicts()
         return DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
-
-    # -- underneath -------------------------------------------------------------------------------------------
-
-    def _inside(self, edge: Edge) -> tuple[ModuleChain, Edge]:
-        if edge not in self._inner:
-            raise self._not_on(edge)
-        return self._inner[edge]
-
-    def _not_on(self, edge: Edge) -> StageError:
-        known = ", ".join(map(str, self.graph.stage_edges))
-        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
-
-    def _require_alive(self) -> None:
-        if self._destroyed:
-            raise DestroyedError("this communicator was destroyed; make a new one")

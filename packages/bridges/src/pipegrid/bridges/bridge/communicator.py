@@ -16,21 +16,19 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from pipegrid.bridges.bridge.ends import BridgeEnds
 from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.bridge.leaves import leaves_of
 from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import boundary_sides, group_spec, wiring_of
+from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, StageError
+from pipegrid.bridges.errors import BridgeError, DestroyedError
 from pipegrid.bridges.reshard import (
-    End,
     GridLike,
-    axis_names,
-    is_in,
 )
 from pipegrid.topology import discard_groups
-from pipegrid.topology.fields import checked, shown
+from pipegrid.topology.fields import checked
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
@@ -43,7 +41,7 @@ Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-class BridgeCommunicator:
+class BridgeCommunicator(BridgeEnds):
     """Moves activations from ``src_grid``'s last stage to ``dest_grid``'s first, and gradients back.
 
     Construct it on every rank of both grids, in the same order relative to other communicators. Ranks of a
@@ -59,9 +57,7 @@ class BridgeCommunicator:
     a lane may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
 
-    Attributes:
-        is_source: whether this rank gives activations.
-        is_destination: whether this rank gets activations.
+    Attributes (beside those of `BridgeEnds`):
         exchange: what the verbs do on a rank of the boundary.
 
     Args:
@@ -117,41 +113,30 @@ class BridgeCommunicator:
         **edge: Unpack[EdgeArguments],
     ) -> None:
         options = evolve(options or EdgeOptions(), **edge)
-        self.tensor_ndim = options.tensor_ndim or tensor_ndim
-        self.axes = axis_names(self.tensor_ndim, options.dim_mapping or dim_mapping)
-        self.options = options = evolve(options, comm_dtype=options.comm_dtype or comm_dtype)
-        self.comm_dtype, self.strategy, self.backward = options.comm_dtype, options.strategy, options.backward
         shapes = checked(shapes, Shapes | None, "shapes", BridgeError)
-        self.src_grid, self.dest_grid = src_grid, dest_grid
-        self.src_module_name = src_module_name or "src"
-        self.dest_module_name = dest_module_name or "dest"
-        self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
-        self.src, self.dst = boundary_sides(
+        super().__init__(
+            dist.get_rank(),
             (src_grid, dest_grid),
-            names=(self.src_module_name, self.dest_module_name),
-            placements=(options.src_placements, options.dest_placements),
-            stages=(src_stage, dest_stage),
-            lanes=(options.src_lanes, options.dest_lanes),
+            (src_module_name, dest_module_name),
+            evolve(
+                options,
+                dim_mapping=options.dim_mapping or dim_mapping,
+                comm_dtype=options.comm_dtype or comm_dtype,
+            ),
+            tensor_ndim=options.tensor_ndim or tensor_ndim,
+            label=label,
+            directions=directions,
             stage_dim=stage_dim,
+            stages=(src_stage, dest_stage),
         )
-        self.rank = dist.get_rank()
-        self.is_source, self.is_destination = self.rank in self.src.coords_of, self.rank in self.dst.coords_of
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
         backend, self.device = resolve_device(backend, device)
-        has = tuple(Direction) if self.backward else (_FORWARD,)
-        used = tuple(way for way in has if directions is None or way in set(directions))
-        self._wiring = wiring = wiring_of(self.label, (self.src, self.dst), self.axes, options, used, self.rank)
-        self.lane_specs = wiring.lane_specs
-        on_wire = options.comm_dtype or "as it is"
-        self.declared = dict.fromkeys(self.lane_specs, f"{wiring.declaration}; on the wire {on_wire}")
         self.lane_config = lane_config(settings, variable=self.variable)
-        stream = new_stream(self.device)
-        self._traffic = EdgeTraffic(
-            str(self), wiring, backend=backend, device=self.device, config=settings, stream=stream
-        )
-        leaves = leaves_of(str(self), options, wiring, device=self.device, variable=self.variable)
+        name, wiring, stream = str(self), self._wiring, new_stream(self.device)
+        self._traffic = EdgeTraffic(name, wiring, backend=backend, device=self.device, config=settings, stream=stream)
+        leaves = leaves_of(name, self.options, wiring, device=self.device, variable=self.variable)
         skips_empty = self.strategy == "auto" and not self.variable
         self.exchange = Exchange(self._traffic, leaves, variable=self.variable, skips_empty=skips_empty)
         self._traffic.groups = own_groups(
@@ -169,9 +154,6 @@ class BridgeCommunicator:
             )
             self.attach(lanes)
             undo.pop_all()
-
-    def __str__(self) -> str:
-        return f"bridge {self.label}"
 
     def attach(self, lanes: Lanes) -> None:
         """Use lanes that are open already, this rank's of ``lane_specs`` among them.
@@ -201,26 +183,11 @@ class BridgeCommunicator:
         """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
         return len(self._traffic.groups)
 
-    # -- who am I ---------------------------------------------------------------------------------------
-
     def takes_part(self, direction: Direction, *, sends: bool) -> bool:
-        """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
-
-        Raises:
-            DestroyedError: the bridge was destroyed.
-            StageError: this rank is not in that side's grid, or there are no lanes for gradients.
-        """
+        """See `BridgeEnds.takes_part`; `DestroyedError` after `destroy`."""
         if self._destroyed:
             raise DestroyedError(f"{self} was destroyed; make a new one")
-        end: End = "source" if (direction is _FORWARD) is sends else "destination"
-        verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
-        if not (self.is_source if end == "source" else self.is_destination):
-            if is_in(self.src_grid if end == "source" else self.dest_grid, self.rank):
-                return False
-            raise _wrong_side(self, end, verb)
-        if direction is _BACKWARD:
-            self._require_backward(verb)
-        return True
+        return super().takes_part(direction, sends=sends)
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
@@ -344,29 +311,6 @@ class BridgeCommunicator:
             sending = self.isend_backward(grad)
             receiving = self.irecv_forward()
         return _exchanged(sending, receiving)
-
-    # -- underneath -------------------------------------------------------------------------------------
-
-    @property
-    def carries_gradients(self) -> bool:
-        """Whether there are lanes for gradients: the edge has a backward, and its plan uses it."""
-        return self.backward and _BACKWARD in self._wiring.directions
-
-    def _require_backward(self, verb: str) -> None:
-        if not self.carries_gradients:
-            why = "which its plan does not use" if self.backward else "being declared without backward"
-            raise StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
-
-
-def _wrong_side(bridge: BridgeCommunicator, end: End, verb: str) -> StageError:
-    side, other, there = (bridge.src, bridge.dst, bridge.dest_grid)
-    if end == "destination":
-        side, other, there = (bridge.dst, bridge.src, bridge.src_grid)
-    elsewhere = f"the side of {other.name!r}" if is_in(there, bridge.rank) else "neither"
-    return StageError(
-        f"{bridge}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {bridge.rank} is "
-        f"on {elsewhere}"
-    )
 
 
 def _waited(sending: Handle | None) -> None:

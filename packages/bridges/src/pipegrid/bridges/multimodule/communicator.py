@@ -8,29 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
     EdgeCommunicator,
     EdgeOptions,
-    checked_traffic,
     lane_config,
 )
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
-from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
-from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
-from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, edge_between, positions_of
+from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
+from pipegrid.bridges.multimodule.pipeline import ModulePipeline
+from pipegrid.bridges.multimodule.positions import edge_between
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
     GridLike,
     Placement,
-    as_axis_of,
-    axis_names,
     dim_size,
-    is_in,
-    place_of,
 )
 from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.config import as_config
@@ -42,7 +35,7 @@ from pipegrid.transport.protocol import Handle, ReceiveHandle
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-class MultiModulePipelineCommunicator(EdgeCommunicator):
+class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     """Traffic between the stages of many modules that together are one pipeline.
 
     Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
@@ -82,6 +75,7 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
     """
 
     exchanges = True
+    rank: int
 
     def __init__(
         self,
@@ -98,35 +92,20 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
         backend: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.module_to_grid_map = dict(module_to_grid_map)
-        self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.config = as_config(config)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
-        self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
-        self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
-        for ndim in self.module_output_ndim.values():
-            axis_names(ndim, self._mapping(ndim))
-        self.rank = dist.get_rank()
-        given = self._named(stage_placement, "stage_placement")
-        self.graph = module_graph(topology, self.module_to_grid_map, given)
-        self.stage_placement = {
-            name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
-        }
-        check_places(self.graph, self.module_to_grid_map, self.stage_placement)
-        options = checked_options(edges, self.graph)
-        self._has_backward = modules_with_backward(self.graph, options)
-        self._edges = ModuleEdges(
-            self.graph,
-            self.module_to_grid_map,
-            self.stage_placement,
-            options,
-            self._named(placements, "placements"),
-            checked_traffic(traffic, self.graph.stage_edges),
+        super().__init__(
+            dist.get_rank(),
+            module_to_grid_map,
+            topology,
+            dim_mapping,
+            module_output_ndim,
+            edges=edges,
+            placements=placements,
+            stage_placement=stage_placement,
+            traffic=traffic,
         )
-        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
-        if backend is None and len(named) == 1:
-            (backend,) = named
-        self._backend, self.device = resolve_device(backend, device)
+        self._backend, self.device = resolve_device(backend or self._backend_of_grids(), device)
         self.bridge_comms: list[BridgeCommunicator] = []
         self._build_bridge_comms()
         self.rank_module_map: dict[str, RankModuleInfo] = {}
@@ -135,13 +114,6 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
 
     # -- construction -----------------------------------------------------------------------------------
 
-    def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-        """Values by module, checked to name modules of the graph."""
-        named = dict(given or {})
-        if unknown := sorted(set(named) - set(self.module_to_grid_map)):
-            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
-        return named
-
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
         for ends in self._edges.in_order():
@@ -149,53 +121,34 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
             grids = self.module_to_grid_map[src], self.module_to_grid_map[dst]
             if not any(self.is_current_rank_in_grid(grid) for grid in grids):
                 continue
-            option = self._edges.options[ends]
-            declared = 3 if option.shape is None else len(option.shape)
-            ndim = option.tensor_ndim or self.module_output_ndim.get(src, declared)
+            options = self._options(ends)
             last, first = self._edges.stages(ends)
-            of_source, of_destination = self._edges.placements_at(ends)
-            self.bridge_comms.append(
-                BridgeCommunicator(
-                    *grids,
-                    src_module_name=src,
-                    dest_module_name=dst,
-                    options=evolve(
-                        option,
-                        tensor_ndim=ndim,
-                        dim_mapping=option.dim_mapping or self._mapping(ndim),
-                        src_placements=of_source,
-                        dest_placements=of_destination,
-                    ),
-                    directions=self._edges.directions(edge_between(self.graph, src, dst), backward=option.backward),
-                    config=self.config,
-                    backend=self._backend,
-                    device=self.device,
-                    src_stage=last,
-                    dest_stage=first,
-                    open=False,
-                )
+            bridge = BridgeCommunicator(
+                *grids,
+                src_module_name=src,
+                dest_module_name=dst,
+                options=options,
+                directions=self._edges.directions(edge_between(self.graph, src, dst), backward=options.backward),
+                config=self.config,
+                backend=self._backend,
+                device=self.device,
+                src_stage=last,
+                dest_stage=first,
+                open=False,
             )
-
-    def _mapping(self, ndim: int) -> Mapping[str, int] | None:
-        """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
-        if ndim == 2 and max(self.dim_mapping.values()) > 1:
-            return None
-        return self.dim_mapping
+            self.bridge_comms.append(bridge)
 
     def _build_rank_module_info_map(self) -> None:
-        for name in self.graph.order:
+        for name, here in self.places.items():
             grid = self.module_to_grid_map[name]
-            if not self.is_current_rank_in_grid(grid):
-                continue
-            places, here = self.stage_placement[name], place_of(grid, self.rank)
-            first, last = places[0] == here, places[-1] == here
+            first, last = self._holds_end(name, 0), self._holds_end(name, -1)
             self.rank_module_map[name] = RankModuleInfo(
                 pp_rank=here,
                 pp_size=dim_size(grid, "pp"),
                 p2p_communicator=ModuleChain(
                     name,
                     grid,
-                    places,
+                    self.stage_placement[name],
                     self.rank,
                     directions={
                         Edge(index, index + 1): self._edges.directions(edge, backward=self._has_backward[name])
@@ -258,30 +211,6 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
             if info.p2p_communicator is not None
         }
 
-    # -- where this rank stands -------------------------------------------------------------------------
-
-    def _is_source_module(self, module_name: str) -> bool:
-        return module_name in self.graph.sources
-
-    def _is_sink_module(self, module_name: str) -> bool:
-        return module_name in self.graph.sinks
-
-    def is_current_rank_in_grid(self, grid: GridLike) -> bool:
-        """Whether this rank is in ``grid``."""
-        return is_in(grid, self.rank)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The global numbers of the stages on this rank, ascending."""
-        return tuple(
-            sorted(
-                self.graph.stage(name, index)
-                for name, info in self.rank_module_map.items()
-                for index, place in enumerate(self.stage_placement[name])
-                if place == info.pp_rank
-            )
-        )
-
     @cached_property
     def job(self) -> JobTopology:
         """The graph of modules with its positions, and this rank's stages."""
@@ -298,67 +227,6 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
             dims={name: dims_of(grid) for name, grid in self.module_to_grid_map.items()},
             lanes=self.config.communicators,
         )
-
-    @cached_property
-    def positions(self) -> Positions:
-        """The positions of the job, for the placement of a plan; the same on every rank."""
-        return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
-
-    @cached_property
-    def collective_edges(self) -> tuple[Edge, ...]:
-        """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
-        return collective_edges(self.graph, self.positions, self._edges.sides())
-
-    @cached_property
-    def forward_edges(self) -> tuple[Edge, ...]:
-        """The edges declared without backward, ascending; the same on every rank."""
-        return self._edges.without_backward()
-
-    @cached_property
-    def payload_edges(self) -> frozenset[Edge]:
-        """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
-        return self._edges.with_payload()
-
-    @property
-    def frozen_modules(self) -> tuple[str, ...]:
-        """Modules that get no gradient, because every edge that leaves them is declared without backward."""
-        return tuple(name for name in self.graph.order if not self._has_backward[name])
-
-    @property
-    def is_pp_first_stage(self) -> bool:
-        """Whether this rank holds the first stage of a module that nothing feeds."""
-        return any(info.is_source_stage for info in self.rank_module_map.values())
-
-    @property
-    def is_pp_last_stage(self) -> bool:
-        """Whether this rank holds the last stage of a module that feeds nothing."""
-        return any(info.is_terminal_stage for info in self.rank_module_map.values())
-
-    @property
-    def total_stages(self) -> int:
-        """Pipeline ranks on the longest path through the modules."""
-        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map)
-
-    @property
-    def current_stage(self) -> int:
-        """This rank's place on the longest path that leads to it, from 0."""
-        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map, rank=self.rank) - 1
-
-    @staticmethod
-    def compute_total_pipeline_stages(
-        topology: Mapping[str, Sequence[str]],
-        module_to_grid_map: Mapping[str, GridLike],
-        rank: int | None = None,
-        module_name: str | None = None,
-    ) -> int:
-        """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
-
-        Of a rank in several modules it is that in ``module_name``, by default the one where that gives most.
-
-        Raises:
-            ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
-        """
-        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
 
     # -- the asynchronous form --------------------------------------------------------------------------
 
@@ -457,13 +325,7 @@ class MultiModulePipelineCommunicator(EdgeCommunicator):
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
                 raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
-        # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
-        with self.lanes.batch(by_lane=True) if send and receive else self.batch():
-            sending = send() if send else []
-            receiving = receive() if receive else {}
-        received = results(receiving)
-        wait_for(sending)
-        return received
+        return exchanged(self.lanes, send, receive)
 
     @cached_property
     def _dicts(self) -> DictExchange:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.errors import BridgeError, ShapeError
+from pipegrid.bridges.reshard import RankPart, Sizes, plan_reshard
 from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.transport.edge import Direction, Edge
@@ -152,29 +153,44 @@ def cells(view, box):
     return [(i * view[1] + j) * view[2] + k for i, j, k in itertools.product(*spans)]
 
 
+def share(at, stage, whole):
+    """The shape of what each rank of the stage holds of a tensor of the shape ``whole``."""
+    return tuple(extent // (stage.parts if axis == at.axis else 1) for axis, extent in enumerate(whole))
+
+
+def crossing(at, whole, direction, rank):
+    """The rank's part in the plan that moves a tensor of the shape ``whole``."""
+    giver, _ = at.ends(direction)
+    wiring, tensor = at.wiring("vtp", rank, direction), at.tensor(direction)
+    before, length, after = tensor.folded(share(at, giver, whole))
+    sizes = Sizes((before, length * giver.parts, after), axes=tensor.names)
+    return RankPart(plan_reshard(wiring.src, wiring.dst, sizes, rank=rank), rank)
+
+
 def held(at, stage, rank, whole):
     """The elements of the whole tensor that the rank holds, by number, in the order in which it stores them."""
     before, length, after = math.prod(whole[: at.axis]), whole[at.axis], math.prod(whole[at.axis + 1 :])
-    share = length // stage.parts
-    first = share * stage.ranks.index(rank) if stage.parts > 1 else 0
+    part = length // stage.parts
+    first = part * stage.ranks.index(rank) if stage.parts > 1 else 0
     return [
-        (i * length + j) * after + k for i in range(before) for j in range(first, first + share) for k in range(after)
+        (i * length + j) * after + k for i in range(before) for j in range(first, first + part) for k in range(after)
     ]
 
 
 def play(at, whole, direction):
     """What every receiving rank has after messages and completion, and how many elements crossed."""
-    givers, takers = (at.source, at.destination) if direction is F else (at.destination, at.source)
-    crossing = {rank: at.crossing(whole, direction, rank) for rank in (*givers.ranks, *takers.ranks)}
-    parts = {rank: part for rank, (_, part) in crossing.items()}
+    givers, takers = at.ends(direction)
+    parts = {rank: crossing(at, whole, direction, rank) for rank in at.ranks}
     crossed = 0
     got = {}
     for rank in takers.ranks:
-        shape, here = crossing[rank]
+        here, given = parts[rank], share(at, givers, whole)
+        shape = at.tensor(direction).unfolded(here.destination_shape, given)
+        assert shape == share(at, takers, whole)
         out = [None] * math.prod(shape)
-        lanes = at.wiring("vtp", rank).routes[direction]
+        senders = at.wiring("vtp", rank, direction).senders(F)
         for peer, boxes in here.receives.items():
-            assert (peer, rank) in lanes
+            assert peer in senders
             theirs = held(at, givers, peer, whole)
             sent = [theirs[c] for box in parts[peer].sends[rank] for c in cells(parts[peer].source_shape, box)]
             places = [c for box in boxes for c in cells(here.destination_shape, box)]
@@ -208,7 +224,7 @@ def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, len
     whole[axis] = lengths * math.lcm(at.source.parts, at.destination.parts)
     got, crossed = play(at, tuple(whole), direction)
     assert crossed == math.prod(whole)
-    taker = at.receiver(direction)
+    _, taker = at.ends(direction)
     for rank, elements in got.items():
         assert elements == held(at, taker, rank, whole)
 
@@ -217,25 +233,26 @@ def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, len
 def test_copies_share_the_sending_and_the_receiving(a, b, numel):
     at = boundary(a, b)
     for rank in at.source.ranks:
-        sent = sum(box.numel for boxes in at.crossing((numel,), F, rank)[1].sends.values() for box in boxes)
-        assert abs(sent - numel / a) <= len(at.wiring("vtp", rank).receivers(F))  # but for rounding, once per message
+        sent = sum(box.numel for boxes in crossing(at, (numel,), F, rank).sends.values() for box in boxes)
+        receivers = at.wiring("vtp", rank, F).receivers(F)
+        assert abs(sent - numel / a) <= len(receivers)  # but for rounding, once per message
     for rank in at.destination.ranks:
-        got = sum(box.numel for boxes in at.crossing((numel,), F, rank)[1].receives.values() for box in boxes)
-        assert abs(got - numel / b) <= len(at.wiring("vtp", rank).senders(F))
+        got = sum(box.numel for boxes in crossing(at, (numel,), F, rank).receives.values() for box in boxes)
+        assert abs(got - numel / b) <= len(at.wiring("vtp", rank, F).senders(F))
 
 
 @pytest.mark.parametrize("cuts", [(True, True), (False, True)])
 def test_a_boundary_whose_receivers_hold_parts_needs_no_gather(cuts):
     at = boundary(2, 4, cuts)
-    assert not any(at.crossing((8, 3), F, rank)[1].completions for rank in at.destination.ranks)
+    assert not any(crossing(at, (8, 3), F, rank).completions for rank in at.destination.ranks)
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():
     at = boundary(2, 4, (True, True))
-    assert at.whole((4, 3), 0) == (8, 3)
+    assert at.tensor(F).folded((4, 3)) == (1, 4, 3)
     with pytest.raises(ShapeError, match="a sequence of 10 cannot be cut in 4 equal parts for stage 1; pad it to 12"):
         VTPTopology([2, 4, 4], sequence_parallel=[True, True, False], sequence_length=10)
     with pytest.raises(ShapeError, match="a sequence of 6 cannot be cut in 4 equal parts for stage 1; pad it to 8"):
-        at.whole((3, 3), 0)
+        at.tensor(F).check((3, 3), side=0)
     with pytest.raises(ShapeError, match=r"boundary 0>1 cuts axis 0; shape \(\) has no such axis"):
-        at.whole((), 0)
+        at.tensor(F).check((), side=0)

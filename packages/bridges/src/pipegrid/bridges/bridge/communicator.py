@@ -16,21 +16,19 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from pipegrid.bridges.bridge.ends import BridgeEnds
 from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.bridge.leaves import leaves_of
 from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import boundary_sides, group_spec, wiring_of
-from pipegrid.bridges.collectives import abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, StageError
+from pipegrid.bridges.bridge.wiring import group_spec
+from pipegrid.bridges.collectives import abort_groups, own_groups
+from pipegrid.bridges.errors import BridgeError, DestroyedError
 from pipegrid.bridges.reshard import (
-    End,
     GridLike,
-    axis_names,
-    is_in,
 )
 from pipegrid.topology import discard_groups
-from pipegrid.topology.fields import checked, shown
+from pipegrid.topology.fields import checked
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
@@ -43,7 +41,7 @@ Shapes = Literal["fixed", "variable"]
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-class BridgeCommunicator:
+class BridgeCommunicator(BridgeEnds):
     """Moves activations from ``src_grid``'s last stage to ``dest_grid``'s first, and gradients back.
 
     Construct it on every rank of both grids, in the same order relative to other communicators. Ranks of a
@@ -59,9 +57,7 @@ class BridgeCommunicator:
     a lane may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
 
-    Attributes:
-        is_source: whether this rank gives activations.
-        is_destination: whether this rank gets activations.
+    Attributes (beside those of `BridgeEnds`):
         exchange: what the verbs do on a rank of the boundary.
 
     Args:
@@ -117,44 +113,33 @@ class BridgeCommunicator:
         **edge: Unpack[EdgeArguments],
     ) -> None:
         options = evolve(options or EdgeOptions(), **edge)
-        self.tensor_ndim = options.tensor_ndim or tensor_ndim
-        self.axes = axis_names(self.tensor_ndim, options.dim_mapping or dim_mapping)
-        self.options = options = evolve(options, comm_dtype=options.comm_dtype or comm_dtype)
-        self.comm_dtype, self.strategy, self.backward = options.comm_dtype, options.strategy, options.backward
         shapes = checked(shapes, Shapes | None, "shapes", BridgeError)
-        self.src_grid, self.dest_grid = src_grid, dest_grid
-        self.src_module_name = src_module_name or "src"
-        self.dest_module_name = dest_module_name or "dest"
-        self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
-        self.src, self.dst = boundary_sides(
+        super().__init__(
+            dist.get_rank(),
             (src_grid, dest_grid),
-            names=(self.src_module_name, self.dest_module_name),
-            placements=(options.src_placements, options.dest_placements),
-            stages=(src_stage, dest_stage),
-            lanes=(options.src_lanes, options.dest_lanes),
+            (src_module_name, dest_module_name),
+            evolve(
+                options,
+                dim_mapping=options.dim_mapping or dim_mapping,
+                comm_dtype=options.comm_dtype or comm_dtype,
+            ),
+            tensor_ndim=options.tensor_ndim or tensor_ndim,
+            label=label,
+            directions=directions,
             stage_dim=stage_dim,
+            stages=(src_stage, dest_stage),
         )
-        self.rank = dist.get_rank()
-        self.is_source, self.is_destination = self.rank in self.src.coords_of, self.rank in self.dst.coords_of
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
         backend, self.device = resolve_device(backend, device)
-        has = tuple(Direction) if self.backward else (_FORWARD,)
-        used = tuple(way for way in has if directions is None or way in set(directions))
-        self._wiring = wiring = wiring_of(self.label, (self.src, self.dst), self.axes, options, used, self.rank)
-        self.lane_specs = wiring.lane_specs
-        on_wire = options.comm_dtype or "as it is"
-        self.declared = dict.fromkeys(self.lane_specs, f"{wiring.declaration}; on the wire {on_wire}")
         self.lane_config = lane_config(settings, variable=self.variable)
-        stream = new_stream(self.device)
-        self._traffic = EdgeTraffic(
-            str(self), wiring, backend=backend, device=self.device, config=settings, stream=stream
-        )
-        leaves = leaves_of(str(self), options, wiring, device=self.device, variable=self.variable)
+        name, wiring, stream = str(self), self._wiring, new_stream(self.device)
+        self._traffic = EdgeTraffic(name, wiring, backend=backend, device=self.device, config=settings, stream=stream)
+        leaves = leaves_of(name, self.options, wiring, device=self.device, variable=self.variable)
         skips_empty = self.strategy == "auto" and not self.variable
         self.exchange = Exchange(self._traffic, leaves, variable=self.variable, skips_empty=skips_empty)
-        self._groups = self._traffic.groups = own_groups(
+        self._traffic.groups = own_groups(
             wiring.group_specs, backend=backend, deadline=settings.deadline, max_ctas=settings.max_ctas
         )
         self._owns_lanes, self._destroyed = open, False
@@ -163,15 +148,12 @@ class BridgeCommunicator:
 
     def _open(self, backend: str) -> None:
         with ExitStack() as undo:  # after an error of the lanes the bridge has no groups either
-            undo.callback(discard_groups, self._groups)
+            undo.callback(discard_groups, self._traffic.groups)
             lanes = open_lanes(
                 self.lane_specs, config=self.lane_config, backend=backend, device=self.device, declared=self.declared
             )
             self.attach(lanes)
             undo.pop_all()
-
-    def __str__(self) -> str:
-        return f"bridge {self.label}"
 
     def attach(self, lanes: Lanes) -> None:
         """Use lanes that are open already, this rank's of ``lane_specs`` among them.
@@ -194,25 +176,18 @@ class BridgeCommunicator:
 
     def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
-        return self._groups[group_spec(ranks, self.label, what)]
+        return self._traffic.groups[group_spec(ranks, self.label, what)]
 
     @property
     def num_groups(self) -> int:
         """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
-        return len(self._groups)
+        return len(self._traffic.groups)
 
-    # -- who am I ---------------------------------------------------------------------------------------
-
-    def _takes_part(self, end: End, verb: str) -> bool:
-        """Whether this rank is on that side's boundary; False on the other stages of that side's grid."""
+    def takes_part(self, direction: Direction, *, sends: bool) -> bool:
+        """See `BridgeEnds.takes_part`; `DestroyedError` after `destroy`."""
         if self._destroyed:
             raise DestroyedError(f"{self} was destroyed; make a new one")
-        if self.is_source if end == "source" else self.is_destination:
-            return True
-        here = self.src_grid if end == "source" else self.dest_grid
-        if is_in(here, self.rank):
-            return False
-        raise _wrong_side(self, end, verb)
+        return super().takes_part(direction, sends=sends)
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
@@ -230,7 +205,7 @@ class BridgeCommunicator:
             ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
                 fixed shapes, not the shape and dtype that were agreed.
         """
-        if (self._destroyed or not self.is_source) and not self._takes_part("source", "send_forward"):
+        if (self._destroyed or not self.is_source) and not self.takes_part(_FORWARD, sends=True):
             return None
         return self.exchange.isend_forward(tensor, samples=samples)
 
@@ -239,7 +214,7 @@ class BridgeCommunicator:
 
         With ``shape``, anything else that arrives is a ShapeError.
         """
-        if not self._takes_part("destination", "recv_forward"):
+        if not self.takes_part(_FORWARD, sends=False):
             return None
         return self.exchange.irecv_forward(shape)
 
@@ -253,9 +228,8 @@ class BridgeCommunicator:
                 for a gradient.
             ShapeError: not the shape of that activation.
         """
-        if not self._takes_part("destination", "send_backward"):
+        if not self.takes_part(_BACKWARD, sends=True):
             return None
-        self._require_backward("send_backward")
         return self.exchange.isend_backward(grad)
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
@@ -264,9 +238,8 @@ class BridgeCommunicator:
         Raises:
             StageError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
         """
-        if not self._takes_part("source", "recv_backward"):
+        if not self.takes_part(_BACKWARD, sends=False):
             return None
-        self._require_backward("recv_backward")
         return self.exchange.irecv_backward(shape)
 
     def check(self) -> None:
@@ -279,26 +252,14 @@ class BridgeCommunicator:
 
     def abort(self, reason: str) -> None:
         """End lanes and completions at once, and tell the other side why."""
-        abort_groups(self.end(reason), reason, beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
-
-    def end(self, reason: str) -> Iterable[dist.ProcessGroup]:
-        """Fail completions with ``reason``, those under way and later ones; returns their groups, to abort."""
-        self._traffic.waits.end(reason)
-        return self._groups.values()
-
-    @property
-    def failed_groups(self) -> Iterable[dist.ProcessGroup]:
-        """The groups of completions, where one may be stuck or a lane has failed: to abort, not to destroy."""
-        return self._groups.values() if self._traffic.has_failed else ()
+        groups = self._traffic.end(reason)
+        abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason) if self._owns_lanes else None)
 
     def destroy(self) -> None:
         """Close the lanes and destroy the groups of this bridge. Idempotent."""
         if not self._destroyed:
             self._destroyed = True
-            self._traffic.waits.end("destroyed")
-            beside = self.lanes.close if self._owns_lanes else (lambda: None)
-            seconds = self._traffic.waits.deadline
-            close_groups(self._groups, failed=self._traffic.has_failed, seconds=seconds, beside=beside)
+            self._traffic.close_groups(beside=self.lanes.close if self._owns_lanes else (lambda: None))
 
     def batch(self) -> AbstractContextManager[None]:
         """Issue the sends and receives of the block together, at its end."""
@@ -311,10 +272,6 @@ class BridgeCommunicator:
             P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
-        self.forget_shapes()
-
-    def forget_shapes(self) -> None:
-        """Forget what was agreed; the lanes are renewed by the caller."""
         self.exchange.forget()
 
     # -- the blocking verbs -----------------------------------------------------------------------------
@@ -354,29 +311,6 @@ class BridgeCommunicator:
             sending = self.isend_backward(grad)
             receiving = self.irecv_forward()
         return _exchanged(sending, receiving)
-
-    # -- underneath -------------------------------------------------------------------------------------
-
-    @property
-    def carries_gradients(self) -> bool:
-        """Whether there are lanes for gradients: the edge has a backward, and its plan uses it."""
-        return self.backward and _BACKWARD in self._wiring.directions
-
-    def _require_backward(self, verb: str) -> None:
-        if not self.carries_gradients:
-            why = "which its plan does not use" if self.backward else "being declared without backward"
-            raise StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
-
-
-def _wrong_side(bridge: BridgeCommunicator, end: End, verb: str) -> StageError:
-    side, other, there = (bridge.src, bridge.dst, bridge.dest_grid)
-    if end == "destination":
-        side, other, there = (bridge.dst, bridge.src, bridge.src_grid)
-    elsewhere = f"the side of {other.name!r}" if is_in(there, bridge.rank) else "neither"
-    return StageError(
-        f"{bridge}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {bridge.rank} is "
-        f"on {elsewhere}"
-    )
 
 
 def _waited(sending: Handle | None) -> None:

@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges.bridge.leaves import Leaves, Microbatch, peers_of, tensor_of
 from pipegrid.bridges.bridge.plans import LeafNote, PlanPair, decode, encode
-from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
 from pipegrid.bridges.errors import CompletionError, ShapeError, StageError
 from pipegrid.bridges.steps import Completing, broadcast_text
@@ -91,9 +91,17 @@ class Incoming:
 
 @frozen
 class _Steady:
-    """What a message after the first needs on an edge of one tensor of fixed shape: its plans, and who gets a part."""
+    """What a message after the first needs on an edge of one tensor of fixed shape.
+
+    Attributes:
+        shape: of the tensor.
+        view: with which it travels; None is its own shape.
+        plans: its plans.
+        peers: who gets a message; None is every rank with a lane.
+    """
 
     shape: torch.Size
+    view: tuple[int, ...] | None
     plans: PlanPair
     peers: Iterable[int] | None
 
@@ -108,11 +116,16 @@ class Exchange:
         skips_empty: lanes that carry nothing are left out from the second activation on: sizes are fixed by then. Only
             where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer elements
             than ranks, costs less than waiting for the first one before a second receive is posted.
+        tied: whether gradients come back on this edge, each of an activation that went before. Where they do not, what
+            crosses is one way's alone, and the other way, if there is one, an exchange of its own.
     """
 
-    def __init__(self, traffic: EdgeTraffic, leaves: Leaves, *, variable: bool, skips_empty: bool) -> None:
+    def __init__(
+        self, traffic: EdgeTraffic, leaves: Leaves, *, variable: bool, skips_empty: bool = False, tied: bool = True
+    ) -> None:
         self.name, self.rank, self.backward, self.variable = leaves.name, leaves.rank, leaves.backward, variable
-        self._traffic, self._wiring, self._leaves = traffic, traffic.wiring, leaves
+        self._tied = tied and self.backward
+        self.traffic, self._wiring, self._leaves = traffic, traffic.wiring, leaves
         self._is_tensor, self._skips_empty = leaves.structure.is_tensor, skips_empty
         self.forget()
 
@@ -144,8 +157,10 @@ class Exchange:
         ):
             plans = steady.plans
             given = payload.detach() if payload.requires_grad else payload
+            if steady.view is not None:
+                given = given.reshape(steady.view)
             return _one(
-                self._traffic.send(plans.forward_part, given, _FORWARD, dtype=plans.wire_dtype, peers=steady.peers)
+                self.traffic.send(plans.forward_part, given, _FORWARD, dtype=plans.wire_dtype, peers=steady.peers)
             )
         values = self._leaves.values(payload, samples)
         notes = self._leaves.notes(values)
@@ -153,7 +168,7 @@ class Exchange:
             self._leaves.require_agreed(notes, self._announced)
         announced = encode(notes)
         if self.variable or self._announced is None:
-            self._traffic.compare_announced(announced, ", ".join(map(str, notes)))
+            self.traffic.compare_announced(announced, ", ".join(map(str, notes)))
         leaves = self._leaves.outgoing(notes)
         # Every rank that may get something must hear of the sizes; gradients need no such message.
         sending = self._send(leaves, [tensor_of(value) for value in values], _FORWARD, note=announced)
@@ -162,8 +177,10 @@ class Exchange:
         agreed = leaves[0].plans
         plain = self._is_tensor and isinstance(payload, torch.Tensor) and samples is None
         if plain and not self.variable and agreed is not None:
-            self._steady = _Steady(payload.shape, agreed, agreed.forward_part.sends if self._skips_empty else None)
-        self._sent.add(leaves, has_gradient=self.backward and torch.is_grad_enabled())
+            part = agreed.forward_part
+            view = None if payload.shape == part.source_shape else part.source_shape
+            self._steady = _Steady(payload.shape, view, agreed, part.sends if self._skips_empty else None)
+        self._sent.add(leaves, has_gradient=self._tied and torch.is_grad_enabled())
         return sending
 
     # -- activations: receive ------------------------------------------------------------------------------------
@@ -175,6 +192,13 @@ class Exchange:
             whole = self._receive_whole(self._arriving, _FORWARD, expected)
             if whole is not None:
                 return whole
+        return self._receive_forward(expected)
+
+    def irecv_into(self, tensor: torch.Tensor) -> BridgeReceive:
+        """As `irecv_forward`, of the shape and dtype of ``tensor``, which is filled."""
+        return self._receive_forward(self._leaves.expected(tensor.shape), tensor)
+
+    def _receive_forward(self, expected: tuple[int, ...] | None, into: torch.Tensor | None = None) -> BridgeReceive:
         is_first = self._received.first is None
         incoming = Incoming()
 
@@ -186,15 +210,16 @@ class Exchange:
         def fill(handles: PostedReceives) -> Filled:
             notes = {peer: handle.note for peer, handle in handles.items()}  # type: ignore[attr-defined]  # lanes' own
             incoming.leaves = leaves = self._announced_leaves(notes)
-            return self._fill(leaves, handles, _FORWARD, expected)
+            return self._fill(leaves, handles, _FORWARD, expected, into)
 
-        incoming.receive = receive = self._traffic.receive(
+        incoming.receive = receive = self.traffic.receive(
             _FORWARD,
             fill,
             peers=peers if self._skips_empty else None,
+            into=into,
             blocks=None if self._wiring.sizes_from is None else self._waits_for_leader,
         )
-        self._received.add(incoming, has_gradient=self.backward and torch.is_grad_enabled())
+        self._received.add(incoming, has_gradient=self._tied and torch.is_grad_enabled())
         return receive
 
     def _announced_leaves(self, texts: Mapping[int, str]) -> Microbatch:
@@ -211,7 +236,7 @@ class Exchange:
         return leaves
 
     def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
-        copies, traffic = self._wiring.copies(_FORWARD), self._traffic
+        copies, traffic = self._wiring.copies(_FORWARD), self.traffic
         group = traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
         try:
             text = broadcast_text(
@@ -248,7 +273,7 @@ class Exchange:
         expected = None if shape is None else self._leaves.expected(shape)
         receive = self._receive_whole(leaves, _BACKWARD, expected)
         if receive is None:
-            receive = self._traffic.receive(
+            receive = self.traffic.receive(
                 _BACKWARD,
                 lambda handles: self._fill(leaves, handles, _BACKWARD, expected),
                 peers=lambda: peers_of(leaves, _BACKWARD, sends=False),
@@ -277,13 +302,13 @@ class Exchange:
             if part is None or tensor is None or one.plans is None:
                 continue
             given = tensor.detach() if tensor.requires_grad else tensor
+            view = given if given.shape == part.source_shape else given.reshape(part.source_shape)
             if self._is_tensor:
                 return _one(
-                    self._traffic.send(part, given, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
+                    self.traffic.send(part, view, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
                 )
-            view = given.reshape(part.source_shape)
             shares.append(Share(part, view, one.plans.wire_dtype, wired.receivers(direction)))
-        return BridgeSend(self._traffic.send_shares(shares, direction, peers=peers, note=note))
+        return BridgeSend(self.traffic.send_shares(shares, direction, peers=peers, note=note))
 
     def _receive_whole(
         self, leaves: Microbatch, direction: Direction, expected: tuple[int, ...] | None
@@ -295,16 +320,25 @@ class Exchange:
         plans, part = leaf.plans, leaf.part(direction)
         if plans is None or part is None or plans.wire_dtype is not plans.dtype:
             return None
-        if expected is not None and expected != part.destination_shape:
+        if leaf.shape != part.destination_shape or expected not in {None, leaf.shape}:
             return None
-        return self._traffic.receive_whole(part, direction, requires_grad=direction is _FORWARD and self.backward)
+        return self.traffic.receive_whole(part, direction, requires_grad=direction is _FORWARD and self.backward)
 
     def _fill(
-        self, leaves: Microbatch, handles: PostedReceives, direction: Direction, expected: tuple[int, ...] | None
+        self,
+        leaves: Microbatch,
+        handles: PostedReceives,
+        direction: Direction,
+        expected: tuple[int, ...] | None,
+        into: torch.Tensor | None = None,
     ) -> Filled:
         """The tensors of all leaves with a part on this rank, their completions, and the payload of both."""
-        if expected is not None and expected != leaves[0].shape:
-            raise ShapeError(f"{self.name}: rank {self.rank} expects shape {expected}, but {leaves[0].shape} comes")
+        first = leaves[0]
+        if expected not in {None, first.shape} or (into is not None and into.dtype is not first.dtype):
+            wanted = expected if into is None else f"{expected} of {into.dtype}"
+            raise ShapeError(
+                f"{self.name}: rank {self.rank} expects shape {wanted}, but {first.shape} of {first.dtype} comes"
+            )
         pieces = {peer: handle.result() for peer, handle in handles.items()}
         shares = {} if self._is_tensor else {peer: iter(own) for peer, own in pieces.items()}
         tensors: list[torch.Tensor] = []
@@ -316,11 +350,14 @@ class Exchange:
             if shares:  # a piece of each leaf, from the ranks that may send one
                 senders = wired.senders(direction)
                 pieces = {peer: next(own) for peer, own in shares.items() if peer in senders}
-            tensor, steps = self._traffic.fill(
-                part, pieces, direction, dtype=one.plans.dtype, wire_dtype=one.plans.wire_dtype
+            out = None if into is None else into.detach().view(part.destination_shape)
+            tensor, steps = self.traffic.fill(
+                part, pieces, direction, dtype=one.plans.dtype, wire_dtype=one.plans.wire_dtype, out=out
             )
             tensors.append(tensor)
             completing += steps
+        if into is not None:
+            return Filled([into], completing, partial(with_gradient, into))
         build = self._leaves.activations if direction is _FORWARD else self._leaves.gradients
         return Filled(tensors, completing, partial(build, leaves, tensors))
 

@@ -5,17 +5,16 @@ Pure but for new tensors: nothing is sent or received here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPair, ShapePlans, encode
 from pipegrid.bridges.bridge.receive import with_gradient
-from pipegrid.bridges.bridge.structure import Axes, Leaf, Packed, Structure, Whole, kind_of
+from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, kind_of
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import ShapeError, StageError
 from pipegrid.bridges.reshard import RankPart
@@ -101,6 +100,8 @@ class Leaves:
         where = self.name if is_tensor else f"{self.name}: payload{leaf.path}"
         if is_tensor and tensor is None:
             given = value.tensor if isinstance(value, Packed) else value
+            if isinstance(leaf.declared, Folded):
+                raise ShapeError(f"{where} carries one tensor, got {kind_of(given)}; zeros stand for no gradient")
             raise ShapeError(
                 f"{where} carries one tensor, got {type(given).__name__}; declare several with payload={{...}}, "
                 "and send a tensor without rows where there is nothing to send"
@@ -111,6 +112,8 @@ class Leaves:
         if tensor is None or (names is not None and tensor.ndim != len(names)):
             found = kind_of(value if tensor is None else tensor)
             raise ShapeError(f"{where} is {found}; the edge declares {leaf.declared}")
+        if isinstance(leaf.declared, Folded):
+            leaf.declared.check(tensor.shape, side=0)
         if is_tensor and self.comm_dtype is not None and not tensor.is_floating_point():
             raise ShapeError(f"{where} travels as {self.comm_dtype}, which rounds {tensor.dtype} values")
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
@@ -141,7 +144,7 @@ class Leaves:
             return LeafTransfer(None, None, note.value, None, gradient=False)
         dtype = getattr(torch, note.dtype)
         here = self.rank in plans.wiring.src.coords_of  # where it is not, another replica gives the leaf
-        own = plans.own_plans(_lifted(leaf, note)) if here else None
+        own = plans.own_plans(_folded(leaf, note)) if here else None
         return LeafTransfer(own, note.shape, None, dtype, gradient=self._has_gradient(leaf, dtype))
 
     def _has_gradient(self, leaf: Leaf, dtype: torch.dtype) -> bool:
@@ -164,12 +167,9 @@ class Leaves:
         announced = {peer: note for peer, note in notes.items() if isinstance(note, Announcement)}
         if not self.structure.is_tensor:  # of a tensor every note counts: with a leader they are those of all copies
             announced = {peer: announced[peer] for peer in shapes.wiring.senders(_FORWARD) if peer in announced}
-        plans = shapes.plans({peer: _lifted(leaf, one) for peer, one in announced.items()})
-        taken = plans.forward_part.destination_shape
-        if isinstance(leaf.declared, Whole):
-            shape = next(iter(announced.values())).shape
-        else:
-            shape = taken[1:] if leaf.lifted else taken
+        plans = shapes.plans({peer: _folded(leaf, one) for peer, one in announced.items()})
+        given = next(iter(announced.values())).shape
+        shape = leaf.unfolded(plans.forward_part.destination_shape, given)
         return LeafTransfer(plans, shape, None, plans.dtype, gradient=self._has_gradient(leaf, plans.dtype))
 
     def due(self, leaves: Microbatch, gradients: Any) -> list[torch.Tensor | None]:
@@ -227,12 +227,26 @@ class Leaves:
         if not self.structure.is_tensor:
             raise ShapeError(f"{self.name} carries a payload, whose tensors have a shape each; leave the shape out")
         expected: tuple[int, ...] = checked(shape, tuple[Index, ...], "the expected shape", ShapeError)
+        declared = self.structure.leaves[0].declared
+        if isinstance(declared, Folded):
+            declared.check(expected, side=1)
         return expected
 
 
-def leaves_of(name: str, options: EdgeOptions, wiring: BridgeWiring, *, device: torch.device, variable: bool) -> Leaves:
-    """The leaves of an edge with these options, as the rank of ``wiring`` knows them."""
-    structure = options.structure or Structure.of_tensor(wiring.axes)
+def leaves_of(
+    name: str,
+    options: EdgeOptions,
+    wiring: BridgeWiring,
+    *,
+    device: torch.device,
+    variable: bool,
+    tensor: Folded | None = None,
+) -> Leaves:
+    """The leaves of an edge with these options, as the rank of ``wiring`` knows them.
+
+    Without a payload there is one, the ``tensor``; None is a tensor with the axes of the wiring.
+    """
+    structure = options.structure or Structure.of_tensor(tensor or Axes(*wiring.axes))
     plans = [
         ShapePlans(
             name if structure.is_tensor else f"{name}, payload{leaf.path}",
@@ -257,8 +271,7 @@ def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor if tensor.shape == shape else tensor.view(shape)
 
 
-def _lifted(leaf: Leaf, note: Announcement) -> Announcement:
-    """The announcement of a leaf in the shape that travels: with a batch axis."""
-    if isinstance(leaf.declared, Whole):
-        return Announcement((1, math.prod(note.shape)), note.dtype)
-    return Announcement((1, *note.shape), note.dtype) if leaf.lifted else note
+def _folded(leaf: Leaf, note: Announcement) -> Announcement:
+    """The announcement of a leaf in the shape with which it travels."""
+    shape = leaf.folded(note.shape)
+    return note if shape == note.shape else evolve(note, shape=shape)

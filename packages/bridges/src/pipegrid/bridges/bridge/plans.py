@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TypeAlias
 
 import torch
@@ -143,10 +143,16 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
 
 @frozen(slots=False, eq=False)
 class PlanPair:
-    """The reshard plans of one microbatch, forward and backward, as one rank knows them."""
+    """The reshard plans of one microbatch, forward and backward, as one rank knows them.
 
-    forward: ReshardPlan
-    backward: ReshardPlan
+    Attributes:
+        plan: makes the plan of a direction.
+        dtype: of the tensor.
+        wire_dtype: of its messages.
+        rank: the one that knows them.
+    """
+
+    plan: Callable[..., ReshardPlan]
     dtype: torch.dtype
     wire_dtype: torch.dtype
     rank: int
@@ -154,12 +160,12 @@ class PlanPair:
     @cached_property
     def forward_part(self) -> RankPart:
         """This rank's part in the forward plan."""
-        return RankPart(self.forward, self.rank)
+        return RankPart(self.plan(backward=False), self.rank)
 
     @cached_property
     def backward_part(self) -> RankPart:
         """This rank's part in the backward plan."""
-        return RankPart(self.backward, self.rank)
+        return RankPart(self.plan(backward=True), self.rank)
 
 
 _Key = tuple[tuple[int, Announcement], ...]
@@ -260,18 +266,15 @@ class ShapePlans:
         rounds = self.comm_dtype is not None and dtype.is_floating_point
         wire: torch.dtype = self.comm_dtype if rounds else dtype  # type: ignore[assignment]
         sizes = sizes_of(src, axes, lanes)
-        forward, backward = (
-            plan_reshard(
-                src,
-                dst,
-                sizes,
-                backward=back,
-                strategy=self.choice.strategy,
-                itemsize=wire.itemsize,
-                leader_below=self.choice.leader_below,
-                links=self.choice.links,
-                rank=self.wiring.rank,
-            )
-            for back in (False, True)
+        plan = partial(
+            plan_reshard,
+            src,
+            dst,
+            sizes,
+            strategy=self.choice.strategy,
+            itemsize=wire.itemsize,
+            leader_below=self.choice.leader_below,
+            links=self.choice.links,
+            rank=self.wiring.rank,
         )
-        return PlanPair(forward, backward, dtype, wire, self.wiring.rank)
+        return PlanPair(plan, dtype, wire, self.wiring.rank)

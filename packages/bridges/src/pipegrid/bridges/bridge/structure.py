@@ -13,6 +13,7 @@ they travel, and which axis of each is cut over data lanes. Values are matched a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -74,6 +75,59 @@ class Whole:
         return "whole" if self.gradient else "whole constant"
 
 
+@frozen
+class Folded:
+    """A tensor of any number of axes, of which the sides cut one at most; it travels as ``[before, axis, after]``.
+
+    That moves nothing. Where neither side cuts the axis, the elements travel in one row, whose slices are contiguous.
+    It is what the boundaries of the variable-TP pipeline carry, and no part of a payload.
+
+    Attributes:
+        edge: for errors.
+        axis: the one that may be cut.
+        parts: the name of each side, source first, and in how many parts its ranks hold the axis.
+    """
+
+    edge: str
+    axis: int
+    parts: tuple[tuple[str, int], tuple[str, int]]
+    gradient: bool = True
+    names: AxisNames = field(default=(("b",), ("s",), ("h",)), init=False)
+
+    def __str__(self) -> str:
+        return f"tensor cut on axis {self.axis}" if self._is_cut else "tensor"
+
+    @property
+    def _is_cut(self) -> bool:
+        return any(parts > 1 for _, parts in self.parts)
+
+    def folded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with which a tensor of ``shape`` travels that a source rank gives."""
+        if not self._is_cut:
+            return (1, 1, math.prod(shape))
+        return (math.prod(shape[: self.axis]), shape[self.axis], math.prod(shape[self.axis + 1 :]))
+
+    def unfolded(self, taken: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor that arrives as ``taken``, where a source rank gives one of the shape ``given``."""
+        return (*given[: self.axis], taken[1], *given[self.axis + 1 :]) if self._is_cut else given
+
+    def check(self, shape: Sequence[int], *, side: int) -> None:
+        """Raise `ShapeError` unless both sides can cut a tensor of which ranks of ``side`` have parts of ``shape``."""
+        if self._is_cut:
+            if len(shape) <= self.axis:
+                raise ShapeError(f"{self.edge} cuts axis {self.axis}; shape {tuple(shape)} has no such axis")
+            for name, parts in self.parts:
+                require_parts(shape[self.axis] * self.parts[side][1], parts, name)
+
+
+def require_parts(length: int, parts: int, name: str) -> None:
+    """Raise `ShapeError` unless the ranks of ``name`` can hold a sequence of that length in equal parts."""
+    if rest := length % parts:
+        raise ShapeError(
+            f"a sequence of {length} cannot be cut in {parts} equal parts for {name}; pad it to {length + parts - rest}"
+        )
+
+
 @frozen(eq=False, field_transformer=checked_fields(ShapeError))
 class Packed:
     """A tensor whose batch axis holds samples of several rows each, such as ``[tokens, h]``; lanes get whole samples.
@@ -99,7 +153,7 @@ class Leaf:
     """
 
     path: str
-    declared: Axes | Whole
+    declared: Axes | Whole | Folded
 
     def __str__(self) -> str:
         return str(self.declared)
@@ -116,6 +170,22 @@ class Leaf:
             return ((BATCH,), ())
         own = self.declared.names
         return ((BATCH,), *own) if self.lifted else own
+
+    def folded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with which a tensor of ``shape`` travels that a source rank gives: with a batch axis."""
+        if isinstance(self.declared, Folded):
+            return self.declared.folded(shape)
+        if isinstance(self.declared, Whole):
+            return (1, math.prod(shape))
+        return (1, *shape) if self.lifted else shape
+
+    def unfolded(self, taken: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor that arrives as ``taken``, where a source rank gives one of the shape ``given``."""
+        if isinstance(self.declared, Folded):
+            return self.declared.unfolded(taken, given)
+        if isinstance(self.declared, Whole):
+            return given
+        return taken[1:] if self.lifted else taken
 
     def sides(self, src: Side, dst: Side) -> tuple[Side, Side]:
         """The sides of an edge as this leaf has them: dims that cut other axes have a giver, and copies."""
@@ -157,9 +227,9 @@ class Structure:
             raise BridgeError(f"payload is {shown(declared)}, without a tensor; declare at least one Axes() or Whole()")
 
     @classmethod
-    def of_tensor(cls, axes: AxisNames) -> Structure:
-        """The structure of an edge that carries one tensor with these axes."""
-        structure = cls(Axes(*axes))
+    def of_tensor(cls, declared: Axes | Folded) -> Structure:
+        """The structure of an edge that carries one tensor."""
+        structure = cls(declared)
         structure.is_tensor = True
         return structure
 
@@ -183,7 +253,7 @@ class Structure:
 
 def _tree(declared: Declared, path: str, found: list[Leaf]) -> Tree:
     """The tree of a declaration; its leaves go to ``found``."""
-    if isinstance(declared, (Axes, Whole)):
+    if isinstance(declared, (Axes, Whole, Folded)):
         found.append(Leaf(path, declared))
         return len(found) - 1
     parts = _parts(declared)

@@ -6,7 +6,7 @@ of the variable-TP pipeline differ in how they learn it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, Filled, PostedReceives, ReceiveQueue, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.collectives import CollectiveWaits
+from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
@@ -112,9 +112,21 @@ class EdgeTraffic:
         return self._lanes
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a collective of the edge may be stuck, or a lane has failed."""
-        return self.waits.stuck or (self._lanes is not None and self._lanes.failed)
+    def failed_groups(self) -> Collection[dist.ProcessGroup]:
+        """The groups, where a collective of theirs may be stuck or a lane has failed: to abort, not to destroy."""
+        failed = self.waits.stuck or (self._lanes is not None and self._lanes.failed)
+        return self.groups.values() if failed else ()
+
+    def end(self, reason: str) -> Collection[dist.ProcessGroup]:
+        """Fail collectives with ``reason``, those under way and later ones; returns their groups, to abort."""
+        self.waits.end(reason)
+        return self.groups.values()
+
+    def close_groups(self, *, beside: Callable[[], None] = lambda: None) -> None:
+        """Destroy the groups after ``beside``, as `pipegrid.bridges.collectives.close_groups`; again has no effect."""
+        self.waits.end("destroyed")
+        close_groups(self.groups, failed=bool(self.failed_groups), seconds=self.waits.deadline, beside=beside)
+        self.groups = {}
 
     def _failure(self) -> object | None:
         """The error of the first lane of the edge that failed; None while all live."""

@@ -8,44 +8,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
 
 from pipegrid.bridges.bridge import (
     BridgeCommunicator,
+    EdgeCommunicator,
     EdgeOptions,
-    checked_traffic,
     lane_config,
-    renew_lanes,
 )
-from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import DestroyedError, StageError
-from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, results, wait_for
-from pipegrid.bridges.multimodule.edges import ModuleEdges, checked_options, modules_with_backward
-from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
-from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, edge_between, positions_of
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
+from pipegrid.bridges.multimodule.pipeline import ModulePipeline
+from pipegrid.bridges.multimodule.positions import edge_between
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.reshard import (
     GridLike,
     Placement,
-    as_axis_of,
-    axis_names,
     dim_size,
-    is_in,
-    place_of,
 )
 from pipegrid.transport.adapted import dims_of
-from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.config import as_config
-from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.job import JobTopology
-from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.transport.spec import LaneSpec
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-class MultiModulePipelineCommunicator(LaneCommunicator):
+class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     """Traffic between the stages of many modules that together are one pipeline.
 
     Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
@@ -85,6 +75,7 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
     """
 
     exchanges = True
+    rank: int
 
     def __init__(
         self,
@@ -101,36 +92,20 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         backend: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.module_to_grid_map = dict(module_to_grid_map)
-        self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.config = as_config(config)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
-        self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
-        self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
-        for ndim in self.module_output_ndim.values():
-            axis_names(ndim, self._mapping(ndim))
-        self.rank = dist.get_rank()
-        given = self._named(stage_placement, "stage_placement")
-        self.graph = module_graph(topology, self.module_to_grid_map, given)
-        self.stage_placement = {
-            name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
-        }
-        check_places(self.graph, self.module_to_grid_map, self.stage_placement)
-        options = checked_options(edges, self.graph)
-        self._has_backward = modules_with_backward(self.graph, options)
-        self._edges = ModuleEdges(
-            self.graph,
-            self.module_to_grid_map,
-            self.stage_placement,
-            options,
-            self._named(placements, "placements"),
-            checked_traffic(traffic, self.graph.stage_edges),
+        super().__init__(
+            dist.get_rank(),
+            module_to_grid_map,
+            topology,
+            dim_mapping,
+            module_output_ndim,
+            edges=edges,
+            placements=placements,
+            stage_placement=stage_placement,
+            traffic=traffic,
         )
-        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
-        if backend is None and len(named) == 1:
-            (backend,) = named
-        self._backend, self.device = resolve_device(backend, device)
-        self._destroyed = False
+        self._backend, self.device = resolve_device(backend or self._backend_of_grids(), device)
         self.bridge_comms: list[BridgeCommunicator] = []
         self._build_bridge_comms()
         self.rank_module_map: dict[str, RankModuleInfo] = {}
@@ -139,13 +114,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
 
     # -- construction -----------------------------------------------------------------------------------
 
-    def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-        """Values by module, checked to name modules of the graph."""
-        named = dict(given or {})
-        if unknown := sorted(set(named) - set(self.module_to_grid_map)):
-            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
-        return named
-
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
         for ends in self._edges.in_order():
@@ -153,53 +121,34 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             grids = self.module_to_grid_map[src], self.module_to_grid_map[dst]
             if not any(self.is_current_rank_in_grid(grid) for grid in grids):
                 continue
-            option = self._edges.options[ends]
-            declared = 3 if option.shape is None else len(option.shape)
-            ndim = option.tensor_ndim or self.module_output_ndim.get(src, declared)
+            options = self._options(ends)
             last, first = self._edges.stages(ends)
-            of_source, of_destination = self._edges.placements_at(ends)
-            self.bridge_comms.append(
-                BridgeCommunicator(
-                    *grids,
-                    src_module_name=src,
-                    dest_module_name=dst,
-                    options=evolve(
-                        option,
-                        tensor_ndim=ndim,
-                        dim_mapping=option.dim_mapping or self._mapping(ndim),
-                        src_placements=of_source,
-                        dest_placements=of_destination,
-                    ),
-                    directions=self._edges.directions(edge_between(self.graph, src, dst), backward=option.backward),
-                    config=self.config,
-                    backend=self._backend,
-                    device=self.device,
-                    src_stage=last,
-                    dest_stage=first,
-                    open=False,
-                )
+            bridge = BridgeCommunicator(
+                *grids,
+                src_module_name=src,
+                dest_module_name=dst,
+                options=options,
+                directions=self._edges.directions(edge_between(self.graph, src, dst), backward=options.backward),
+                config=self.config,
+                backend=self._backend,
+                device=self.device,
+                src_stage=last,
+                dest_stage=first,
+                open=False,
             )
-
-    def _mapping(self, ndim: int) -> Mapping[str, int] | None:
-        """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
-        if ndim == 2 and max(self.dim_mapping.values()) > 1:
-            return None
-        return self.dim_mapping
+            self.bridge_comms.append(bridge)
 
     def _build_rank_module_info_map(self) -> None:
-        for name in self.graph.order:
+        for name, here in self.places.items():
             grid = self.module_to_grid_map[name]
-            if not self.is_current_rank_in_grid(grid):
-                continue
-            places, here = self.stage_placement[name], place_of(grid, self.rank)
-            first, last = places[0] == here, places[-1] == here
+            first, last = self._holds_end(name, 0), self._holds_end(name, -1)
             self.rank_module_map[name] = RankModuleInfo(
                 pp_rank=here,
                 pp_size=dim_size(grid, "pp"),
                 p2p_communicator=ModuleChain(
                     name,
                     grid,
-                    places,
+                    self.stage_placement[name],
                     self.rank,
                     directions={
                         Edge(index, index + 1): self._edges.directions(edge, backward=self._has_backward[name])
@@ -226,18 +175,33 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
+        self.crossings = [bridge.exchange for bridge in self.bridge_comms]
         self._inner = {
             edge: (chain, Edge(index, index + 1))
             for name, chain in self._chains.items()
             for index, edge in enumerate(self.graph.edges_inside(name))
         }
-        # What a bridge sends here is bound once, so that a message finds it in one look-up.
-        self._sends: dict[tuple[Edge, Direction], Callable[[Any], Handle]] = {}
+        self._sends, self._receives, self._neighbours = {}, {}, {}
         for edge, bridge in self._bridge_of.items():
-            if bridge.is_source:
-                self._sends[edge, Direction.FORWARD] = bridge.exchange.isend_forward
-            if bridge.is_destination and bridge.carries_gradients:
-                self._sends[edge, Direction.BACKWARD] = bridge.exchange.isend_backward
+            self._add_bridge(edge, bridge)
+        for edge, (chain, inner) in self._inner.items():
+            self._neighbours[edge] = chain.spec(inner, _FORWARD).pair
+            for direction in Direction:
+                lane = chain.find(inner, direction)
+                if lane is not None:
+                    self._sends[edge, direction], self._receives[edge, direction] = lane.isend, lane.irecv
+
+    def _add_bridge(self, edge: Edge, bridge: BridgeCommunicator) -> None:
+        """The ends of a bridge on this rank."""
+        self._neighbours[edge] = {rank for spec in bridge.lane_specs for rank in spec.pair}
+        if bridge.is_source:
+            self._sends[edge, _FORWARD] = bridge.exchange.isend_forward
+        if bridge.is_destination:
+            self._receives[edge, _FORWARD] = bridge.exchange.irecv_forward
+        if bridge.is_destination and bridge.carries_gradients:
+            self._sends[edge, _BACKWARD] = bridge.exchange.isend_backward
+        if bridge.is_source and bridge.carries_gradients:
+            self._receives[edge, _BACKWARD] = bridge.exchange.irecv_backward
 
     @property
     def _chains(self) -> dict[str, ModuleChain]:
@@ -246,30 +210,6 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             for name, info in self.rank_module_map.items()
             if info.p2p_communicator is not None
         }
-
-    # -- where this rank stands -------------------------------------------------------------------------
-
-    def _is_source_module(self, module_name: str) -> bool:
-        return module_name in self.graph.sources
-
-    def _is_sink_module(self, module_name: str) -> bool:
-        return module_name in self.graph.sinks
-
-    def is_current_rank_in_grid(self, grid: GridLike) -> bool:
-        """Whether this rank is in ``grid``."""
-        return is_in(grid, self.rank)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The global numbers of the stages on this rank, ascending."""
-        return tuple(
-            sorted(
-                self.graph.stage(name, index)
-                for name, info in self.rank_module_map.items()
-                for index, place in enumerate(self.stage_placement[name])
-                if place == info.pp_rank
-            )
-        )
 
     @cached_property
     def job(self) -> JobTopology:
@@ -288,101 +228,16 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             lanes=self.config.communicators,
         )
 
-    @cached_property
-    def positions(self) -> Positions:
-        """The positions of the job, for the placement of a plan; the same on every rank."""
-        return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
-
-    @cached_property
-    def collective_edges(self) -> tuple[Edge, ...]:
-        """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
-        return collective_edges(self.graph, self.positions, self._edges.sides())
-
-    @cached_property
-    def forward_edges(self) -> tuple[Edge, ...]:
-        """The edges declared without backward, ascending; the same on every rank."""
-        return self._edges.without_backward()
-
-    @cached_property
-    def payload_edges(self) -> frozenset[Edge]:
-        """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
-        return self._edges.with_payload()
-
-    @property
-    def frozen_modules(self) -> tuple[str, ...]:
-        """Modules that get no gradient, because every edge that leaves them is declared without backward."""
-        return tuple(name for name in self.graph.order if not self._has_backward[name])
-
-    @property
-    def is_pp_first_stage(self) -> bool:
-        """Whether this rank holds the first stage of a module that nothing feeds."""
-        return any(info.is_source_stage for info in self.rank_module_map.values())
-
-    @property
-    def is_pp_last_stage(self) -> bool:
-        """Whether this rank holds the last stage of a module that feeds nothing."""
-        return any(info.is_terminal_stage for info in self.rank_module_map.values())
-
-    @property
-    def total_stages(self) -> int:
-        """Pipeline ranks on the longest path through the modules."""
-        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map)
-
-    @property
-    def current_stage(self) -> int:
-        """This rank's place on the longest path that leads to it, from 0."""
-        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map, rank=self.rank) - 1
-
-    @staticmethod
-    def compute_total_pipeline_stages(
-        topology: Mapping[str, Sequence[str]],
-        module_to_grid_map: Mapping[str, GridLike],
-        rank: int | None = None,
-        module_name: str | None = None,
-    ) -> int:
-        """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
-
-        Of a rank in several modules it is that in ``module_name``, by default the one where that gives most.
-
-        Raises:
-            ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
-        """
-        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
-
     # -- the asynchronous form --------------------------------------------------------------------------
 
-    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
-        """Start sending along ``edge`` (forward) or against it (backward); errors as of `BridgeCommunicator`."""
-        if self._destroyed:
-            self._require_alive()
-        send = self._sends.get((edge, direction))
-        if send is not None:
-            return send(payload)
-        bridge = self._bridge_of.get(edge)
-        if bridge is None:
-            chain, inner = self._inside(edge)
-            return chain.isend(payload, edge=inner, direction=direction)
-        handle = bridge.isend_forward(payload) if direction is Direction.FORWARD else bridge.isend_backward(payload)
-        if handle is None:
-            raise self._not_on(edge)
-        return handle
-
-    def port(self, edge: Edge, direction: Direction) -> Port:
-        """`isend` and `irecv` of one edge and direction, without the search for them in each message."""
-        send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
-        return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
-
-    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
-        """Start receiving the next message of ``edge`` in that direction; errors as of `BridgeCommunicator`."""
+    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
         self._require_alive()
-        bridge = self._bridge_of.get(edge)
-        if bridge is None:
-            chain, inner = self._inside(edge)
-            return chain.irecv(edge=inner, direction=direction, shapes=shapes)
-        handle = bridge.irecv_forward(shapes) if direction is Direction.FORWARD else bridge.irecv_backward(shapes)
-        if handle is None:
-            raise self._not_on(edge)
-        return handle
+        if edge in self._inner:
+            chain, inner = self._inner[edge]
+            return chain.lacks(inner, direction)
+        if edge in self._bridge_of:
+            self._bridge_of[edge].takes_part(direction, sends=sends)  # raises, on a rank of neither grid
+        return self._not_on(edge)
 
     def collective(
         self, payload: Any, *, edge: Edge, direction: Direction
@@ -406,52 +261,11 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
             sending = bridge.isend_backward(payload) if bridge.is_destination else None
             return sending, bridge.irecv_backward() if bridge.is_source else None
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
-        return self.lanes.neighbours({rank for edge in edges for spec in self._specs(edge) for rank in spec.pair})
-
-    def _specs(self, edge: Edge) -> list[LaneSpec]:
-        """The lanes of this rank that carry activations along ``edge``."""
-        bridge = self._bridge_of.get(edge)
-        if bridge is None:
-            chain, inner = self._inside(edge)
-            return [chain.spec(inner, Direction.FORWARD)]
-        return [spec for spec in bridge.lane_specs if self.rank in spec.pair]
-
-    @property
-    def communicators(self) -> int:
-        """Communicators of this rank, lanes and groups of bridges; on NCCL, each has a stream of its own."""
-        lanes = {id(lane.group) for lane in self.lanes.values() if lane.group is not None}
-        return len(lanes) + sum(bridge.num_groups for bridge in self.bridge_comms)
-
-    def renew_shapes(self) -> None:
-        """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
-
-        Raises:
-            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
-        """
-        renew_lanes(self.lanes.values())
-        for bridge in self.bridge_comms:
-            bridge.forget_shapes()
-
-    def check(self) -> None:
-        """See `BridgeCommunicator.check`: of all bridges of this rank."""
-        for bridge in self.bridge_comms:
-            bridge.check()
-
-    def abort(self, reason: str) -> None:
-        """End all lanes and completions at once and tell the other sides why."""
-        groups = [group for bridge in self.bridge_comms for group in bridge.end(reason)]
-        abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason))
-
     def close(self) -> None:
-        """Close all lanes and destroy all groups. Idempotent."""
-        if not self._destroyed:
-            self._destroyed = True
-            failed = [group for bridge in self.bridge_comms for group in bridge.failed_groups]
-            abort_groups(failed, "it was closed", beside=self.lanes.close)
-            for bridge in self.bridge_comms:
-                bridge.destroy()
+        """Close all lanes and destroy all groups. A second call does nothing."""
+        super().close()
+        for bridge in self.bridge_comms:
+            bridge.destroy()
 
     # -- the blocking verbs, over dicts by module -------------------------------------------------------------
 
@@ -511,31 +325,10 @@ class MultiModulePipelineCommunicator(LaneCommunicator):
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
                 raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
-        # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
-        with self.lanes.batch(by_lane=True) if send and receive else self.batch():
-            sending = send() if send else []
-            receiving = receive() if receive else {}
-        received = results(receiving)
-        wait_for(sending)
-        return received
+        return exchanged(self.lanes, send, receive)
 
     @cached_property
     def _dicts(self) -> DictExchange:
         """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
         self._edges.require_dicts()
         return DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
-
-    # -- underneath -------------------------------------------------------------------------------------------
-
-    def _inside(self, edge: Edge) -> tuple[ModuleChain, Edge]:
-        if edge not in self._inner:
-            raise self._not_on(edge)
-        return self._inner[edge]
-
-    def _not_on(self, edge: Edge) -> StageError:
-        known = ", ".join(map(str, self.graph.stage_edges))
-        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {self.stages}; the edges are {known}")
-
-    def _require_alive(self) -> None:
-        if self._destroyed:
-            raise DestroyedError("this communicator was destroyed; make a new one")

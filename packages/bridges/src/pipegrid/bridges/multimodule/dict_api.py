@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from attrs import frozen
 from pipegrid.bridges.bridge.structure import kind_of
 from pipegrid.bridges.errors import MissingTensorError, ShapeError
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
+from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -114,8 +115,19 @@ class DictExchange:
             )
 
 
-def results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
-    """The received payloads by name; several gradients of one output are summed."""
+def exchanged(
+    lanes: Lanes,
+    send: Callable[[], list[Handle]] | None,
+    receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] | None,
+) -> Tensors:
+    """The payloads that ``receive`` starts to receive, by name, once what ``send`` starts is on its way, too.
+
+    Several gradients of one output are summed.
+    """
+    # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
+    with lanes.batch(by_lane=send is not None and receive is not None):
+        sending = [] if send is None else send()
+        receiving = {} if receive is None else receive()
     received: Tensors = {}
     for name, handles in receiving.items():
         parts = [handle.result() for handle in handles]
@@ -123,6 +135,8 @@ def results(receiving: Mapping[str, Sequence[ReceiveHandle]]) -> Tensors:
             received[name] = _added(parts)
         elif parts:
             received[name] = parts[0]
+    for handle in sending:
+        handle.wait()
     return received
 
 
@@ -136,12 +150,6 @@ def _added(parts: Sequence[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(_added(items) for items in zip(*parts, strict=True))
     return None
-
-
-def wait_for(sending: Iterable[Handle]) -> None:
-    """Wait until all sends are done."""
-    for handle in sending:
-        handle.wait()
 
 
 def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:

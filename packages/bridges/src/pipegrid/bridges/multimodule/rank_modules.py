@@ -12,6 +12,7 @@ from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.spec import LaneSpec
 
@@ -55,24 +56,30 @@ class ModuleChain:
         """Use these lanes."""
         self._lanes = lanes
 
-    def _lane(self, edge: Edge, direction: Direction) -> Any:
-        spec = self.spec(edge, direction)
-        if self._lanes is None or spec not in self._lanes:
-            raise StageError(
-                f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
-                f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
-            )
-        return self._lanes[spec]
+    def find(self, edge: Edge, direction: Direction) -> Lane | None:
+        """The lane of one of the module's own edges; None where this rank has none."""
+        return None if self._lanes is None else self._lanes.get(self.spec(edge, direction))
+
+    def lacks(self, edge: Edge, direction: Direction) -> StageError:
+        """The error of a call for a lane that this rank does not have."""
+        return StageError(
+            f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
+            f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
+        )
+
+    def _lane(self, edge: Edge, direction: Direction) -> Lane:
+        lane = self.find(edge, direction)
+        if lane is None:
+            raise self.lacks(edge, direction)
+        return lane
 
     def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
         """Start sending along an edge of the module's own stage numbers."""
-        handle: Handle = self._lane(edge, direction).isend(payload)
-        return handle
+        return self._lane(edge, direction).isend(payload)
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving along an edge of the module's own stage numbers."""
-        handle: ReceiveHandle = self._lane(edge, direction).irecv(shapes)
-        return handle
+        return self._lane(edge, direction).irecv(shapes)
 
 
 @define

@@ -14,6 +14,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from pipegrid.bridges.bridge import require_parts
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.topology.fields import Count, Index, checked_fields
@@ -80,7 +81,7 @@ class VTPTopology:
             self.check_world(self.world_size)
         if self.sequence_length is not None:
             for part in self.replica(0):
-                part.check_sequence(self.sequence_length)
+                require_parts(self.sequence_length, part.parts, part.name)
 
     def check_world(self, world_size: int) -> None:
         """Raise unless the stages fit the world.

@@ -1,0 +1,126 @@
+"""The base class of communicators whose messages cross edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from pipegrid.bridges.bridge.communicator import renew_lanes
+from pipegrid.bridges.bridge.exchange import Exchange
+from pipegrid.bridges.collectives import abort_groups
+from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.transport.base import Port, Verbs
+from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.lane_communicator import LaneCommunicator
+from pipegrid.transport.protocol import Handle, ReceiveHandle
+
+Way: TypeAlias = tuple[Edge, Direction]
+
+
+class EdgeCommunicator(LaneCommunicator):
+    """A communicator over several edges: what crosses one is a lane's message, or an `Exchange` over many lanes.
+
+    The lanes of all edges are opened together. Each exchange has groups of its own, which end with them.
+
+    Attributes:
+        crossings: the exchanges of this rank.
+        _sends: what starts a send, by edge and direction: looked up once in a message.
+        _receives: what starts a receive.
+        _neighbours: the ranks at the other ends of each edge.
+    """
+
+    crossings: Sequence[Exchange] = ()
+    _sends: dict[Way, Callable[[Any], Handle]]
+    _receives: dict[Way, Callable[[Any], ReceiveHandle]]
+    _neighbours: dict[Edge, Collection[int]]
+    _closed = False
+
+    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
+        """Start sending what this rank has along ``edge`` (forward) or against it (backward).
+
+        Raises:
+            StageError: this rank sends nothing there.
+            ShapeError: the edge does not carry this payload.
+        """
+        send = self._sends.get((edge, direction))
+        if send is None:
+            raise self._no_way(edge, direction, sends=True)
+        return send(payload)
+
+    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
+        """Start receiving what comes next along ``edge`` in that direction, of that one shape if ``shapes`` is given.
+
+        Raises:
+            StageError: this rank receives nothing there.
+        """
+        receive = self._receives.get((edge, direction))
+        if receive is None:
+            raise self._no_way(edge, direction, sends=False)
+        return receive(shapes)
+
+    def port(self, edge: Edge, direction: Direction) -> Port:
+        """`isend` and `irecv` of one edge and direction, without the look-up of the send in each message."""
+        send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
+        return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
+
+    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
+        """The error of a send, or a receive, that this rank does not have."""
+        raise NotImplementedError
+
+    def _not_on(self, edge: Edge) -> StageError:
+        job = self.job
+        known = ", ".join(map(str, () if job.graph is None else job.graph.stage_edges))
+        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {job.stages}; the edges are {known}")
+
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
+        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
+        ranks: set[int] = set()
+        for edge in edges:
+            if edge not in self._neighbours:
+                raise self._not_on(edge)
+            ranks.update(self._neighbours[edge])
+        return self.lanes.neighbours(ranks)
+
+    @property
+    def communicators(self) -> int:
+        """Communicators of this rank, lanes and groups of edges; on NCCL, each has a stream of its own."""
+        lanes = {id(lane.group) for lane in self.lanes.values() if lane.group is not None}
+        return len(lanes) + sum(len(exchange.traffic.groups) for exchange in self.crossings)
+
+    def renew_shapes(self) -> None:
+        """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
+
+        Raises:
+            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
+        """
+        renew_lanes(self.lanes.values())
+        for exchange in self.crossings:
+            exchange.forget()
+
+    def check(self) -> None:
+        """See `BridgeCommunicator.check`: of all edges of this rank."""
+        for exchange in self.crossings:
+            exchange.traffic.waits.check()
+
+    def abort(self, reason: str) -> None:
+        """End all lanes and completions at once and tell the other sides why."""
+        groups = [group for exchange in self.crossings for group in exchange.traffic.end(reason)]
+        abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason))
+
+    def close(self) -> None:
+        """Close all lanes and destroy all groups. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._sends, self._receives = {}, {}
+            failed = [group for exchange in self.crossings for group in exchange.traffic.failed_groups]
+            for exchange in self.crossings:
+                exchange.traffic.end("closed")
+            abort_groups(failed, "it was closed", beside=self.lanes.close)
+            for exchange in self.crossings:
+                exchange.traffic.close_groups()
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise DestroyedError("this communicator was closed; make a new one")

@@ -1,0 +1,108 @@
+"""The two ends of a bridge, and which of them this rank is on. Nothing is sent here; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.reshard import End, GridLike, axis_names, is_in
+from pipegrid.topology.fields import shown
+from pipegrid.transport.edge import Direction
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+class BridgeEnds:
+    """The ends of a `BridgeCommunicator`; its arguments are that one's.
+
+    Attributes:
+        src_grid: grid of the module that makes the tensor.
+        dest_grid: grid of the module that consumes it.
+        src: the side of the source's last stage.
+        dst: the side of the destination's first stage.
+        axes: names of the tensor's axes.
+        options: what the edge declares.
+        rank: this rank.
+        is_source: whether this rank gives activations.
+        is_destination: whether this rank gets activations.
+        lane_specs: the lanes of this rank.
+        declared: what both ends of each lane have alike, in words.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        grids: tuple[GridLike, GridLike],
+        names: tuple[str | None, str | None],
+        options: EdgeOptions,
+        *,
+        tensor_ndim: int,
+        label: str | None,
+        directions: Iterable[Direction] | None,
+        stage_dim: str,
+        stages: tuple[int | None, int | None],
+    ) -> None:
+        self.rank, self.options = rank, options
+        self.tensor_ndim, self.axes = tensor_ndim, axis_names(tensor_ndim, options.dim_mapping)
+        self.comm_dtype: Any = options.comm_dtype
+        self.strategy, self.backward = options.strategy, options.backward
+        self.src_grid, self.dest_grid = grids
+        self.src_module_name, self.dest_module_name = names[0] or "src", names[1] or "dest"
+        self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
+        self.src, self.dst = sides = boundary_sides(
+            grids,
+            names=(self.src_module_name, self.dest_module_name),
+            placements=(options.src_placements, options.dest_placements),
+            stages=stages,
+            lanes=(options.src_lanes, options.dest_lanes),
+            stage_dim=stage_dim,
+        )
+        self.is_source, self.is_destination = rank in self.src.coords_of, rank in self.dst.coords_of
+        has = tuple(Direction) if self.backward else (_FORWARD,)
+        used = tuple(way for way in has if directions is None or way in set(directions))
+        self._wiring = wiring_of(self.label, sides, self.axes, options, used, rank)
+        self.lane_specs = self._wiring.lane_specs
+        on_wire = options.comm_dtype or "as it is"
+        self.declared = dict.fromkeys(self.lane_specs, f"{self._wiring.declaration}; on the wire {on_wire}")
+
+    def __str__(self) -> str:
+        return f"bridge {self.label}"
+
+    @property
+    def carries_gradients(self) -> bool:
+        """Whether there are lanes for gradients: the edge has a backward, and its plan uses it."""
+        return self.backward and _BACKWARD in self._wiring.directions
+
+    def takes_part(self, direction: Direction, *, sends: bool) -> bool:
+        """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
+
+        Raises:
+            StageError: this rank is not in that side's grid, or there are no lanes for gradients.
+        """
+        end: End = "source" if (direction is _FORWARD) is sends else "destination"
+        verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
+        if not (self.is_source if end == "source" else self.is_destination):
+            if is_in(self.src_grid if end == "source" else self.dest_grid, self.rank):
+                return False
+            raise self._wrong_side(end, verb)
+        if direction is _BACKWARD:
+            self._require_backward(verb)
+        return True
+
+    def _require_backward(self, verb: str) -> None:
+        if not self.carries_gradients:
+            why = "which its plan does not use" if self.backward else "being declared without backward"
+            raise StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+
+    def _wrong_side(self, end: End, verb: str) -> StageError:
+        side, other, there = self.src, self.dst, self.dest_grid
+        if end == "destination":
+            side, other, there = self.dst, self.src, self.src_grid
+        elsewhere = f"the side of {other.name!r}" if is_in(there, self.rank) else "neither"
+        return StageError(
+            f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
+            f"on {elsewhere}"
+        )

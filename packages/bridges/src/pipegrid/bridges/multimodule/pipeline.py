@@ -1,0 +1,195 @@
+"""Modules on grids as one pipeline, as one rank sees it: stages, edges, positions. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from attrs import evolve
+
+from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
+from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, checked_options, modules_with_backward
+from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
+from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
+from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, axis_names, is_in, place_of
+from pipegrid.transport.edge import Direction, Edge
+
+
+class ModulePipeline:
+    """The pipeline of a `MultiModulePipelineCommunicator`; its arguments are that one's. Nothing is sent here.
+
+    Attributes:
+        module_to_grid_map: grid of each module.
+        topology: the modules that each module feeds.
+        graph: of the stages of all modules.
+        stage_placement: per module, the place in its pipeline of each of its stages.
+        dim_mapping: axes of the modules' outputs.
+        module_output_ndim: axes of each module's output, where they are not 3.
+        rank: this rank.
+        places: this rank's modules, in the order of the graph, with its place in the pipeline of each.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        module_to_grid_map: Mapping[str, GridLike],
+        topology: Mapping[str, Sequence[str]],
+        dim_mapping: Mapping[str, int] | None = None,
+        module_output_ndim: Mapping[str, int] | None = None,
+        *,
+        edges: Mapping[Ends, EdgeOptions] | None = None,
+        placements: Mapping[str, Mapping[str, Placement]] | None = None,
+        stage_placement: Mapping[str, Sequence[int]] | None = None,
+        traffic: Iterable[tuple[Edge, Direction]] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.module_to_grid_map = dict(module_to_grid_map)
+        self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
+        self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
+        self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
+        for ndim in self.module_output_ndim.values():
+            axis_names(ndim, self._mapping(ndim))
+        given = self._named(stage_placement, "stage_placement")
+        self.graph = module_graph(topology, self.module_to_grid_map, given)
+        self.stage_placement = {
+            name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
+        }
+        check_places(self.graph, self.module_to_grid_map, self.stage_placement)
+        options = checked_options(edges, self.graph)
+        self._has_backward = modules_with_backward(self.graph, options)
+        self._edges = ModuleEdges(
+            self.graph,
+            self.module_to_grid_map,
+            self.stage_placement,
+            options,
+            self._named(placements, "placements"),
+            checked_traffic(traffic, self.graph.stage_edges),
+        )
+        grids = {name: self.module_to_grid_map[name] for name in self.graph.order}
+        self.places = {name: place_of(grid, rank) for name, grid in grids.items() if is_in(grid, rank)}
+
+    def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+        """Values by module, checked to name modules of the graph."""
+        named = dict(given or {})
+        if unknown := sorted(set(named) - set(self.module_to_grid_map)):
+            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+        return named
+
+    def _backend_of_grids(self) -> str | None:
+        """The backend that the grids name; None where they name none, or several."""
+        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
+        return named.pop() if len(named) == 1 else None
+
+    def _mapping(self, ndim: int) -> Mapping[str, int] | None:
+        """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
+        if ndim == 2 and max(self.dim_mapping.values()) > 1:
+            return None
+        return self.dim_mapping
+
+    def _options(self, ends: Ends) -> EdgeOptions:
+        """The options of an edge, with those that its modules give."""
+        option = self._edges.options[ends]
+        declared = 3 if option.shape is None else len(option.shape)
+        ndim = option.tensor_ndim or self.module_output_ndim.get(ends[0], declared)
+        of_source, of_destination = self._edges.placements_at(ends)
+        return evolve(
+            option,
+            tensor_ndim=ndim,
+            dim_mapping=option.dim_mapping or self._mapping(ndim),
+            src_placements=of_source,
+            dest_placements=of_destination,
+        )
+
+    # -- the job, the same on every rank --------------------------------------------------------------------
+
+    @cached_property
+    def positions(self) -> Positions:
+        """The positions of the job, for the placement of a plan; the same on every rank."""
+        return positions_of(self.graph, self.module_to_grid_map, self.stage_placement)
+
+    @cached_property
+    def collective_edges(self) -> tuple[Edge, ...]:
+        """The edges for which a plan has a ``COLLECTIVE``, ascending: those between modules that share ranks."""
+        return collective_edges(self.graph, self.positions, self._edges.sides())
+
+    @cached_property
+    def forward_edges(self) -> tuple[Edge, ...]:
+        """The edges declared without backward, ascending; the same on every rank."""
+        return self._edges.without_backward()
+
+    @cached_property
+    def payload_edges(self) -> frozenset[Edge]:
+        """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
+        return self._edges.with_payload()
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """Modules that get no gradient, because every edge that leaves them is declared without backward."""
+        return tuple(name for name in self.graph.order if not self._has_backward[name])
+
+    @property
+    def total_stages(self) -> int:
+        """Pipeline ranks on the longest path through the modules."""
+        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map)
+
+    @staticmethod
+    def compute_total_pipeline_stages(
+        topology: Mapping[str, Sequence[str]],
+        module_to_grid_map: Mapping[str, GridLike],
+        rank: int | None = None,
+        module_name: str | None = None,
+    ) -> int:
+        """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
+
+        Of a rank in several modules it is that in ``module_name``, by default the one where that gives most.
+
+        Raises:
+            ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
+        """
+        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
+
+    def _is_source_module(self, module_name: str) -> bool:
+        return module_name in self.graph.sources
+
+    def _is_sink_module(self, module_name: str) -> bool:
+        return module_name in self.graph.sinks
+
+    # -- where this rank stands -----------------------------------------------------------------------------
+
+    def is_current_rank_in_grid(self, grid: GridLike) -> bool:
+        """Whether this rank is in ``grid``."""
+        return is_in(grid, self.rank)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The global numbers of the stages on this rank, ascending."""
+        return tuple(
+            sorted(
+                self.graph.stage(name, index)
+                for name, here in self.places.items()
+                for index, place in enumerate(self.stage_placement[name])
+                if place == here
+            )
+        )
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place on the longest path that leads to it, from 0."""
+        return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map, rank=self.rank) - 1
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the first stage of a module that nothing feeds."""
+        return any(self._is_source_module(name) and self._holds_end(name, 0) for name in self.places)
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds the last stage of a module that feeds nothing."""
+        return any(self._is_sink_module(name) and self._holds_end(name, -1) for name in self.places)
+
+    def _holds_end(self, module_name: str, end: int) -> bool:
+        """Whether this rank holds the first (0) or the last (-1) stage of the module."""
+        place: int = self.stage_placement[module_name][end]
+        return place == self.places[module_name]

@@ -15,7 +15,7 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, streams
 from pipegrid.transport.backends import NcclTicket, local, staged
-from pipegrid.transport.lane import batch, transfers
+from pipegrid.transport.lane import batch, host_waits, stream_waits
 from pipegrid.transport.messages import payload
 
 SIZE = 64
@@ -149,7 +149,7 @@ CASES = {
         lanes_of([THERE]),
         messages,
         False,
-        [(NcclTicket, "order", UNORDERED, [1]), (transfers, "used_here", FREED, [1])],
+        [(NcclTicket, "order", UNORDERED, [1]), (stream_waits, "used_here", FREED, [1])],
     ),
     "NCCL, a batch": (lanes_of([THERE]), a_batch, False, [(batch, "current_stream", UNORDERED, [0])]),
     "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", UNORDERED, [1])]),
@@ -160,7 +160,7 @@ CASES = {
         [
             (staged, "follow", UNORDERED, [0, 1]),
             (staged, "used_here", FREED, [0]),
-            (transfers, "used_here", FREED, [1]),
+            (host_waits, "used_here", FREED, [1]),
         ],
     ),
     "one rank": (

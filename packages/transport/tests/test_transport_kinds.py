@@ -196,8 +196,8 @@ def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
         "training/restart/neighbours.py": "gloo's group",
         "transport/backends/gloo.py": "gloo's payloads",
         "transport/collectives/waiting.py": "branch without streams",
-        "transport/lane/connection.py": "end notices, over gloo",
-        "transport/lane/transfers.py": "headers, over gloo",
+        "transport/lane/ending.py": "end notices, over gloo",
+        "transport/lane/stream_waits.py": "headers, over gloo",
         "transport/backends/wire.py": "gloo's control channel",
     }
     pattern = re.compile(r"(?:\bwork\w*|works\.popleft\(\))\.(?:wait|synchronize)\(\s*[^)\s]")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipegrid.transport import LaneSpec, P2PUsageError, open_lanes
-from pipegrid.transport.lane import incoming, transfers
+from pipegrid.transport.lane import incoming, outgoing, transfers
 
 from .two_ranks import BACK, THERE, config
 
@@ -25,6 +25,7 @@ class LiveQueue(deque):
 def live_queues(monkeypatch):
     monkeypatch.setattr(transfers, "deque", LiveQueue)
     monkeypatch.setattr(incoming, "deque", LiveQueue)
+    monkeypatch.setattr(outgoing, "deque", LiveQueue)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_no_live_queue_is_iterated(ranks, backend, live_queues):
             handle.synchronize()
         lanes[other].renew()
         lanes[mine].renew()
+        ranks.barrier()  # the other side sees its transfers end before it is told
         lanes.abort("enough")
 
 

@@ -130,7 +130,7 @@ def both_are_told(ranks, lane, act, text):
     """Both sides of a lane raise the mismatch in time, the lane is dead on both, and says why."""
     began = time.monotonic()
     # On a device group a lane that the other side has ended may be known to be dead before this side's next call.
-    known = (P2PMismatchError, P2PLaneDeadError) if lane.mover.polled else P2PMismatchError
+    known = (P2PMismatchError, P2PLaneDeadError) if lane.mover.streams else P2PMismatchError
     with pytest.raises(known, match=text):
         act()
     assert time.monotonic() - began < DEADLINE + 2.0

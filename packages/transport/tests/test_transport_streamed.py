@@ -58,7 +58,7 @@ def streamed(monkeypatch):
     batches = []
 
     class StreamMover(GlooMover):
-        streams = polled = True
+        streams = True
 
         def start(self, operations):
             batches.append(sum(len(tensors) for _, tensors, *_ in operations))
@@ -217,7 +217,7 @@ class Aborted:
         self.lane = lane
 
     def order(self):
-        self.lane.transfers.take_error(P2PPeerError("rank 0 ended lane 0>1"))  # the first part of an end
+        self.lane.ending.take_error(P2PPeerError("rank 0 ended lane 0>1"))  # the first part of an end
 
     def done(self):
         return True

@@ -24,7 +24,7 @@ class Ticket(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether the message is done: any time where the mover is ``polled``, else after `hold`."""
+        """Whether the message is done. Over gloo only `hold` finds out."""
         ...
 
     def order(self) -> None:
@@ -40,11 +40,9 @@ class Mover(Protocol):
 
     Attributes:
         streams: messages complete in stream order, so that a wait need not hold the host.
-        polled: `Ticket.done` can be asked any time.
     """
 
     streams: bool
-    polled: bool
 
     def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
         """Start messages as one simultaneous batch; a ticket for each. RuntimeError where the connection is gone."""

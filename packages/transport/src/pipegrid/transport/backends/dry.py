@@ -29,7 +29,6 @@ class DryMover:
     """See `Mover`."""
 
     streams = False
-    polled = True
 
     def start(self, operations: Sequence[Operation]) -> Sequence[DryTicket]:
         """See `Mover.start`."""

@@ -96,7 +96,6 @@ class GlooMover:
     """
 
     streams = False
-    polled = False
 
     def __init__(self, backend: Any, peer: int, lanes: int) -> None:
         self._send, self._recv = backend.send, backend.recv

@@ -45,7 +45,6 @@ class LocalMover:
     """See `Mover`."""
 
     streams = False
-    polled = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

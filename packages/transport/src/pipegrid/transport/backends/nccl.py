@@ -134,7 +134,6 @@ class NcclMover:
     """
 
     streams = True
-    polled = True
 
     def __init__(
         self, group: Any, peer: int, device: torch.device, kind: BackendKind, aside: torch.Stream | None

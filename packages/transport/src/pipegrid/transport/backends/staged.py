@@ -96,7 +96,6 @@ class StagedMover:
     """See `Mover`."""
 
     streams = False
-    polled = False
 
     def __init__(self, inner: GlooMover, device: torch.device) -> None:
         self._inner = inner

@@ -16,7 +16,8 @@ from pipegrid.topology import control_store, destroy_groups, discard_groups
 from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Submitter
-from pipegrid.transport.lane.connection import Connection, End, abort_lanes, await_aborts, end_together
+from pipegrid.transport.lane.connection import Connection
+from pipegrid.transport.lane.ending import End, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.lane.transfers import LaneTransfers
@@ -102,7 +103,7 @@ class Lanes(dict[LaneSpec, Lane]):
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
-        abort_lanes([lane.transfers for lane in self.values()], reason)
+        abort_lanes([lane.ending for lane in self.values()], reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
@@ -126,7 +127,7 @@ class Lanes(dict[LaneSpec, Lane]):
     @property
     def failed(self) -> bool:
         """Whether a lane ended by a failure, here or on its other side, and not by `close`."""
-        return self._failed or any(map(_has_failed, self._parts[1] if self._finalizer.alive else ()))
+        return self._failed or (self._finalizer.alive and any(lane.ending.failed for lane in self._parts[1]))
 
     def close(self) -> None:
         """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups.
@@ -154,7 +155,7 @@ class Lanes(dict[LaneSpec, Lane]):
 def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
     """A thread per connection of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
-    for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
+    for connection in {id(lane.connection): lane.connection for lane in ends if lane.connection.mover.streams}.values():
 
         def watch(connection: Connection = connection) -> None:
             assert connection.wire is not None
@@ -167,11 +168,6 @@ def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
         watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{connection.lanes[0].spec}", daemon=True))
         watchers[-1].start()
     return watchers
-
-
-def _has_failed(lane: LaneTransfers) -> bool:
-    notice = lane.wire.end_notice() if lane.wire is not None and lane.wire.has_end_notice() else None
-    return lane.error is not None or (notice is not None and notice[0] != "closed")
 
 
 def _drop(process: int, ends: Sequence[LaneTransfers], *parts: Any) -> None:
@@ -211,10 +207,11 @@ def _close(
     progress.stop()
     if not dropped:
         _close_together(ends, watchers, limit)
-    aborted = {id(lane.connection.group) for lane in ends if dropped or _has_failed(lane) or not _is_closed(lane)}
-    texts = [f"lane {lane.spec} was closed on rank {lane.rank}{dropped}" for lane in ends]
+    aborted = {id(lane.connection.group) for lane in ends if dropped or lane.ending.failed or not _is_closed(lane)}
+    endings = [lane.ending for lane in ends]
+    texts = [f"lane {one.spec} was closed on rank {one.rank}{dropped}" for one in endings]
     end_together(
-        [End(lane, P2PLaneDeadError(text), text) for lane, text in zip(ends, texts, strict=True)], kind="closed"
+        [End(one, P2PLaneDeadError(text), text) for one, text in zip(endings, texts, strict=True)], kind="closed"
     )
     for lane in ends:
         lane.join()
@@ -232,8 +229,8 @@ def _close_together(ends: Sequence[LaneTransfers], watchers: Sequence[Background
 
     The destroy of a device group holds a member until the others come to it. So each side says first that it comes.
     """
-    for connection in {id(lane.connection): lane.connection for lane in ends if lane.mover.streams}.values():
-        if not any(map(_has_failed, connection.lanes)):
+    for connection in {id(lane.connection): lane.connection for lane in ends if lane.connection.mover.streams}.values():
+        if not any(lane.failed for lane in connection.lanes):
             connection.tell_closed()
     for watcher in watchers:
         if watcher is not threading.current_thread():
@@ -242,7 +239,7 @@ def _close_together(ends: Sequence[LaneTransfers], watchers: Sequence[Background
 
 def _is_closed(lane: LaneTransfers) -> bool:
     """Whether both sides have closed the lane, or have nothing to destroy together."""
-    return not lane.mover.streams or lane.wire is None or lane.wire.has_end_notice()
+    return not lane.connection.mover.streams or lane.ending.notice is not None
 
 
 class _Progress:
@@ -252,7 +249,7 @@ class _Progress:
         self._lanes = lanes
         self._submit = submit
         self._stopped = False
-        self._tick = _STREAMED_TICK_SECONDS if any(lane.mover.streams for lane in lanes) else _TICK_SECONDS
+        self._tick = _STREAMED_TICK_SECONDS if any(lane.connection.mover.streams for lane in lanes) else _TICK_SECONDS
         self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
 

@@ -221,7 +221,7 @@ class Submitter:
                 raise
             except RuntimeError as error:
                 for lane, transfer in batch:
-                    lane.transfers.explain(error, transfer)
+                    lane.ending.explain(error, transfer)
             else:
                 for (_, transfer), ticket in zip(batch, tickets, strict=True):
                     transfer.ticket = ticket

@@ -38,6 +38,7 @@ class Incoming:
         index: the lane's index on its wire.
         wire: brings headers; None where both ends are one rank, and in a dry run, where a receive has the
             shapes that its caller gives.
+        one_by_one: as of `Outgoing`.
 
     Attributes:
         contract: what has been announced.
@@ -59,6 +60,7 @@ class Incoming:
         wire: Wire | None,
         tally: Tally,
         standing: Signature | None,
+        one_by_one: bool,
     ) -> None:
         self.contract = ShapeContract(spec, config.shape_mode, standing)
         # Where dtypes are agreed with the shapes, any is valid.
@@ -67,7 +69,7 @@ class Incoming:
         self.ahead: deque[tuple[Sequence[Tensor], Ticket]] = deque()
         self.header: Callable[[timedelta], bytes] | None = None
         self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None
-        self._one_by_one = config.communicators == "separate" and not config.strict and wire is not None
+        self._one_by_one = one_by_one
         self._spec, self._peer, self._device, self._tally = spec, peer, device, tally
         self._index, self._wire = index, wire
         self._dry, self._pipeline_dtype = wire is None and not spec.is_local, config.pipeline_dtype

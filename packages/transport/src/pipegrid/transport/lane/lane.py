@@ -1,9 +1,9 @@
 """A lane: payloads in at one end, in order, and out at the other. One class for every backend.
 
 What differs between backends is in the mover (`pipegrid.transport.backends`); what two ranks tell each other beside the
-payloads is in the wire; what messages are, in `Outgoing` and `Incoming`; waits and failures, in `LaneTransfers`. A
-message of one tensor whose shape is agreed needs nothing but its mover: it comes first in `Lane.isend` and
-`Lane.irecv`. All others go through the submit function, which knows batches.
+payloads is in the wire; what messages are, in `Outgoing` and `Incoming`; waits, in `LaneTransfers`; failures, in
+`LaneEnding`. A message of one tensor whose shape is agreed needs nothing but its mover: it comes first in `Lane.isend`
+and `Lane.irecv`. All others go through the submit function, which knows batches.
 
 The latency of a small message is Python's share of it, most of it cold code. So the backend is called first, and the
 bookkeeping is done while the message travels.
@@ -24,10 +24,15 @@ from torch.distributed import ProcessGroup
 from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
-from pipegrid.transport.lane.connection import Connection, abort_lanes
+from pipegrid.transport.lane.batch import Submitter
+from pipegrid.transport.lane.connection import Connection
+from pipegrid.transport.lane.ending import abort_lanes
+from pipegrid.transport.lane.host_waits import HostWaits
 from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.lane.local_waits import LocalWaits
 from pipegrid.transport.lane.outgoing import Outgoing
-from pipegrid.transport.lane.transfers import LaneTransfers, Submit
+from pipegrid.transport.lane.stream_waits import StreamWaits
+from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.messages.message import Signature, encode
 from pipegrid.transport.messages.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
@@ -48,7 +53,8 @@ class Lane:
         device: where payloads live.
         config: the settings it was opened with.
         queue: transfers that were started, in order, and have not been seen to end.
-        transfers: those under way; sees them end.
+        transfers: those under way; waits for them.
+        ending: ends the lane, and sets the end of each transfer.
         outgoing: what messages are, at the source.
         incoming: what messages are, at the destination.
     """
@@ -61,7 +67,7 @@ class Lane:
         device: torch.device,
         config: P2PConfig,
         connection: Connection,
-        submit: Submit,
+        submit: Submitter,
         standing: Signature | None,
     ) -> None:
         self.spec = spec
@@ -77,7 +83,8 @@ class Lane:
         self.received = 0
         self._index = len(connection.lanes)
         self._submit = submit
-        self.outgoing = Outgoing(spec, config, device=device, standing=standing, tell=self._tell)
+        one_by_one = config.communicators == "separate" and not config.strict and self.wire is not None
+        self.outgoing = Outgoing(spec, config, device=device, standing=standing, one_by_one=one_by_one, tell=self._tell)
         self.incoming = Incoming(
             spec,
             config,
@@ -87,8 +94,9 @@ class Lane:
             wire=self.wire,
             tally=self.tally,
             standing=standing,
+            one_by_one=one_by_one,
         )
-        self.transfers = LaneTransfers(
+        self.transfers: LaneTransfers = _waits_of(connection)(
             spec,
             rank=rank,
             peer=self.peer,
@@ -96,15 +104,17 @@ class Lane:
             config=config,
             connection=connection,
             submit=submit,
+            outgoing=self.outgoing,
             incoming=self.incoming,
             tally=self.tally,
         )
-        connection.lanes.append(self.transfers)
+        self.ending = self.transfers.ending
+        connection.lanes.append(self.ending)
         self.queue: deque[Transfer] = self.transfers.queue
         self._needs_shapes = config.shape_mode == "given"
         self._epoch = 0  # of renewals
         self._ahead = self.incoming.ahead
-        self._receives_ahead = 0 if self.mover.polled else config.receives_ahead
+        self._receives_ahead = 0 if self.mover.streams else config.receives_ahead
         self._streamed = has_streams(device)
         self._receive_stream = connection.receive_stream
         # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
@@ -114,7 +124,7 @@ class Lane:
     @property
     def error(self) -> P2PError | None:
         """Why the lane is dead; None while it lives."""
-        return self.transfers.error
+        return self.ending.error
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -140,7 +150,7 @@ class Lane:
         return {
             "sent": self.sent,
             "received": self.received,
-            "under way": self.transfers.under_way(),
+            "under way": self.ending.under_way(),
             "error": None if self.error is None else text_of(self.error),
         }
 
@@ -170,7 +180,7 @@ class Lane:
                     try:
                         (ticket,) = self._start(((True, tensors, self._index, self._epoch),))
                     except RuntimeError as error:
-                        self.transfers.not_started(Transfer(self, self.sent), error)
+                        self.ending.not_started(Transfer(self, self.sent), error)
                     # The message is on its way; what follows is no part of its latency.
                     transfer = Transfer(self, self.sent)
                     transfer.ticket, transfer.tensors = ticket, tensors
@@ -206,7 +216,7 @@ class Lane:
         plain, submit = self.incoming.plain, self._submit
         if (
             plain is not None
-            and self.transfers.error is None
+            and self.ending.error is None
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
             and get_ident() not in submit.pending
         ):
@@ -217,7 +227,7 @@ class Lane:
                     while len(self._ahead) < self._receives_ahead:
                         self._ahead.append(self._post(buffers))
                 except RuntimeError as error:
-                    self.transfers.not_started(ReceiveTransfer(self, self.received), error)
+                    self.ending.not_started(ReceiveTransfer(self, self.received), error)
                 transfer = ReceiveTransfer(self, self.received)
                 transfer.buffers, transfer.tensors, transfer.ticket = buffers, tensors, ticket
                 if self._streamed:
@@ -239,7 +249,7 @@ class Lane:
         try:
             return (
                 type(payload) is Tensor
-                and self.transfers.error is None
+                and self.ending.error is None
                 and payload.shape == plain.shape
                 and payload.dtype is plain.dtype
                 and payload.device == self.device
@@ -280,7 +290,7 @@ class Lane:
             raise P2PUsageError(
                 f"rank {self.rank} cannot {verb} on lane {self.spec}: it is the {role}; use {other} there"
             )
-        self.transfers.require_alive()
+        self.ending.require_alive()
 
     def announce(self, payloads: Sequence[Any]) -> None:
         """Announce the next messages to the destination in one header: a manifest.
@@ -295,7 +305,7 @@ class Lane:
             raise P2PUsageError(f"rank {self.rank} cannot announce on lane {self.spec}: it is the destination")
         self.outgoing.require_announcing()
         with self._submit.lock:
-            self.transfers.require_alive()
+            self.ending.require_alive()
             self.outgoing.announce(payloads, self.sent)
 
     def renew(self) -> None:
@@ -322,17 +332,13 @@ class Lane:
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
                 f"there is nothing to renew"
             )
-        # A receive that a stream is ordered after needs no shapes any more.
-        queue = self.queue.copy()
-        under_way = [one for one in queue if not one.sending and not (self.mover.streams and one.waited)]
+        under_way = self.transfers.receives_under_way()
         if under_way:
-            raise P2PUsageError(
-                f"lane {self.spec} has {len(under_way)} receives under way; wait for them before renew()"
-            )
+            raise P2PUsageError(f"lane {self.spec} has {under_way} receives under way; wait for them before renew()")
 
     def abort(self, reason: str) -> None:
         """End the lane at once and tell the other side why. Transfers under way fail on both sides."""
-        abort_lanes([self.transfers], reason)
+        abort_lanes([self.ending], reason)
 
     # ---- Under the lock of the submitter: numbers, shapes, the backend
 
@@ -342,13 +348,12 @@ class Lane:
         Raises:
             P2PUsageError: see `ShapeContract.check`; nothing was sent.
         """
-        if transfer.signature is not None and self.transfers.error is None:
+        if transfer.signature is not None and self.ending.error is None:
             self.outgoing.contract.check(transfer.signature, self.sent + ahead, ahead=ahead)
 
     def admit(self, transfer: Transfer) -> None:
         """Number a transfer; announce a send, or find the shapes of a receive as far as they are known."""
-        if self.transfers.error is not None:
-            self.transfers.require_alive()
+        self.ending.require_alive()
         if self.mover.streams and isinstance(threading.current_thread(), BackgroundThread):
             raise P2PUsageError(
                 f"a transfer of lane {self.spec} was started from an on_done callback; on a device group only the "
@@ -370,12 +375,12 @@ class Lane:
                 self.outgoing.admit(transfer)
                 self.sent += 1
         except P2PMismatchError as error:
-            self.transfers.fail(error, kind="mismatch")
+            self.ending.fail(error, kind="mismatch")
             raise
         except P2PError:
             raise
         except RuntimeError as error:
-            self.transfers.not_started(transfer, error)
+            self.ending.not_started(transfer, error)
         transfer.state = _ACTIVE
         self.queue.append(transfer)
 
@@ -385,12 +390,16 @@ class Lane:
         if self.wire is None:
             self.incoming.contract.announce(signatures, standing=standing)
             return []
-        works = self.wire.send_header(encode(sequence=first, standing=standing, signatures=signatures), self._index)
-        self.transfers.header_works.extend(works)
-        return works
+        return self.wire.send_header(encode(sequence=first, standing=standing, signatures=signatures), self._index)
 
     def operation(self, transfer: Transfer) -> Operation:
         """What the mover is to move for a transfer that is ready, counted."""
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self._nothing)
         self.tally.count(tensors)
         return transfer.sending, tensors, self._index, self._epoch
+
+
+def _waits_of(connection: Connection) -> type[LaneTransfers]:
+    if connection.wire is None:
+        return LocalWaits
+    return StreamWaits if connection.mover.streams else HostWaits

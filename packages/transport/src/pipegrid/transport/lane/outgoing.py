@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,17 +22,23 @@ from pipegrid.transport.messages.payload import (
 )
 from pipegrid.transport.spec import LaneSpec
 
+# Works of headers that outlive their transfers: NCCL ends a small send before its receive is posted, and so before its
+# header is read. Its buffers, which have 8 slots, take fewer sends.
+_HEADERS_KEPT = 64
+
 
 class Outgoing:
     """Checks, announcements and shapes of a lane's messages, at its source.
 
     Args:
+        one_by_one: each message is started alone, and a plain one may go without a check of its own.
         tell: tells the other end of messages, by the number of the first and their signatures, and whether the one
             holds for all later messages; returns the works that must be kept until it has read them.
 
     Attributes:
         contract: what has been announced.
         dtype: the dtype that floating-point tensors must have; None allows any.
+        header_works: of the last headers that were sent.
         plain: the one message of the lane, where it is plain and each is started alone.
     """
 
@@ -42,14 +49,16 @@ class Outgoing:
         *,
         device: torch.device,
         standing: Signature | None,
+        one_by_one: bool,
         tell: Callable[[int, Sequence[Signature], bool], list[Any]],
     ) -> None:
         self.contract = ShapeContract(spec, config.shape_mode, standing)
         # Where dtypes are agreed with the shapes, any is valid.
         self.dtype = config.pipeline_dtype if config.shape_mode in ("agreed", "given") else None
+        self.header_works: deque[Any] = deque(maxlen=_HEADERS_KEPT)
         self._spec = spec
         self.plain: PlainMessage | None = None
-        self._one_by_one = config.communicators == "separate" and not config.strict and spec.source != spec.destination
+        self._one_by_one = one_by_one
         self._mode = config.shape_mode
         self._device = device
         self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -77,7 +86,7 @@ class Outgoing:
         """Announce the messages after the first ``sent``; see `Lane.announce`. Under the lock of the submitter."""
         signatures = [signature_of(*flatten(payload)) for payload in payloads]
         if signatures:
-            self._manifests += self._tell(sent + self.contract.outstanding, signatures, False)
+            self._manifests += self._announce(sent + self.contract.outstanding, signatures, standing=False)
             self.contract.announce(signatures, standing=False)
 
     def require_announcing(self) -> None:
@@ -103,12 +112,21 @@ class Outgoing:
         announcing = signature is not None and self.contract.send(signature, transfer.sequence)
         transfer.header_works, self._manifests = self._manifests, []
         if signature is not None and announcing:
-            works = self._tell(transfer.sequence, (signature,), self.contract.standing is not None)
+            works = self._announce(transfer.sequence, (signature,), standing=self.contract.standing is not None)
             transfer.header_works = [*transfer.header_works, *works]
         if self._one_by_one and self.plain is None:
             self.plain = plain_message(self.contract.standing, self.dtype)
+
+    def _announce(self, first: int, signatures: Sequence[Signature], *, standing: bool) -> list[Any]:
+        works = self._tell(first, signatures, standing)
+        self.header_works.extend(works)
+        return works
 
     def renew(self) -> None:
         """Forget the agreed shapes."""
         self.contract.renew()
         self.plain = None
+
+    def finish(self) -> None:
+        """Drop what the backend has: the lane has ended."""
+        self.header_works.clear()

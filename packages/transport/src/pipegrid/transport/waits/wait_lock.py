@@ -26,32 +26,26 @@ class WaitLock:
     """The lock of the thread that waits for a lane, and those that follow it.
 
     Args:
-        lock: guards the states of the lane's transfers.
         name: of the lane's own thread.
         step: waits for one thing, on behalf of a transfer or (None) of the lane's own thread.
         has_work: whether the lane's own thread has something to wait for, up to a sequence number.
 
     Attributes:
+        states: guards the states of the lane's transfers.
         leader: held by the thread that waits in the backend; its holder calls `wake` after releasing it, if
         ``contended``.
         contended: whether a thread may be waiting for the lead.
     """
 
-    def __init__(
-        self,
-        lock: threading.Lock,
-        name: str,
-        step: Callable[[Transfer | None], None],
-        has_work: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, name: str, step: Callable[[Transfer | None], None], has_work: Callable[[int], bool]) -> None:
+        self.states = threading.Lock()
         self.leader = threading.Lock()
         self.contended = False
-        self._lock = lock
         self._name = name
         self._step = step
         self._has_work = has_work
-        self._changed = threading.Condition(lock)  # followers
-        self._called = threading.Condition(lock)  # the lane's own thread
+        self._changed = threading.Condition(self.states)  # followers
+        self._called = threading.Condition(self.states)  # the lane's own thread
         self._followers = 0
         self._watched = -1  # the lane's own thread sees transfers up to this number
         self._thread: threading.Thread | None = None
@@ -96,7 +90,7 @@ class WaitLock:
     def _following(self) -> Iterator[None]:
         # Contended is set before the leader is looked at; a leader that leaves looks in the other order, so that one of
         # the two notices.
-        with self._lock:
+        with self.states:
             self._followers += 1
             self.contended = True
             try:
@@ -112,7 +106,7 @@ class WaitLock:
 
     def wake(self) -> None:
         """Wake the followers: the leader has left."""
-        with self._lock:
+        with self.states:
             self._wake()
 
     def notify(self) -> None:
@@ -128,7 +122,7 @@ class WaitLock:
 
     def watch(self, transfer: Transfer) -> None:
         """Have the lane's own thread see the end of ``transfer``."""
-        with self._lock:
+        with self.states:
             if self._over:
                 return
             self._watched = max(self._watched, transfer.sequence)
@@ -157,7 +151,7 @@ class WaitLock:
 
     def _lead_when_needed(self) -> bool:
         """Become the leader when there is something to wait for; False when the lane is over."""
-        with self._lock:
+        with self.states:
             while not self._over:
                 if not self._has_work(self._watched):
                     self._watched = -1
@@ -169,7 +163,7 @@ class WaitLock:
 
     def end(self) -> None:
         """End the lane's own thread, once nothing holds it in the backend."""
-        with self._lock:
+        with self.states:
             self._over = True
             self._called.notify()
             self._changed.notify_all()

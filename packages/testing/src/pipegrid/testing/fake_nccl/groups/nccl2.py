@@ -7,7 +7,7 @@
 - An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive.
 - The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
-- A shutdown with unfinished entries never returns: a violation.
+- A shutdown meets the other members. One with unfinished entries never returns: a violation.
 """
 
 from __future__ import annotations
@@ -155,10 +155,14 @@ class Nccl2Group(FakeGroup):
         super().abort()
 
     def shutdown(self) -> None:
-        """Wait for the group's entries; the group takes no entries from then on."""
-        if not self.aborted and (left := self.device.unfinished(self._name)):
+        """Wait for the group's entries and for the other members; after an abort it does neither."""
+        if self.aborted:
+            return
+        if left := self.device.unfinished(self._name):
             self.device.violations.append(f"shutdown of group {self._name} with {left[0]} under way never returns")
             self.device.abort(self._name, RuntimeError("shut down"))
+        else:
+            self._end.meet()
         self.aborted = True
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.testing.clock import moved_clock
+from pipegrid.testing.fake_nccl import Nccl2Rules
 
 DAY = 24 * 3600.0
 
@@ -110,4 +111,48 @@ def test_the_watchdog_of_the_fake_gpu_sees_an_entry_age_by_the_moved_clock(ranks
             (text,) = ranks.fake_device.violations
             assert "was ended by the watchdog: not done after the group's timeout of 600 s" in text
             ranks.fake_device.violations.clear()
+        ranks.barrier()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+def test_a_wait_with_a_bound_of_hours_on_the_fake_gpu_ends_by_the_moved_clock(ranks):
+    with moved_clock() as clock:
+        group = dist.new_group(timeout=timedelta(days=7))
+        if ranks.rank == 0:
+            work = dist.irecv(torch.zeros(1), group=group, group_src=1)
+            thread, ended = waiting(work, timedelta(hours=5))
+            thread.join(0.1)
+            assert thread.is_alive()
+            clock.move(6 * 3600.0)
+            thread.join(20)
+            assert "is not done after 18000 s" in ended[0]
+        ranks.barrier()
+        group.abort()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
+def test_the_watchdog_of_nccl2_ends_a_process_by_the_moved_clock(ranks):
+    """Wrong: an error that is aborted an hour later, where the tick is half an hour."""
+    ranks.fake_device.nccl2 = Nccl2Rules(tick=1800.0, grace=0.1)
+    ranks.fake_device.reports_peer_errors = ranks.rank == 1
+    with moved_clock() as clock:
+        group = dist.new_group(timeout=timedelta(days=7))
+        work = group.recv([torch.zeros(1)], 1 - ranks.rank, 0)
+        while not any(entry.started for entry in ranks.fake_device.unfinished()):
+            time.sleep(0.001)
+        ranks.barrier()
+        if ranks.rank == 0:
+            group.abort()
+        else:
+            while not work.is_completed():
+                time.sleep(0.001)
+            assert ranks.fake_device.violations == []
+            clock.move(3600.0)
+            end = time.monotonic() + 20
+            while not ranks.fake_device.violations and time.monotonic() < end:
+                time.sleep(0.001)
+            (text,) = ranks.fake_device.violations
+            assert "not aborted within the watchdog's tick of 1800 s" in text
+            ranks.fake_device.violations.clear()
+            group.abort()
         ranks.barrier()

@@ -74,19 +74,22 @@ def finish(
         end: when the wait of the host is late, in `time.monotonic` seconds; None leaves it to the group's own timeout.
         given_up: why the user does not wait any longer, None as long as it does; asked between slices of 0.05 s.
     """
-    late = False
+    late, in_streams = False, on_device or _is_in_streams(group)
     try:
         while (reason := given_up()) is None and (host or not on_device):
             if late:
                 return NotDone("late")
             left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
-            if _done_on_device(work, group, left) if on_device else _done_on_host(work, left):
+            if _done_in_streams(work, group, left) if in_streams else _done_on_host(work, left):
                 break
             late = end is not None and time.monotonic() >= end
-        if reason is None and on_device:
+        if reason is None and in_streams:
             work.wait()
             device_aborts.require_not_aborted(group)
         reason = given_up()  # NCCL calls an aborted collective done: its stream goes on, without the data
+    except GroupAbortedError as error:
+        if (reason := given_up()) is None:  # else its user aborted the group after it had given up
+            return NotDone.of(error)
     except RuntimeError as error:
         return NotDone.of(error)
     return None if reason is None else NotDone("given up", reason)
@@ -103,7 +106,19 @@ def _done_on_host(work: Any, seconds: float) -> bool:
     return True
 
 
-def _done_on_device(work: Any, group: ProcessGroup | None, seconds: float) -> bool:
+def _is_in_streams(group: ProcessGroup | None) -> bool:
+    """Whether collectives of tensors on the host complete in stream order: gloo's do not, those of a fake NCCL do."""
+    import torch.distributed as dist
+
+    from pipegrid.transport.backends import kind_of
+
+    if not dist.is_initialized():
+        return False
+    served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return "cpu" in served and kind_of(served["cpu"]).in_streams
+
+
+def _done_in_streams(work: Any, group: ProcessGroup | None, seconds: float) -> bool:
     """The same by polling: past the timeout of a wait NCCL would end the communicator."""
     from pipegrid.transport.backends import NcclTicket  # torch, which a process without collectives need not have
 

@@ -7,7 +7,7 @@
 - An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive.
 - The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
-- A shutdown with unfinished entries never returns: a violation.
+- A shutdown meets the other members. One with unfinished entries never returns: a violation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
+from pipegrid.testing.fake_nccl.elapsed import comes
 from pipegrid.testing.fake_nccl.entries import Entry
 from pipegrid.testing.fake_nccl.groups.group import FakeGroup
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
@@ -54,7 +55,7 @@ class Nccl2Work(FakeWork):
         """Order later work of the current stream after the entry, then raise what is known of it."""
         if timeout is not None and timeout > timedelta(0):
             left = self.entry.launched_at + timeout.total_seconds() - time.monotonic()
-            if not self.entry.ended.wait(max(0.0, left)):
+            if not comes(self.entry.ended, left):
                 self._group.kill(f"Work.wait({timeout.total_seconds():g} s) of {self.entry} passed")
         relies = not self.entry.ended.is_set()  # else the memory is free because the work is done
         self._device.order(self.entry, relies=relies)
@@ -135,11 +136,11 @@ class Nccl2Group(FakeGroup):
             threading.Thread(target=self._watch, args=(str(entry),), name="fake nccl2 watchdog", daemon=True).start()
 
     def _watch(self, what: str) -> None:
-        if self.device.closing.wait(self.rules.tick) or self._aborting.is_set():
+        if comes(self.device.closing, self.rules.tick) or self._aborting.is_set():
             return
         self._seen.set()
         self.kill(f"{what} failed, and the group was not aborted within the watchdog's tick of {self.rules.tick:g} s")
-        self.device.closing.wait(self.rules.grace)
+        comes(self.device.closing, self.rules.grace)
         self._ended.set()
 
     def kill(self, cause: str) -> None:
@@ -155,10 +156,14 @@ class Nccl2Group(FakeGroup):
         super().abort()
 
     def shutdown(self) -> None:
-        """Wait for the group's entries; the group takes no entries from then on."""
-        if not self.aborted and (left := self.device.unfinished(self._name)):
+        """Wait for the group's entries and for the other members; after an abort it does neither."""
+        if self.aborted:
+            return
+        if left := self.device.unfinished(self._name):
             self.device.violations.append(f"shutdown of group {self._name} with {left[0]} under way never returns")
             self.device.abort(self._name, RuntimeError("shut down"))
+        else:
+            self._end.meet()
         self.aborted = True
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
+from pipegrid.testing.fake_nccl.elapsed import comes
 from pipegrid.testing.fake_nccl.entries import Entry
 from pipegrid.testing.fake_nccl.torch_compat import WorkBase
 
@@ -47,7 +48,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
         self._device.order(self.entry)
         if timeout is not None and timeout > timedelta(0):
             with streams.host_waiting():
-                if not self.entry.ended.wait(timeout.total_seconds()):
+                if not comes(self.entry.ended, timeout.total_seconds()):
                     raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
             streams.host_waits("Work.wait(timeout)", self.entry.clock)
             if self.entry.error is not None:

@@ -1,0 +1,136 @@
+"""Members of a group of the fake NCCL that do not come, to connect or to its end: wrong code, and how it is caught."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrid.testing.clock import moved_clock
+
+CPU = torch.device("cpu")
+SHORT = timedelta(seconds=0.5)
+EVERY = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.ranks(3, backend="fake_nccl", fake_nccl=mode))
+        for mode in ("streams", "nccl2", "lazy")
+    ],
+)
+PAIR = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.ranks(2, backend="fake_nccl", fake_nccl=mode))
+        for mode in ("streams", "nccl2", "lazy")
+    ],
+)
+
+
+def ended(thread, seconds=20.0):
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def running(function):
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+@EVERY
+def test_a_group_that_a_member_does_not_make_ends_at_its_deadline_and_names_the_member(ranks, mode):
+    if ranks.rank != 1:
+        with pytest.raises(dist.DistBackendError, match=rf"rank {ranks.rank}, .*: ranks \[1\] did not come to connect"):
+            dist.new_group([0, 1, 2], timeout=SHORT)
+    ranks.barrier()
+
+
+@EVERY
+def test_an_eager_connect_of_some_members_names_the_others(ranks, mode):
+    group = dist.new_group([0, 1, 2], timeout=SHORT)
+    if ranks.rank == 2:
+        with pytest.raises(dist.DistBackendError, match=r"ranks \[0, 1\] did not come to connect within 0.5 s"):
+            group.eager_connect_single_device(CPU)
+        assert group.connected == []
+    ranks.barrier()
+
+
+@PAIR
+def test_a_deadline_of_hours_is_over_when_the_clock_has_moved(ranks, mode):
+    with moved_clock() as clock:
+        texts = []
+
+        def connect():
+            try:
+                dist.new_group([0, 1], timeout=timedelta(hours=3))
+            except dist.DistBackendError as error:
+                texts.append(str(error))
+
+        if ranks.rank == 0:
+            connecting = running(connect)
+            clock.move(2 * 3600.0)
+            assert not ended(connecting, 0.2)
+            clock.move(2 * 3600.0)
+            assert ended(connecting)
+            (text,) = texts
+            assert "ranks [1] did not come to connect within 10800 s" in text
+        ranks.barrier()
+
+
+@PAIR
+def test_a_destroy_of_one_member_hangs_until_the_other_one_comes(ranks, mode):
+    group = dist.new_group([0, 1])
+    if ranks.rank == 0:
+        ending = running(group.shutdown)
+        assert not ended(ending, 0.3)
+        ranks.barrier()
+        assert ended(ending)
+    else:
+        ranks.barrier()
+        group.shutdown()
+    ranks.barrier()
+
+
+@PAIR
+def test_a_destroy_that_the_other_member_never_comes_to_ends_by_an_abort(ranks, mode):
+    group = dist.new_group([0, 1])
+    if ranks.rank == 0:
+        ending = running(group.shutdown)
+        time.sleep(0.1)
+        assert not ended(ending, 0.1)
+        group.abort()
+        assert ended(ending)
+        group.shutdown()  # meets no one
+        assert ranks.fake_device.violations == []
+    ranks.barrier()
+
+
+@PAIR
+def test_an_abort_after_a_destroy_is_a_violation(ranks, mode):
+    group = dist.new_group([0, 1])
+    group.shutdown()
+    group.abort()
+    (text,) = ranks.fake_device.violations
+    assert "after its destroy" in text
+    ranks.fake_device.violations.clear()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="lazy")
+def test_a_lazy_destroy_meets_the_peer_of_each_pair_before_the_group(ranks):
+    group = dist.new_group([0, 1])
+    pair = group._pair(1 - ranks.rank)
+    if ranks.rank == 0:
+        ending = running(group.shutdown)
+        assert not ended(ending, 0.2)
+        ranks.barrier()
+        assert not ended(ending, 0.2)  # the pair has met, the primary has not
+        ranks.barrier()
+        assert ended(ending)
+    else:
+        ranks.barrier()
+        pair.shutdown()
+        ranks.barrier()
+        group.shutdown()
+    ranks.barrier()

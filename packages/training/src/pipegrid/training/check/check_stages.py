@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.training.stages.comparison import StageComparison, compare
+from pipegrid.training.stages.comparison import StageComparison
+from pipegrid.training.stages.cutting import compare_stages
 from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.proof import called_with
-from pipegrid.training.stages.stage import pipeline_stage
 
 
 def check_stages(
@@ -50,14 +49,6 @@ def check_stages(
             stages that hold them, and by how much.
     """
     args, kwargs = called_with(batch)
-
-    def made() -> nn.Module:
-        return copy.deepcopy(make) if isinstance(make, nn.Module) else make()
-
-    def stage_of(number: int) -> nn.Module:
-        model = made() if isinstance(make, nn.Module) else make
-        return pipeline_stage(model, layout, number, names=names, carry=carry, allow_empty=True)
-
-    found = compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype)
+    found = compare_stages(make, layout, args, kwargs, names=names, carry=carry, loss=loss, dtype=dtype)
     found.require()
     return found

@@ -17,7 +17,7 @@ from pipegrid.training.check.check_stages import check_stages
 from pipegrid.training.check.made_batch import batch_for
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages import Names, prove_cut
-from pipegrid.training.stages.building.build import planned
+from pipegrid.training.stages.building.build import whole_of
 
 USAGE, DIFFERENT = 2, 1
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     make = _seeded(_maker(given.model, given.kind), given.seed)
-    whole = planned(make)
+    whole = whole_of(make)
     batch = _named(given.batch)() if given.batch else batch_for(whole)
     names = Names(given.layers) if given.layers else None
     proof = prove_cut(whole, given.layout, batch, names=names)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipegrid.layout import LayerType, LayoutError, PipelineParallelLayerLayout
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.names import ONLY, Names, layers_of
+from pipegrid.training.stages.names import ONLY, Names, find_names, layers_of
 from pipegrid.training.stages.torch_compat import extent_of, memory_of
 
 ELSEWHERE = -1
@@ -76,8 +76,12 @@ def as_layout(layout: str | PipelineParallelLayerLayout) -> PipelineParallelLaye
     return PipelineParallelLayerLayout(layout, stages)  # which raises for what is no layout
 
 
-def assign(model: nn.Module, layout: PipelineParallelLayerLayout, names: Names) -> Assignment:
-    """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer."""
+def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: Names | None) -> Assignment:
+    """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer.
+
+    ``names``: None where the model has those of Hugging Face.
+    """
+    layout, names = as_layout(layout), find_names(model, names)
     lists = {kind: layers_of(model, path) for kind, path in names.layers.items()}
     kinds = _kinds(layout, lists)
     try:

@@ -63,7 +63,7 @@ class DropoutMasks:
 
 
 def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
-    lists = (find_names(model) if names is None else names).layers.values()
+    lists = find_names(model, names).layers.values()
     if len(lists) != 1:
         raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
     return layers_of(model, next(iter(lists)))

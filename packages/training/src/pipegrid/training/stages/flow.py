@@ -47,19 +47,26 @@ class Flow:
         if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
             self.leaves.register_forward_hook(_leaving(run))
             self.leaves = None
-        encoded = None if received is None else self._begin(received, kwargs)
+        run.received, run.entered, run.left = self._hidden_of(received), False, None
+        run.encoded = None if received is None else self._begin(received, kwargs)
         if "use_cache" in self.accepted:
             kwargs = {"use_cache": False, **kwargs}
-        return self._forward(run, received, encoded, args, kwargs)
+        result, left, encoded = self._forward(run, args, kwargs)
+        if self.last:
+            return result if received is None else self._in_place(result)
+        if not self.encoders or self.after < self.encoders:
+            return left
+        return encoded if self.after == self.encoders else (left, encoded)
 
-    def _forward(self, run: Run, received: Any, encoded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run.received, run.entered, run.left = self._hidden_of(received), False, None
-        catching = (
-            _Encoded(self.whole) if encoded is None and 0 < self.encoders <= self.after and not self.last else None
-        )
+    def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """What the model's forward returned, what the last own layer returned, the encoder's output."""
         result: Any = None
         try:
-            with contextlib.suppress(Leave):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(contextlib.suppress(Leave))
+                if run.encoded is None and 0 < self.encoders <= self.after and not self.last:
+                    encoder: Any = self.whole.get_encoder()  # type: ignore[operator]
+                    stack.callback(encoder.register_forward_hook(_encoding(run)).remove)
                 result = self.whole(*args, **kwargs)
         except RuntimeError as error:
             if "meta" not in str(error):
@@ -68,15 +75,9 @@ class Flow:
                 f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; {_TOGETHER}"
             ) from error
         finally:
-            left, run.received, run.left = run.left, None, None
-            if catching is not None:
-                catching.remove()
-        if self.last:
-            return result if received is None else self._in_place(result)
-        if not self.encoders or self.after < self.encoders:
-            return left
-        encoded = catching.hidden if catching is not None else encoded
-        return encoded if self.after == self.encoders else (left, encoded)
+            left, encoded = run.left, run.encoded
+            run.received = run.left = run.encoded = None
+        return result, left, encoded
 
     def _in_place(self, result: Any) -> Any:
         """The model's output; stand-ins for earlier layers, where it has an entry for each layer that has run."""
@@ -137,17 +138,9 @@ def _leaving(run: Run) -> Callable[[nn.Module, Any, Any], None]:
     return hook
 
 
-class _Encoded:
-    """The output of the encoder in the running forward."""
-
-    def __init__(self, whole: nn.Module) -> None:
-        self.hidden: Tensor | None = None
-        self._handle = whole.get_encoder().register_forward_hook(self._hook)  # type: ignore[operator]
-
-    def _hook(self, encoder: nn.Module, args: Any, result: Any) -> None:
+def _encoding(run: Run) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(encoder: nn.Module, args: Any, result: Any) -> None:
         del encoder, args
-        self.hidden = result[0]
+        run.encoded = result[0]
 
-    def remove(self) -> None:
-        """End watching."""
-        self._handle.remove()
+    return hook

@@ -71,8 +71,10 @@ _INSIDE: Final = ("", "base_model.model.")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_names(model: nn.Module) -> Names:
-    """The first row of the table whose lists of layers the model has."""
+def find_names(model: nn.Module, given: Names | None = None) -> Names:
+    """``given``, of parts that the model has; or the first row of the table whose lists of layers the model has."""
+    if given is not None:
+        return _known(model, given)
     lists = {name for name, _ in _lists(model)}
     for prefix in _INSIDE:
         for names in TABLE:
@@ -95,8 +97,7 @@ def _under(prefix: str, names: Names) -> Names:
     )
 
 
-def given_names(model: nn.Module, names: Names) -> Names:
-    """``names``, of parts that the model has."""
+def _known(model: nn.Module, names: Names) -> Names:
     if not isinstance(names, Names):
         raise CutError(f"names is {shown(names)}; give Names(layers=...), such as Names('model.layers')")
     there = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}

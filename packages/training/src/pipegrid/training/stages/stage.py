@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.topology import HyperCommGrid
-from pipegrid.topology.fields import Index, checked, shown
-from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Assignment, Tie, as_layout, assign, require_no_shared_memory
-from pipegrid.training.stages.building.build import build, require_not_compiled, require_sizes
-from pipegrid.training.stages.comparison import compare
+from pipegrid.training.stages.assignment import Assignment, Tie
 from pipegrid.training.stages.flow import Flow
-from pipegrid.training.stages.names import Names, find_names, given_names
-from pipegrid.training.stages.places import places_on
-from pipegrid.training.stages.proof import Proofs, called_with, without
+from pipegrid.training.stages.proof import Proofs, without
 from pipegrid.training.stages.shell import shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.stubs import Run, first_tensor
@@ -29,189 +21,6 @@ from pipegrid.training.stages.tree import adopt
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
-
-
-@overload
-def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: int | HyperCommGrid,
-    *,
-    schedule: None = ...,
-    names: Names | None = ...,
-    module: str | None = ...,
-    output: Callable[[Any], Any] | None = ...,
-    config: Any = ...,
-    carry: Sequence[str] = ...,
-    batch: Any = ...,
-    allow_empty: bool = ...,
-) -> Stage: ...
-
-
-@overload
-def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: Sequence[int],
-    *,
-    schedule: None = ...,
-    names: Names | None = ...,
-    module: str | None = ...,
-    output: Callable[[Any], Any] | None = ...,
-    config: Any = ...,
-    carry: Sequence[str] = ...,
-    allow_empty: bool = ...,
-) -> list[Stage]: ...
-
-
-@overload
-def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: HyperCommGrid,
-    *,
-    schedule: str,
-    names: Names | None = ...,
-    module: str | None = ...,
-    output: Callable[[Any], Any] | None = ...,
-    config: Any = ...,
-    carry: Sequence[str] = ...,
-    batch: Any = ...,
-    allow_empty: bool = ...,
-) -> list[Stage]: ...
-
-
-def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: int | Sequence[int] | HyperCommGrid,
-    *,
-    schedule: str | None = None,
-    names: Names | None = None,
-    module: str | None = None,
-    output: Callable[[Any], Any] | None = None,
-    config: Any = None,
-    carry: Sequence[str] = (),
-    batch: Any = None,
-    allow_empty: bool = False,
-) -> Stage | list[Stage]:
-    """The module of a stage of ``model``: its own layers and parameters, under their names in the whole model.
-
-    Every stage is called like the whole model, ``stage(**batch)``; all but the first replace the hidden states by
-    those received. Masks, position ids and rotary tables are made on every stage by the model's own code, from the
-    batch: later stages read the shapes of its ids or pixels, and the values of its masks.
-
-    Args:
-        model: the whole model; its parameters are shared with the stage. Or a function that makes it: then the
-            parameters of other stages are never in memory together, and initial values are bit for bit those of the
-            whole model in one process with the same seed.
-        layout: of the model's layers, such as ``"Et*2|t*2L"``; without ``E`` the embedding is on the first stage,
-            without ``L`` the head on the last.
-        stage: its number; or the numbers of all stages on this rank, which share tied parameters. Or the module's grid:
-            then the stages of this rank, of a layout with one stage for each pp rank or with those of ``schedule``.
-        schedule: with a grid, the name of a schedule such as ``"zero_bubble_v"``: the result is the list of this
-            rank's stages, whose ``placement`` a communicator takes.
-        names: where the parts are; None: by the names that Hugging Face models have.
-        module: the name of the model in a graph of several; hidden states are then sent as ``{module: hidden}``.
-        output: of the last stage: from what the model returns to what is sent to other modules.
-        config: a `PipelineConfig`.
-        carry: arguments of the model that travel from stage to stage with the hidden states, such as
-            ``("attention_mask",)`` or ``("position_ids",)``: the first stage is called with them, the others are not,
-            and their ranks need no data for them.
-        batch: what the model is called with, a dict of arguments by name or a tuple of positional ones: the cut is
-            proved here (`prove_cut`), before parameters have values. None: in the first forward of each stage.
-        allow_empty: stages without parameters are allowed; they pass on what they receive.
-
-    Raises:
-        CutError: layers not found, a layout that does not fit the model, or with a grid other than pp x chunks stages,
-            a stage that does not exist or has no parameters, a model on the meta device, or a ``batch`` for which the
-            cut is not proved.
-        PlanError: no schedule has that name.
-    """
-    layout, placement = as_layout(layout), None
-    several = schedule is not None or (isinstance(stage, Sequence) and not isinstance(stage, str))
-    if isinstance(stage, HyperCommGrid):
-        placement, place = places_on(layout, stage, schedule), stage.coords(resolve_rank()).get("pp", 0)
-        stage = [number for number, other in enumerate(placement) if other == place]
-        stage = stage if several else stage[0]
-    elif schedule is not None:
-        raise CutError(f"schedule is {schedule!r}, and stage is {shown(stage)}; give the grid in its place")
-    stages = checked(stage, tuple[Index, ...] if several else Index, "stage", CutError)
-    stages = stages if several else (stages,)
-    if len(set(stages)) < len(stages):
-        raise CutError(f"stage is {stage!r}; a rank has each of its stages once")
-    if output is not None and not callable(output):
-        raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
-    if max(stages, default=0) >= len(layout.stages):
-        raise CutError(f"stage is {stage}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}")
-
-    def assigned(whole: nn.Module) -> Assignment:
-        require_not_compiled(whole)
-        assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
-        require_no_shared_memory(whole, assignment, stages)
-        for number in stages:
-            if not allow_empty and not assignment.parameters(number):
-                raise CutError(
-                    f"stage {number} of layout {layout.short_text()} has no parameters; move a layer to it, or pass "
-                    "allow_empty=True"
-                )
-        return assignment
-
-    def proved(whole: nn.Module, assignment: Assignment) -> Proofs:
-        proofs = Proofs(whole, assignment, layout.short_text())
-        if batch is not None:
-            proofs.require(whole, *called_with(batch), None)
-        return proofs
-
-    proofs, make = None, None if isinstance(model, nn.Module) else model
-    if not isinstance(model, nn.Module):
-
-        def wanted(whole: nn.Module) -> set[str]:
-            nonlocal proofs
-            assignment = assigned(whole)
-            proofs = proved(whole, assignment) if batch is not None else None
-            return {name for number in stages for name in assignment.parameters(number)}
-
-        model = build(model, wanted)
-    require_sizes(model)
-    assignment = assigned(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta and assignment.stage_of_parameter[name] in stages:
-            raise CutError(f"{name} is on the meta device; pass a function that makes the model on a CPU")
-    proofs = proved(model, assignment) if proofs is None else proofs
-
-    def compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if make is None:
-            raise CutError(
-                "config.check compares the stages with the whole model, which is not kept; give pipeline_stage a "
-                "function that makes it, or call check_stages(model, layout, batch) before"
-            )
-
-        def stage_of(number: int) -> Stage:
-            return pipeline_stage(make, layout, number, names=names, carry=carry, allow_empty=True)
-
-        compare(make, stage_of, args, kwargs, carry=carry).require()
-
-    made = [
-        Stage(
-            model,
-            assignment,
-            number,
-            module=module,
-            output=output,
-            config=config,
-            carry=carry,
-            proofs=proofs,
-            compared=compared,
-        )
-        for number in stages
-    ]
-    for each in made:
-        each.placement = placement
-    return made if several else made[0]
-
-
-cut = pipeline_stage  # the former name
 
 
 class Stage(nn.Module):

@@ -32,11 +32,13 @@ class Run:
         received: what the last layer of the stage before returned; None on the first.
         entered: the first part after the embedding has run.
         left: what the last own layer returned.
+        encoded: the encoder's output, of a model that has one.
     """
 
     received: Any = None
     entered: bool = False
     left: Any = None
+    encoded: Any = None
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""

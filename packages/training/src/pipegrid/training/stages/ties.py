@@ -13,9 +13,9 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules.gradients import TiedParameters, tie_parameters
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Tie, as_layout, assign
-from pipegrid.training.stages.building.build import planned
-from pipegrid.training.stages.names import Names, find_names, given_names
+from pipegrid.training.stages.assignment import Tie, assign
+from pipegrid.training.stages.building.build import whole_of
+from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.places import pp_size
 from pipegrid.training.stages.stage import Stage
 
@@ -27,8 +27,7 @@ def ties_of(
     names: Names | None = None,
 ) -> tuple[Tie, ...]:
     """The parameters of ``model`` on several stages of ``layout``: for ranks without a stage of the model."""
-    whole = model if isinstance(model, nn.Module) else planned(model)
-    return assign(whole, as_layout(layout), find_names(whole) if names is None else given_names(whole, names)).ties
+    return assign(whole_of(model), layout, names).ties
 
 
 def tie_stage_parameters(

@@ -9,9 +9,10 @@ what they are copied from, and of two others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
+from attrs import frozen
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -26,40 +27,74 @@ from pipegrid.training.stages.building.values import Values
 from pipegrid.training.stages.torch_compat import is_compiled_in_place
 
 
-def planned(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The model that ``factory`` makes, with all parameters on the meta device; no generator advances."""
-    return _plan(factory)[0]
+@frozen(eq=False)
+class Planned:
+    """The first run of a function that makes a model.
 
-
-def build(factory: Callable[[], nn.Module], wanted: Callable[[nn.Module], set[str]]) -> nn.Module:
-    """The model that ``factory`` makes; parameters outside of ``wanted(model)`` share memory and have no values.
-
-    ``wanted`` returns names of parameters; its argument is the model with all parameters on the meta device.
-
-    Raises:
-        CutError: the initial values cannot be those of one process.
+    Attributes:
+        factory: the function.
+        model: with all parameters on the meta device.
+        plan: what its parameters come from.
+        hidden: tensors of files that are left out, as stored twice.
     """
-    model, plan, hidden = _plan(factory)
-    names = wanted(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = [parameter for name, parameter in parameters.items() if name in names]
-    values = Values(plan, plan.needed(kept, list(parameters.values())), plan.behind(list(parameters.values())))
-    shapes = _shapes(model)
-    with _registering(values.registered), files_read_by(values.read, hidden), values:
-        made = factory()
-    if _shapes(made) != shapes:
-        raise CutError(f"the function that makes the model makes another model at its second call; {REMEDY}")
-    own = {name: each for name, each in made.named_parameters(remove_duplicate=False) if name in names}
-    for name, tensor in (own | dict(made.named_buffers())).items():
-        values.require_values(name, tensor)
-    values.end(made.parameters())
-    return made
+
+    factory: Callable[[], nn.Module]
+    model: nn.Module
+    plan: Plan
+    hidden: set[Stored]
+
+    def build(self, names: Container[str]) -> nn.Module:
+        """The model of the second run; parameters outside of ``names`` share memory and have no values.
+
+        Raises:
+            CutError: the initial values cannot be those of one process.
+        """
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        kept = [parameter for name, parameter in parameters.items() if name in names]
+        dropped = list(parameters.values())
+        values = Values(self.plan, self.plan.needed(kept, dropped), self.plan.behind(dropped))
+        shapes = _shapes(self.model)
+        with _registering(values.registered), files_read_by(values.read, self.hidden), values:
+            made = self.factory()
+        if _shapes(made) != shapes:
+            raise CutError(f"the function that makes the model makes another model at its second call; {REMEDY}")
+        own = {name: each for name, each in made.named_parameters(remove_duplicate=False) if name in names}
+        for name, tensor in (own | dict(made.named_buffers())).items():
+            values.require_values(name, tensor)
+        values.end(made.parameters())
+        return made
+
+
+def planned(factory: Callable[[], nn.Module]) -> Planned:
+    """Run ``factory`` on the meta device; no generator advances."""
+    if not callable(factory):
+        raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
+    loaded = loads()
+    model, plan = _planned_once(factory, set())
+    if loads() and not loaded:  # the function has imported it, and its files were not watched
+        model, plan = _planned_once(factory, set())
+    hidden = stored_twice(model, plan.files_behind)
+    if hidden:
+        model, plan = _planned_once(factory, hidden)
+    return Planned(factory, model, plan, hidden)
+
+
+def whole_of(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A model, or the one that a function makes, on the meta device."""
+    return model if isinstance(model, nn.Module) else planned(model).model
 
 
 def require_sizes(model: nn.Module) -> None:
     """Raise where a parameter has no shape before the first forward of its layer."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         _require_size(parameter, name)
+
+
+def require_values(model: nn.Module, names: Container[str]) -> None:
+    """Raise where a parameter of ``names`` has no values."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and name in names:
+            raise CutError(f"{name} is on the meta device; pass a function that makes the model on a CPU")
 
 
 def require_not_compiled(model: nn.Module) -> None:
@@ -71,20 +106,6 @@ def require_not_compiled(model: nn.Module) -> None:
             f"{'the model' if whole else compiled[0]} is compiled, and calls code for the whole model; cut it, and "
             "compile the layers of the stage then: compile_layers(stage)"
         )
-
-
-def _plan(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Plan, set[Stored]]:
-    """The model on the meta device, what its parameters come from, and what of files to leave out as stored twice."""
-    if not callable(factory):
-        raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
-    loaded = loads()
-    model, plan = _planned_once(factory, set())
-    if loads() and not loaded:  # the function has imported it, and its files were not watched
-        model, plan = _planned_once(factory, set())
-    hidden = stored_twice(model, plan.files_behind)
-    if hidden:
-        model, plan = _planned_once(factory, hidden)
-    return model, plan, hidden
 
 
 def _planned_once(factory: Callable[[], nn.Module], hidden: set[Stored]) -> tuple[nn.Module, Plan]:

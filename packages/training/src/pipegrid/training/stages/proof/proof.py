@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign, within
-from pipegrid.training.stages.building.build import planned
-from pipegrid.training.stages.names import Names, find_names, given_names
+from pipegrid.training.stages.building.build import whole_of
+from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.proof.crossing import Crossing, crossings, place, returned
 from pipegrid.training.stages.proof.trace import Forward, trace
 from pipegrid.training.stages.proof.traced import Operation
@@ -124,9 +124,8 @@ def prove_cut(
     Raises:
         CutError: layers not found, a layout that does not fit, or a model whose code cannot run on shapes.
     """
-    whole = model if isinstance(model, nn.Module) else planned(model)
-    layout = as_layout(layout)
-    assignment = assign(whole, layout, find_names(whole) if names is None else given_names(whole, names))
+    whole, layout = whole_of(model), as_layout(layout)
+    assignment = assign(whole, layout, names)
     args, kwargs = called_with(batch)
     proof, _ = proof_of(meta_copy(whole, buffers=False), assignment, layout.short_text(), args, kwargs, loss=loss)
     return proof

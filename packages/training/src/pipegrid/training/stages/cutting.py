@@ -1,0 +1,252 @@
+"""Stages out of a model: which ones, their parameters, the proof of the cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.topology import HyperCommGrid
+from pipegrid.topology.fields import Index, checked, shown
+from pipegrid.topology.world import resolve_rank
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.assignment import Assignment, as_layout, assign, require_no_shared_memory
+from pipegrid.training.stages.building.build import planned, require_not_compiled, require_sizes, require_values
+from pipegrid.training.stages.comparison import StageComparison, compare
+from pipegrid.training.stages.names import Names
+from pipegrid.training.stages.places import places_on
+from pipegrid.training.stages.proof import Proofs, called_with
+from pipegrid.training.stages.stage import Stage
+
+
+@overload
+def pipeline_stage(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: int | HyperCommGrid,
+    *,
+    schedule: None = ...,
+    names: Names | None = ...,
+    module: str | None = ...,
+    output: Callable[[Any], Any] | None = ...,
+    config: Any = ...,
+    carry: Sequence[str] = ...,
+    batch: Any = ...,
+    allow_empty: bool = ...,
+) -> Stage: ...
+
+
+@overload
+def pipeline_stage(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: Sequence[int],
+    *,
+    schedule: None = ...,
+    names: Names | None = ...,
+    module: str | None = ...,
+    output: Callable[[Any], Any] | None = ...,
+    config: Any = ...,
+    carry: Sequence[str] = ...,
+    allow_empty: bool = ...,
+) -> list[Stage]: ...
+
+
+@overload
+def pipeline_stage(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: HyperCommGrid,
+    *,
+    schedule: str,
+    names: Names | None = ...,
+    module: str | None = ...,
+    output: Callable[[Any], Any] | None = ...,
+    config: Any = ...,
+    carry: Sequence[str] = ...,
+    batch: Any = ...,
+    allow_empty: bool = ...,
+) -> list[Stage]: ...
+
+
+def pipeline_stage(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    stage: int | Sequence[int] | HyperCommGrid,
+    *,
+    schedule: str | None = None,
+    names: Names | None = None,
+    module: str | None = None,
+    output: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    carry: Sequence[str] = (),
+    batch: Any = None,
+    allow_empty: bool = False,
+) -> Stage | list[Stage]:
+    """The module of a stage of ``model``: its own layers and parameters, under their names in the whole model.
+
+    Every stage is called like the whole model, ``stage(**batch)``; all but the first replace the hidden states by
+    those received. Masks, position ids and rotary tables are made on every stage by the model's own code, from the
+    batch: later stages read the shapes of its ids or pixels, and the values of its masks.
+
+    Args:
+        model: the whole model; its parameters are shared with the stage. Or a function that makes it: then the
+            parameters of other stages are never in memory together, and initial values are bit for bit those of the
+            whole model in one process with the same seed.
+        layout: of the model's layers, such as ``"Et*2|t*2L"``; without ``E`` the embedding is on the first stage,
+            without ``L`` the head on the last.
+        stage: its number; or the numbers of all stages on this rank, which share tied parameters. Or the module's grid:
+            then the stages of this rank, of a layout with one stage for each pp rank or with those of ``schedule``.
+        schedule: with a grid, the name of a schedule such as ``"zero_bubble_v"``: the result is the list of this
+            rank's stages, whose ``placement`` a communicator takes.
+        names: where the parts are; None: by the names that Hugging Face models have.
+        module: the name of the model in a graph of several; hidden states are then sent as ``{module: hidden}``.
+        output: of the last stage: from what the model returns to what is sent to other modules.
+        config: a `PipelineConfig`.
+        carry: arguments of the model that travel from stage to stage with the hidden states, such as
+            ``("attention_mask",)`` or ``("position_ids",)``: the first stage is called with them, the others are not,
+            and their ranks need no data for them.
+        batch: what the model is called with, a dict of arguments by name or a tuple of positional ones: the cut is
+            proved here (`prove_cut`), before parameters have values. None: in the first forward of each stage.
+        allow_empty: stages without parameters are allowed; they pass on what they receive.
+
+    Raises:
+        CutError: layers not found, a layout that does not fit the model, or with a grid other than pp x chunks stages,
+            a stage that does not exist or has no parameters, a model on the meta device, or a ``batch`` for which the
+            cut is not proved.
+        PlanError: no schedule has that name.
+    """
+    layout = as_layout(layout)
+    several = schedule is not None or (isinstance(stage, Sequence) and not isinstance(stage, str))
+    numbers, placement = _numbers(layout, stage, schedule)
+    if output is not None and not callable(output):
+        raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
+    make = None if isinstance(model, nn.Module) else model
+    proofs: Proofs | None = None
+    if not isinstance(model, nn.Module):
+        first = planned(model)
+        assignment = _assigned(first.model, layout, names, numbers, allow_empty=allow_empty)
+        proofs = None if batch is None else _proved(first.model, assignment, layout, batch)
+        model = first.build(_own(assignment, numbers))
+    assignment = _assigned(model, layout, names, numbers, allow_empty=allow_empty)
+    require_values(model, _own(assignment, numbers))
+    proofs = proofs or _proved(model, assignment, layout, batch)
+    made = [
+        Stage(
+            model,
+            assignment,
+            number,
+            module=module,
+            output=output,
+            config=config,
+            carry=carry,
+            proofs=proofs,
+            compared=partial(_require_equal, make, layout, names, carry),
+        )
+        for number in numbers
+    ]
+    for each in made:
+        each.placement = placement
+    return made if several else made[0]
+
+
+cut = pipeline_stage  # the former name
+
+
+def _numbers(
+    layout: PipelineParallelLayerLayout, stage: int | Sequence[int] | HyperCommGrid, schedule: str | None
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The numbers of this rank's stages; with a grid, the pp rank of every stage as well."""
+    if isinstance(stage, HyperCommGrid):
+        placement, here = places_on(layout, stage, schedule), stage.coords(resolve_rank()).get("pp", 0)
+        return tuple(number for number, place in enumerate(placement) if place == here), placement
+    if schedule is not None:
+        raise CutError(f"schedule is {schedule!r}, and stage is {shown(stage)}; give the grid in its place")
+    several = isinstance(stage, Sequence) and not isinstance(stage, str)
+    found = checked(stage, tuple[Index, ...] if several else Index, "stage", CutError)
+    numbers: tuple[int, ...] = found if several else (found,)
+    if len(set(numbers)) < len(numbers):
+        raise CutError(f"stage is {stage!r}; a rank has each of its stages once")
+    if max(numbers, default=0) >= len(layout.stages):
+        raise CutError(f"stage is {stage}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}")
+    return numbers, None
+
+
+def _assigned(
+    whole: nn.Module,
+    layout: PipelineParallelLayerLayout,
+    names: Names | None,
+    numbers: Sequence[int],
+    *,
+    allow_empty: bool,
+) -> Assignment:
+    """The assignment of a model that can be cut into the stages ``numbers``."""
+    require_sizes(whole)
+    require_not_compiled(whole)
+    assignment = assign(whole, layout, names)
+    require_no_shared_memory(whole, assignment, numbers)
+    for number in numbers:
+        if not allow_empty and not assignment.parameters(number):
+            raise CutError(
+                f"stage {number} of layout {layout.short_text()} has no parameters; move a layer to it, or pass "
+                "allow_empty=True"
+            )
+    return assignment
+
+
+def _own(assignment: Assignment, numbers: Sequence[int]) -> set[str]:
+    """The names of the parameters of the stages ``numbers``."""
+    return {name for number in numbers for name in assignment.parameters(number)}
+
+
+def _proved(whole: nn.Module, assignment: Assignment, layout: PipelineParallelLayerLayout, batch: Any) -> Proofs:
+    """The proofs of a cut; with a ``batch``, that of its call."""
+    proofs = Proofs(whole, assignment, layout.short_text())
+    if batch is not None:
+        proofs.require(whole, *called_with(batch), None)
+    return proofs
+
+
+def compare_stages(
+    make: Callable[[], nn.Module] | nn.Module,
+    layout: str | PipelineParallelLayerLayout,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    names: Names | None = None,
+    carry: Sequence[str] = (),
+    loss: Callable[[Any], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> StageComparison:
+    """All stages of a cut and the whole model on one call, in this process: arguments as of `check_stages`."""
+
+    def made() -> nn.Module:
+        return copy.deepcopy(make) if isinstance(make, nn.Module) else make()
+
+    def stage_of(number: int) -> Stage:
+        model = made() if isinstance(make, nn.Module) else make
+        return pipeline_stage(model, layout, number, names=names, carry=carry, allow_empty=True)
+
+    return compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype)
+
+
+def _require_equal(
+    make: Callable[[], nn.Module] | None,
+    layout: PipelineParallelLayerLayout,
+    names: Names | None,
+    carry: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Raise unless the stages compute what the whole model computes for a call: ``config.check``."""
+    if make is None:
+        raise CutError(
+            "config.check compares the stages with the whole model, which is not kept; give pipeline_stage a "
+            "function that makes it, or call check_stages(model, layout, batch) before"
+        )
+    compare_stages(make, layout, args, kwargs, names=names, carry=carry).require()

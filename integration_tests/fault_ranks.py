@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic as now  # the machine's, whatever clock a case moves
 
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
 
+from kit.reach import Reach
+from kit.stages import Stage
 from pipegrid.bridges import MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
 from pipegrid.schedules import (
-    Forwarded,
     Monitor,
     PipelineRuntime,
+    Plan,
     clip_grad_norm_,
     dualpipe_v,
     interleaved_1f1b,
@@ -121,31 +124,15 @@ class Injector:
                 raise KeyboardInterrupt(FAULTY)
 
 
-class _Bomb(torch.autograd.Function):
-    """The identity, whose backward reaches a place of its own, inside of autograd."""
-
-    @staticmethod
-    def forward(ctx, x, injector):
-        ctx.injector = injector
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.injector.reach("backward")
-        return gradient, None
-
-
-class _Stage:
-    def __init__(self, number: int, plan, injector: Injector) -> None:
-        self.out = [edge for edge in plan.graph.stage_edges if edge.source == number]
-        self.model, self.injector = torch.nn.Linear(8, 8), injector
-
-    def forward(self, microbatch, inputs):
-        del microbatch
-        self.injector.reach("forward")
-        x = sum(inputs.values()) if inputs else torch.randn(4, 2, 8)
-        y = _Bomb.apply(torch.tanh(self.model(x)), self.injector)
-        return Forwarded(dict.fromkeys(self.out, y)) if self.out else Forwarded({}, y.square().mean())
+def _stage(number: int, plan: Plan, injector: Injector) -> Stage:
+    return Stage(
+        plan.graph,
+        number,
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), Reach(partial(injector.reach, "backward"))),
+        data=lambda microbatch: torch.randn(4, 2, 8),
+        loss=lambda output: output.square().mean(),
+        before=lambda microbatch: injector.reach("forward"),
+    )
 
 
 def _job(case: Case, config: P2PConfig):
@@ -265,7 +252,7 @@ def _run(case: Case, rank: int, folder: Path, injector: Injector, clock: MovedCl
         # A first step also connects, which a busy machine delays: only faults in it need its deadline.
         first = case.deadline if case.step == 0 else None
         monitor = Monitor(watch, rank=rank, ranks=range(WORLD), deadline=case.deadline, first_deadline=first)
-    stages = {number: _Stage(number, plan, injector) for number in numbers}
+    stages = {number: _stage(number, plan, injector) for number in numbers}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[injector], monitor=monitor)
     by_name = {name: torch.nn.ModuleList() for name in names}
     for number, stage in stages.items():

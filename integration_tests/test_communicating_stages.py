@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, forward_backward_pipelining_without_interleaving
+from pipegrid.schedules import PipelineConfig
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
-from .tensor_parallel import Block
+from .kit.models import Part, call, chain_in_one_process, mean_loss, require_same_gradients
+from .kit.tensor_parallel import Block
 
 LENGTH, BATCH, WIDTH = 3, 2, 6
 LANGUAGE = "language"
-
-
-class Language(nn.Module):
-    """One stage of the language model: a layer over the sum of what arrives."""
-
-    def __init__(self, number, device):
-        super().__init__()
-        generator = torch.Generator().manual_seed(100 + number)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device))
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight)
 
 
 def data(encoder, microbatch, device):
@@ -41,12 +29,12 @@ def data(encoder, microbatch, device):
 def in_one_process(encoders, microbatches, pp, device):
     """The unsharded encoders and the language model's stages, with their gradients."""
     blocks = [Block(number, WIDTH, device=device) for number in range(encoders)]
-    stages = [Language(number, device) for number in range(pp)]
-    for microbatch in range(microbatches):
-        x = sum(block(data(number, microbatch, device)) for number, block in enumerate(blocks))
-        for stage in stages:
-            x = stage(x)
-        (x.square().mean() / microbatches).backward()
+    stages = [Part(100 + number, WIDTH).to(device) for number in range(pp)]
+    batches = (
+        sum(block(data(number, microbatch, device)) for number, block in enumerate(blocks))
+        for microbatch in range(microbatches)
+    )
+    chain_in_one_process(stages, batches, microbatches)
     return blocks, stages
 
 
@@ -62,28 +50,25 @@ def test_ranks_of_several_positions_communicate_inside_a_stage(ranks, encoders, 
         grid.create_pgs([*grid.dim_names])
     config = PipelineConfig(pipeline_dtype=torch.float64, strict=strict, deadline=20.0, open_deadline=30.0)
     comm = MultiModulePipelineCommunicator(grids, {name: [LANGUAGE] for name in names}, config)
-    models = {name: Block(number, WIDTH, grids[name].get_pg("tp"), device=device) for number, name in enumerate(names)}
-    models[LANGUAGE] = Language(ranks.rank, device)
-    received = {}
-    for name, model in models.items():
-        model.config = config
-        model.set_input_tensor = lambda arrived, name=name: received.update({name: arrived})
+    models = {
+        name: Block(number, WIDTH, grids[name].get_pg("tp"), device=device, config=config)
+        for number, name in enumerate(names)
+    }
+    models[LANGUAGE] = Part(100 + ranks.rank, WIDTH, config).to(device)
 
     def forward_step(microbatch_of, model):
         microbatch = next(microbatch_of)
         for number, name in enumerate(names):
             if model is models[name]:
                 return {name: model(data(number, microbatch, device))}, None
-        y = model(sum(received[LANGUAGE].values()))
-        return (y if ranks.rank == 1 else {LANGUAGE: y}), lambda y: (y.square().mean(), None)
+        y = model(sum(model.received.values()))
+        return (y if ranks.rank == 1 else {LANGUAGE: y}), mean_loss
 
-    forward_backward_pipelining_without_interleaving(
-        forward_step_func=forward_step,
-        data_iterator={name: iter(range(microbatches)) for name in models},
+    call(
         model=models,
-        num_microbatches=microbatches,
-        seq_length=LENGTH,
-        micro_batch_size=BATCH,
+        count=microbatches,
+        data_iterator={name: iter(range(microbatches)) for name in models},
+        forward_step_func=forward_step,
         p2p_communicator=comm,
         pg_collection={name: ProcessGroupCollection.from_grid(grid) for name, grid in grids.items()},
     )
@@ -92,6 +77,5 @@ def test_ranks_of_several_positions_communicate_inside_a_stage(ranks, encoders, 
         for parameter, whole in block.named_parameters():
             expected = models[name].share(parameter, whole.grad)
             torch.testing.assert_close(models[name].gradient(parameter), expected, rtol=1e-10, atol=1e-13)
-    weight = stages[ranks.rank].weight.grad
-    torch.testing.assert_close(models[LANGUAGE].weight.grad, weight, rtol=1e-10, atol=1e-13)
+    require_same_gradients(models[LANGUAGE], stages[ranks.rank], rtol=1e-10, atol=1e-13)
     comm.destroy()

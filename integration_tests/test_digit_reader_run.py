@@ -9,21 +9,23 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipegrid.schedules import Costs, recording_from_json, simulate
 
+from .kit import programs
+
 TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "digit_reader" / "train.py"
+
+
+run = partial(programs.run, TRAIN)
 
 
 def command(*arguments):
     return [sys.executable, str(TRAIN), *arguments]
-
-
-def run(*arguments, timeout=240):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipegrid.bridges import (
@@ -17,9 +17,8 @@ from pipegrid.bridges import (
     VTPCommunicator,
     VTPTopology,
 )
-from pipegrid.schedules import Forwarded, PipelineRuntime, clip_grad_norm_, lower, reduce_gradients, zero_bubble_h1
+from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, lower, reduce_gradients, zero_bubble_h1
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.megatron.step_functions import forward_backward_pipelining_without_interleaving
 from pipegrid.topology import (
     HyperCommGrid,
     MultiModuleProcessGroupCollection,
@@ -27,6 +26,9 @@ from pipegrid.topology import (
     create_grid_groups,
 )
 from pipegrid.transport import P2PCommunicator, P2PConfig
+
+from .kit.models import Part, call, forward_step
+from .kit.stages import Stage
 
 WORLD, RANK, WIDTH, MICROBATCHES = 512, 100, 8, 32
 SHAPE = (4, 2, WIDTH)
@@ -54,39 +56,17 @@ def pipeline():
     return grid, ProcessGroupCollection.from_grid(grid)
 
 
-class Part(nn.Module):
-    def __init__(self, config=None):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.config = config
-        self.received = [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
-
-def forward_step(_, model):
-    x = model.received[0]
-    return model(torch.ones(SHAPE) if x is None else x), lambda output: (output.square().mean(), {"loss": 1})
-
-
 @as_rank(0, RANK, WORLD - 1)
 def test_steps_of_a_step_function_with_the_reduction_of_gradients():
     grid, groups = pipeline()
     config = PipelineConfig(pipeline_dtype=torch.float32, deadline=20.0, open_deadline=20.0)
     communicator = P2PCommunicator(groups.pp, config, tensor_shape=SHAPE)
-    part = Part(config)
+    part = Part(0, WIDTH, config, dtype=torch.float32)
     for _ in range(2):
-        infos = forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward_step,
-            data_iterator=None,
+        infos = call(
             model=part,
-            num_microbatches=MICROBATCHES,
-            seq_length=SHAPE[0],
-            micro_batch_size=SHAPE[1],
+            count=MICROBATCHES,
+            forward_step_func=partial(forward_step, data=lambda _: torch.ones(SHAPE)),
             p2p_communicator=communicator,
             pg_collection=groups,
         )
@@ -100,22 +80,14 @@ def test_steps_of_a_step_function_with_the_reduction_of_gradients():
     grid.destroy()
 
 
-class RuntimeStage:
-    def __init__(self, stage, plan):
-        self.model = Part()
-        self.outgoing = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-
-    def forward(self, microbatch, inputs):
-        del microbatch
-        return Forwarded(dict.fromkeys(self.outgoing, self.model(*inputs.values())))
-
-
 def test_a_runtime_runs_the_plan_of_its_position():
     _, groups = pipeline()
     plan = lower(zero_bubble_h1(16, MICROBATCHES))
     stage = groups.pp.rank()
     communicator = P2PCommunicator(groups.pp, CONFIG, tensor_shape=SHAPE, traffic=plan.traffic)
-    runtime = PipelineRuntime(plan, {stage: RuntimeStage(stage, plan)}, communicator)
+    runtime = PipelineRuntime(
+        plan, {stage: Stage(plan.graph, stage, Part(0, WIDTH, dtype=torch.float32))}, communicator
+    )
     for _ in range(2):
         runtime.step()
     assert {lane.stats.messages for lane in communicator.lanes.values()} == {2 * MICROBATCHES}

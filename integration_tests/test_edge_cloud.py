@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +23,8 @@ from edge_cloud.reader import LAYOUT, SIZES, ReaderStage, stage_module
 from pipegrid.schedules import Costs, simulate
 from pipegrid.transport import Direction, Edge
 from pipegrid.transport.lane.lane import Lane
+
+from .kit.programs import run
 
 MICROBATCHES, SAMPLES = 3, 2
 BATCH = [range(index * SAMPLES, (index + 1) * SAMPLES) for index in range(MICROBATCHES)]
@@ -156,12 +156,6 @@ def test_the_time_on_the_link_counts_every_message_by_itself():
 SCRIPT = Path(__file__).parent.parent / "docs" / "examples" / "edge_cloud" / "run.py"
 
 
-def run(*options):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=False, timeout=200
-    )
-
-
 @pytest.mark.parametrize("delay", [0.02, 0.05, 0.1])
 def test_the_u_hides_more_of_the_link_than_plain_1f1b(delay):
     """By simulation: what the example measures is printed, and times decide no test."""
@@ -175,13 +169,13 @@ def test_the_u_hides_more_of_the_link_than_plain_1f1b(delay):
 
 @pytest.mark.nightly
 def test_the_command_measures_both_schedules():
-    done = run("--steps", "3", "--rounds", "3", "--delay", "0.1")
+    done = run(SCRIPT, "--steps", "3", "--rounds", "3", "--delay", "0.1")
     assert done.returncode == 0, done.stderr
     hidden = re.findall(r"(\w+): .*; (-?\d+)% of the link's time hidden", done.stdout)
     assert {name for name, _ in hidden} == {"1f1b", "u_shape"}
 
 
 def test_options_that_cannot_be_are_refused_before_any_process_starts():
-    done = run("--microbatches", "0")
+    done = run(SCRIPT, "--microbatches", "0")
     assert done.returncode == 2
     assert "--microbatches 0: give at least 1" in done.stderr

@@ -9,26 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, one_f_one_b
+from pipegrid.schedules import PipelineRuntime, lower, one_f_one_b
 from pipegrid.testing.fake_nccl import FakeWork
-from pipegrid.transport import P2PCommunicator, P2PConfig, streams
+from pipegrid.transport import P2PCommunicator, P2PConfig
+
+from .kit.models import require_same_gradients
+from .kit.stages import Stage, in_one_process
 
 STAGES, MICROBATCHES, WIDTH = 2, 6, 4
 
 
-class Layer:
+def layer(plan, number, **options):
     """A linear stage; the mean square of the last one is the loss."""
-
-    def __init__(self, stage, plan, ranks):
-        torch.manual_seed(stage)
-        self.model, self.ranks = nn.Linear(WIDTH, WIDTH), ranks
-        self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-        self.data = torch.ones(3, WIDTH)
-
-    def forward(self, microbatch, inputs):
-        self.ranks.reach(f"F{microbatch}")
-        y = self.model(next(iter(inputs.values()), self.data))
-        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.square().mean() / MICROBATCHES)
+    torch.manual_seed(number)
+    return Stage(
+        plan.graph,
+        number,
+        nn.Linear(WIDTH, WIDTH),
+        data=lambda _: torch.ones(3, WIDTH),
+        loss=lambda y: y.square().mean() / MICROBATCHES,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,13 +39,10 @@ class Layer:
         for mode in ("streams", "serial")
     ],
 )
-def test_a_step_has_the_gradients_of_one_process_no_race_and_no_wait_but_back_pressure(ranks, mode, monkeypatch):
-    device = ranks.fake_device
-    monkeypatch.setattr(streams, "cuda", device.streams)
-    monkeypatch.setattr(streams, "types", {"cpu"})
+def test_a_step_has_the_gradients_of_one_process_no_race_and_no_wait_but_back_pressure(ranks, mode, device):
     plan = lower(one_f_one_b(STAGES, MICROBATCHES))
     communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=30.0))
-    stage = Layer(ranks.rank, plan, ranks)
+    stage = layer(plan, ranks.rank, before=lambda microbatch: ranks.reach(f"F{microbatch}"))
     runtime = PipelineRuntime(plan, {ranks.rank: stage}, communicator)
     with device.streams.watch():
         runtime.step()  # connects, and agrees on shapes
@@ -59,25 +57,19 @@ def test_a_step_has_the_gradients_of_one_process_no_race_and_no_wait_but_back_pr
     launches = device.launches[before:]
     assert len(launches) == 2 * MICROBATCHES
     assert {launch.thread for launch in launches} == {threading.get_ident()}
-    layers = [Layer(number, plan, ranks) for number in range(STAGES)]
-    for _ in range(MICROBATCHES):
-        y = layers[1].model(layers[0].model(layers[0].data))
-        (y.square().mean() / MICROBATCHES).backward()
-    for found, expected in zip(stage.model.parameters(), layers[ranks.rank].model.parameters(), strict=True):
-        assert torch.allclose(found.grad, expected.grad, rtol=1e-5)
+    layers = [layer(plan, number) for number in range(STAGES)]
+    in_one_process(layers, MICROBATCHES)
+    require_same_gradients(stage.model, layers[ranks.rank].model, rtol=1e-5, atol=1e-8)
     communicator.close()
 
 
 @pytest.mark.ranks(STAGES, backend="fake_nccl")
-def test_a_wait_that_orders_nothing_is_a_race(ranks, monkeypatch):
-    device = ranks.fake_device
-    monkeypatch.setattr(streams, "cuda", device.streams)
-    monkeypatch.setattr(streams, "types", {"cpu"})
+def test_a_wait_that_orders_nothing_is_a_race(ranks, device, monkeypatch):
     monkeypatch.setattr(FakeWork, "wait", lambda work, timeout=None: work.entry.ended.wait())
     plan = lower(one_f_one_b(STAGES, MICROBATCHES))
     communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=30.0))
     with device.streams.watch():
-        PipelineRuntime(plan, {ranks.rank: Layer(ranks.rank, plan, ranks)}, communicator).step()
+        PipelineRuntime(plan, {ranks.rank: layer(plan, ranks.rank)}, communicator).step()
     assert any("race: " in text and "entry" in text for text in device.violations)
     device.violations.clear()
     communicator.close()

@@ -22,10 +22,11 @@ from pipegrid.schedules import (
     Monitor,
     PipelineConfig,
     PipelineError,
-    forward_backward_pipelining_without_interleaving,
 )
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.transport import P2PCommunicator, streams
+
+from .kit.models import Model, call
 
 RANKS, WIDTH, MICROBATCHES = 4, 4, 4
 DEADLINE, PROMISED = 20.0, 2.0  # seconds; no error here waits for a deadline, so that load does not decide
@@ -33,16 +34,12 @@ CAUSE = "injected failure 4711"
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
-class Model(nn.Module):
+class Layers(Model):
     """Two layers; calls ``before`` with the number of each forward of the step."""
 
     def __init__(self, config, before):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.config, self.before, self.received = config, before, None
-
-    def set_input_tensor(self, received):
-        self.received = received
+        super().__init__(config)
+        self.layers, self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), before
 
     def forward(self, x, number):
         self.before(number)
@@ -123,7 +120,7 @@ def fail(ranks, job, what, failing):
     )
     config = PipelineConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor)
     communicator, name, groups, first_stage = job(config)
-    model = Model(config, lambda number: None)
+    model = Layers(config, lambda number: None)
 
     def forward_step(iterator, model):
         received = model.received.values() if isinstance(model.received, dict) else model.received
@@ -132,16 +129,8 @@ def fail(ranks, job, what, failing):
         return ({name: y} if name == "encoder" else y), lambda y: (y.square().mean(), None)
 
     def step():
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward_step,
-            data_iterator={name: iter(range(MICROBATCHES))} if job is bridge else iter(range(MICROBATCHES)),
-            model=model,
-            num_microbatches=MICROBATCHES,
-            seq_length=2,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-            pg_collection=groups,
-        )
+        given = {"p2p_communicator": communicator, "pg_collection": groups}
+        call(model=model, count=MICROBATCHES, forward_step_func=forward_step, **given)
 
     step()
     # Ranks 0 and 1 hold copies of one stage; a rank that fails leaves the other one alone in a collective.

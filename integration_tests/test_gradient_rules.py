@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import (
     DisagreementError,
-    Forwarded,
     GradientError,
     LossScale,
     LossScaler,
@@ -21,106 +20,30 @@ from pipegrid.schedules import (
     PipelineConfig,
     PipelineError,
     PipelineRuntime,
-    WithLoss,
     clip_grad_norm_,
     forward_backward_no_pipelining,
-    forward_backward_pipelining_without_interleaving,
     lower,
     one_f_one_b,
     reduce_gradients,
     tie_parameters,
     zero_bubble_h1,
 )
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
-from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
+from pipegrid.transport import P2PCommunicator, P2PConfig
 
-MICROBATCHES, BATCH, WIDTH = 3, 4, 5
-NAMES = ("images", "language")
-COMMON = {"num_microbatches": MICROBATCHES, "seq_length": 2, "micro_batch_size": BATCH}
-
-
-class Stage(nn.Module):
-    def __init__(self, seed, config):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.config, self.received = config, {}
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
-
-def microbatch(index):
-    return torch.randn(BATCH, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
-
-
-def weights(index):
-    return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index))
-
-
-def alike(ours, theirs):
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-11, atol=1e-14)
-
-
-class TwoModules:
-    """An encoder before a language model, on their own numbers of data lanes; this rank's part of a step."""
-
-    def __init__(self, ranks, lanes, **options):
-        self.grids = {
-            "images": HyperCommGrid([lanes[0], 1], ["dp", "pp"]),
-            "language": HyperCommGrid([lanes[1], 1], ["dp", "pp"], rank_offset=lanes[0]),
-        }
-        self.name = "images" if ranks.rank < lanes[0] else "language"
-        self.device = ranks.device
-        self.config = PipelineConfig(
-            pipeline_dtype=torch.float64, strict=ranks.strict_sends, deadline=30, check_replicas=True, **options
-        )
-        for grid in self.grids.values():
-            grid.create_pg("dp")
-        self.groups = ProcessGroupCollection.from_grid(self.grids[self.name])
-        self.communicator = MultiModulePipelineCommunicator(self.grids, {"images": ["language"]}, self.config)
-        self.stage = Stage(NAMES.index(self.name), self.config).to(ranks.device)
-        self.share = lane_samples(BATCH, self.grids[self.name])
-
-    def step(self, indices, *, loss, own_loss=None):
-        def forward(iterator, model):
-            index = next(iterator)
-            part = slice(self.share.start, self.share.stop)
-            if self.name == "images":
-                output = model(microbatch(index)[part].to(self.device))
-                carried = {"images": output}
-                return (carried if own_loss is None else WithLoss(carried, own_loss(output))), None
-            counted = weights(index)[part].to(self.device)
-            return model(model.received["images"]), lambda output: loss(output, counted)
-
-        return forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward,
-            data_iterator=iter(indices),
-            model=self.stage,
-            p2p_communicator=self.communicator,
-            pg_collection=self.groups,
-            **COMMON,
-        )
-
-    def own(self, reference):
-        return reference[NAMES.index(self.name)].to(self.device)
-
-    def close(self):
-        self.communicator.destroy()
-        dist.barrier()
-
-
-def mean_loss(output, counted):
-    del counted
-    return output.square().mean(), None
-
-
-def token_loss(output, counted):
-    return (output.square().mean(dim=-1) * counted).sum(), counted.sum(), None
+from .kit.models import Part, call, chain_in_one_process, forward_step, require_same_gradients
+from .kit.stages import Stage
+from .kit.two_modules import (
+    MICROBATCHES,
+    WIDTH,
+    TwoModules,
+    mean_loss,
+    microbatch,
+    norm_of,
+    of_one_process,
+    token_loss,
+    weights,
+)
 
 
 @pytest.mark.ranks(3)
@@ -135,14 +58,8 @@ def test_gradients_of_two_calls_add_up(ranks, lanes, per_token):
         job.step(indices, loss=token_loss if per_token else mean_loss)
         held.append(job.stage.layer.weight.grad)
     assert held[0] is held[1], "an optimizer, or a graph, may hold the very tensor"
-    reference = [Stage(0, None), Stage(1, None)]
-    for indices in calls:
-        tokens = sum(int(weights(index).sum()) for index in indices)
-        for index in indices:
-            output = reference[1](reference[0](microbatch(index)))
-            loss = (token_loss if per_token else mean_loss)(output, weights(index))[0]
-            (loss / (tokens if per_token else MICROBATCHES)).backward()
-    alike(job.stage, job.own(reference))
+    reference = of_one_process(calls, per_token=per_token)
+    require_same_gradients(job.stage, job.own(reference))
     job.close()
 
 
@@ -152,11 +69,11 @@ def test_a_modules_own_loss_is_a_mean_over_its_own_lanes(ranks, lanes):
     """Counted by the lanes of the main loss it would weigh twice, or half."""
     job = TwoModules(ranks, lanes)
     job.step(range(MICROBATCHES), loss=mean_loss, own_loss=lambda output: output.abs().mean())
-    reference = [Stage(0, None), Stage(1, None)]
+    reference = [Part(0, WIDTH), Part(1, WIDTH)]
     for index in range(MICROBATCHES):
         encoded = reference[0](microbatch(index))
         (((reference[1](encoded)).square().mean() + encoded.abs().mean()) / MICROBATCHES).backward()
-    alike(job.stage, job.own(reference))
+    require_same_gradients(job.stage, job.own(reference))
     job.close()
 
 
@@ -187,19 +104,19 @@ def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
     per_token = about == "per-token losses" and ranks.rank == 1
     finalize = (lambda *_, **__: None) if about == "a finalizer" and ranks.rank == 1 else None
     config = PipelineConfig(calculate_per_token_loss=per_token, finalize_model_grads_func=finalize, deadline=10)
-    stage = Stage(0, config).to(ranks.device)
+    stage = Part(0, WIDTH, config).to(ranks.device)
     if about == "parameters to train":  # of as many elements on both
         stage.second = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).to(ranks.device)
         (stage.layer, stage.second)[ranks.rank].requires_grad_(False)
     start = time.monotonic()
     own = token_loss if per_token else mean_loss
     with pytest.raises(DisagreementError, match=r"data lanes of module 'model' .*rank 0: .*; rank 1: "):
-        forward_backward_no_pipelining(
-            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), lambda y: own(y, weights(0))),
-            data_iterator=None,
+        call(
+            forward_backward_no_pipelining,
             model=stage,
+            count=MICROBATCHES,
+            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), partial(own, weights(0))),
             pg_collection=ProcessGroupCollection.from_grid(lanes),
-            **COMMON,
         )
     assert time.monotonic() - start < 8
     assert stage.layer.weight.grad is None
@@ -225,21 +142,21 @@ def test_a_rank_that_fails_before_the_count_of_tokens_ends_it_on_the_other_ranks
     grid = HyperCommGrid([2], ["cp"])
     grid.create_pg(["cp"])
     monitor = Monitor(control_store("count"), rank=ranks.rank, ranks=range(2), deadline=60, interval=0.1)
-    stage = Stage(0, PipelineConfig(deadline=60, monitor=monitor)).to(ranks.device)
+    stage = Part(0, WIDTH, PipelineConfig(deadline=60, monitor=monitor)).to(ranks.device)
 
     def loss(output):
         if ranks.rank == 1:
             raise ValueError("bad sample")
-        return token_loss(output, weights(0).to(ranks.device))
+        return token_loss(weights(0).to(ranks.device), output)
 
     start = time.monotonic()
     with pytest.raises(PipelineError, match="^rank 1, stage 0, microbatch 0: ValueError: bad sample"):
-        forward_backward_no_pipelining(
-            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), loss),
-            data_iterator=None,
+        call(
+            forward_backward_no_pipelining,
             model=stage,
+            count=MICROBATCHES,
+            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), loss),
             pg_collection=SimpleNamespace(dp=None, cp=grid.get_pg("cp"), dp_cp=grid.get_pg("cp")),
-            **COMMON,
         )
     assert time.monotonic() - start < 30
     monitor.close()
@@ -254,7 +171,7 @@ def test_under_context_parallelism_a_sequences_tokens_are_those_of_all_its_ranks
     grid.create_pg(["dp", "cp"])
     here = grid.coords(ranks.rank)
     cp = grid.get_pg("cp")
-    stage = Stage(0, PipelineConfig(check_replicas=True)).to(ranks.device)
+    stage = Part(0, WIDTH, PipelineConfig(check_replicas=True)).to(ranks.device)
 
     def sequence(index, lane):
         generator = torch.Generator().manual_seed(100 * lane + index)
@@ -276,20 +193,20 @@ def test_under_context_parallelism_a_sequences_tokens_are_those_of_all_its_ranks
 
         return model(x), loss
 
-    forward_backward_no_pipelining(
-        forward_step_func=forward,
-        data_iterator=iter(range(MICROBATCHES)),
+    call(
+        forward_backward_no_pipelining,
         model=stage,
+        count=MICROBATCHES,
+        forward_step_func=forward,
         pg_collection=ProcessGroupCollection.from_grid(grid),
-        **COMMON,
     )
-    reference = Stage(0, None).to(ranks.device)
+    reference = Part(0, WIDTH).to(ranks.device)
     for lane in range(2):
         for index in range(MICROBATCHES):
             x, mask = (t.to(ranks.device) for t in sequence(index, lane))
             total = (reference(x).square().mean(dim=-1) * mask).sum()
             (total / mask.sum().clamp(min=1) / MICROBATCHES / 2).backward()
-    alike(stage, reference)
+    require_same_gradients(stage, reference)
 
 
 @pytest.mark.ranks(4)
@@ -299,7 +216,7 @@ def test_a_second_loss_with_a_count_of_its_own_is_written_in_tokens_of_the_first
     grid.create_pgs(["cp", "dp"])
     grid.create_pg(["dp", "cp"])
     here = grid.coords(ranks.rank)
-    stage = Stage(0, PipelineConfig(check_replicas=True)).to(ranks.device)
+    stage = Part(0, WIDTH, PipelineConfig(check_replicas=True)).to(ranks.device)
 
     def sequence(index, lane):
         generator = torch.Generator().manual_seed(100 * lane + index)
@@ -320,20 +237,20 @@ def test_a_second_loss_with_a_count_of_its_own_is_written_in_tokens_of_the_first
 
         return model(x), loss
 
-    forward_backward_no_pipelining(
-        forward_step_func=forward,
-        data_iterator=iter(range(MICROBATCHES)),
+    call(
+        forward_backward_no_pipelining,
         model=stage,
+        count=MICROBATCHES,
+        forward_step_func=forward,
         pg_collection=ProcessGroupCollection.from_grid(grid),
-        **COMMON,
     )
-    reference = Stage(0, None).to(ranks.device)
+    reference = Part(0, WIDTH).to(ranks.device)
     for lane in range(2):
         for index in range(MICROBATCHES):
             x, *masks = (tensor.to(ranks.device) for tensor in sequence(index, lane))
             first, second = sums(reference(x), masks)
             ((first / masks[0].sum() + 0.3 * second / masks[1].sum()) / MICROBATCHES / 2).backward()
-    alike(stage, reference)
+    require_same_gradients(stage, reference)
 
 
 @pytest.mark.ranks(4)
@@ -349,28 +266,22 @@ def test_the_other_data_lane_of_a_failed_one_does_not_wait_in_the_reduction(rank
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
     here = grid.coords(ranks.rank)
 
-    class Part(Stage):
-        def set_input_tensor(self, received):
-            (self.received,) = received
-
-    stage = Part(here["pp"], config).to(ranks.device)
+    stage = Part(here["pp"], WIDTH, config).to(ranks.device)
 
     def forward(iterator, model):
         index = next(iterator)
         if ranks.rank == 3 and index == 1:
             raise ZeroDivisionError("boom")
-        x = microbatch(index).to(ranks.device) if model.received is None else model.received
-        return model(x), lambda output: (output.square().mean(), None)
+        return forward_step(iter([index]), model, data=lambda index: microbatch(index).to(ranks.device))
 
     start = time.monotonic()
     with pytest.raises(PipelineError) as failed:
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward,
-            data_iterator=iter(range(MICROBATCHES)),
+        call(
             model=stage,
+            count=MICROBATCHES,
+            forward_step_func=forward,
             p2p_communicator=communicator,
             pg_collection=ProcessGroupCollection.from_grid(grid),
-            **COMMON,
         )
     assert time.monotonic() - start < (10 if monitored else deadline + 2)
     if monitored:
@@ -391,11 +302,7 @@ def test_a_tied_parameter_accumulates_and_an_overflow_on_one_rank_is_everybodys(
     grid.create_pgs(["dp", "pp"])
     here = grid.coords(ranks.rank)
 
-    class Part(Stage):
-        def set_input_tensor(self, received):
-            (self.received,) = received
-
-    stage = Part(0, None).to(ranks.device)
+    stage = Part(0, WIDTH).to(ranks.device)
     tied = tie_parameters("weight", {here["pp"]: stage.layer.weight}, stages=[0, 1], grids=grid)
     scaler = LossScaler(LossScale(scale=2.0, growth_interval=100))
     stage.config = PipelineConfig(
@@ -404,42 +311,42 @@ def test_a_tied_parameter_accumulates_and_an_overflow_on_one_rank_is_everybodys(
     communicator = P2PCommunicator(grid.get_pg("pp"), stage.config)
     collection = ProcessGroupCollection.from_grid(grid)
 
-    def call(first, *, overflow=False):
+    def own_data(index):
+        return microbatch(index).chunk(2)[here["dp"]].to(ranks.device)
+
+    def step(first, *, overflow=False):
         def forward(iterator, model):
-            index = next(iterator)
-            x = microbatch(index).chunk(2)[here["dp"]].to(ranks.device) if model.received is None else model.received
-            y = model(x)
+            y, loss = forward_step(iterator, model, data=own_data)
             if overflow and ranks.rank == 1:
                 y.register_hook(lambda gradient: gradient * float("inf"))
-            return y, lambda output: (output.square().mean(), None)
+            return y, loss
 
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward,
-            data_iterator=iter(range(first, first + MICROBATCHES)),
+        call(
             model=stage,
+            count=MICROBATCHES,
+            data_iterator=iter(range(first, first + MICROBATCHES)),
+            forward_step_func=forward,
             p2p_communicator=communicator,
             pg_collection=collection,
-            **COMMON,
         )
 
-    call(0)
-    call(10)
+    step(0)
+    step(10)
     assert scaler.unscale(stage)
-    reference = [Part(0, None), Part(0, None)]
+    reference = [Part(0, WIDTH), Part(0, WIDTH)]
     reference[1].layer.weight = reference[0].layer.weight
-    for index in (*range(MICROBATCHES), *range(10, 10 + MICROBATCHES)):
-        output = reference[1](reference[0](microbatch(index)))
-        (output.square().mean() / MICROBATCHES).backward()
-    alike(stage, reference[here["pp"]].to(ranks.device))
-    unique = {id(p): p.grad for part in reference for p in part.parameters()}.values()
-    whole = torch.cat([gradient.flatten() for gradient in unique]).norm()
-    torch.testing.assert_close(clip_grad_norm_(stage, collection, 1e3).cpu(), whole.cpu(), rtol=1e-11, atol=0.0)
+    steps = *range(MICROBATCHES), *range(10, 10 + MICROBATCHES)
+    chain_in_one_process(reference, map(microbatch, steps), MICROBATCHES)
+    require_same_gradients(stage, reference[here["pp"]].to(ranks.device))
+    torch.testing.assert_close(
+        clip_grad_norm_(stage, collection, 1e3).cpu(), norm_of(reference).cpu(), rtol=1e-11, atol=0.0
+    )
     before = scaler.state.scale
     stage.zero_grad()
     stage.config = PipelineConfig(
         pipeline_dtype=torch.float64, deadline=30, tied_parameters=(tied,), grad_scale_func=scaler
     )
-    call(20, overflow=True)
+    step(20, overflow=True)
     assert not scaler.unscale(stage), "no rank may step"
     assert scaler.state.scale == before / 2
     communicator.close()
@@ -466,19 +373,12 @@ def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ran
     calls = [range(MICROBATCHES), range(10, 10 + MICROBATCHES)]
     for indices in calls:
         job.step(indices, loss=token_loss if per_token else mean_loss)
-    reference = [Stage(0, None), Stage(1, None)]
-    for indices in calls:
-        tokens = sum(int(weights(index).sum()) for index in indices)
-        for index in indices:
-            output = reference[1](reference[0](microbatch(index)))
-            loss = (token_loss if per_token else mean_loss)(output, weights(index))[0]
-            (loss / (tokens if per_token else MICROBATCHES)).backward()
+    reference = of_one_process(calls, per_token=per_token)
     for mine, other in zip(job.stage.parameters(), job.own(reference).parameters(), strict=True):
         found = mine.grad.full_tensor() if job.name == "images" else mine.grad
         torch.testing.assert_close(found, other.grad, rtol=1e-11, atol=1e-14)
-    whole = torch.cat([p.grad.flatten() for stage in reference for p in stage.parameters()]).norm()
     norm = clip_grad_norm_({job.name: job.stage}, {job.name: job.groups}, 1e3)
-    torch.testing.assert_close(norm.cpu(), whole.cpu(), rtol=1e-11, atol=0.0)
+    torch.testing.assert_close(norm.cpu(), norm_of(reference).cpu(), rtol=1e-11, atol=0.0)
     job.close()
 
 
@@ -492,30 +392,25 @@ def test_pipeline_stages_that_fully_shard_has_sharded(ranks, schedule):
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     here = grid.coords(ranks.rank)
-    stage = Stage(here["pp"], None).to(ranks.device)
+    stage = Part(here["pp"], WIDTH).to(ranks.device)
     lanes = dist.get_process_group_ranks(grid.get_pg("dp"))
     for ends in ([0, 1], [2, 3]):
         mesh = dist.device_mesh.DeviceMesh(ranks.device.type, ends)
         if ends == lanes:
             fully_shard(stage, mesh=mesh)
     communicator = P2PCommunicator(grid.get_pg("pp"), P2PConfig(pipeline_dtype=torch.float64, deadline=60))
-    edge = Edge(0, 1)
-
-    class Part:
-        number, model = here["pp"], stage
-
-        def forward(self, index, inputs):
-            x = inputs[edge] if inputs else microbatch(index).chunk(2)[here["dp"]].to(ranks.device)
-            y = stage(x)
-            return Forwarded({edge: y}) if here["pp"] == 0 else Forwarded({}, y.square().mean() / MICROBATCHES)
-
     plan = lower({"one_f_one_b": one_f_one_b, "zero_bubble_h1": zero_bubble_h1}[schedule](2, MICROBATCHES))
-    runtime = PipelineRuntime(plan, {here["pp"]: Part()}, communicator)
-    runtime.step()
+    part = Stage(
+        plan.graph,
+        here["pp"],
+        stage,
+        data=lambda index: microbatch(index).chunk(2)[here["dp"]].to(ranks.device),
+        loss=lambda y: y.square().mean() / MICROBATCHES,
+    )
+    PipelineRuntime(plan, {here["pp"]: part}, communicator).step()
     reduce_gradients(stage, ProcessGroupCollection.from_grid(grid))
-    reference = [Stage(0, None), Stage(1, None)]
-    for index in range(MICROBATCHES):
-        (reference[1](reference[0](microbatch(index))).square().mean() / MICROBATCHES).backward()
+    reference = [Part(0, WIDTH), Part(1, WIDTH)]
+    chain_in_one_process(reference, map(microbatch, range(MICROBATCHES)), MICROBATCHES)
     for mine, other in zip(stage.parameters(), reference[here["pp"]].parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor().cpu(), other.grad, rtol=1e-11, atol=1e-14)
     communicator.close()
@@ -532,12 +427,12 @@ def test_gradients_that_fsdp2_has_averaged_are_not_divided_by_tokens(ranks):
     else:
         mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (2,))
     config = PipelineConfig(calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: None)
-    stage = Stage(0, config).to(ranks.device)
+    stage = Part(0, WIDTH, config).to(ranks.device)
     fully_shard(stage.layer, mesh=mesh)
     with pytest.raises(GradientError, match="divided by the tokens of the job, but fully_shard averages over them"):
-        forward_backward_no_pipelining(
-            forward_step_func=lambda _, model: (model(microbatch(0)), token_loss),
-            data_iterator=None,
+        call(
+            forward_backward_no_pipelining,
             model=stage,
-            **COMMON,
+            count=MICROBATCHES,
+            forward_step_func=lambda _, model: (model(microbatch(0)), token_loss),
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from .kit.programs import run
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "hf_vlm"
 
@@ -47,18 +47,21 @@ def test_the_glue_is_short_and_little_of_it_is_about_pipegrid():
     assert not [name for name in (*imported, "pipegrid") if re.search(rf"\b{name}\b", outside)]
 
 
-def run(*arguments, seconds):
-    return subprocess.run(
-        [sys.executable, str(EXAMPLE / "run.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-
-
 def test_a_short_run_writes_the_same_in_the_pipeline_and_in_plain_transformers(tmp_path):
-    result = run("--steps", 10, "--microbatches", 2, "--samples", 4, "--unseen", 8, "--out", tmp_path, seconds=500)
+    result = run(
+        EXAMPLE / "run.py",
+        "--steps",
+        10,
+        "--microbatches",
+        2,
+        "--samples",
+        4,
+        "--unseen",
+        8,
+        "--out",
+        tmp_path,
+        timeout=500,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     losses = [float(found) for found in re.findall(r"loss per word (\d+\.\d+)", result.stdout)]
     assert losses[-1] < losses[0]
@@ -69,7 +72,7 @@ def test_a_short_run_writes_the_same_in_the_pipeline_and_in_plain_transformers(t
 
 @pytest.mark.nightly
 def test_the_example_reads_unseen_digits(tmp_path):
-    result = run("--out", tmp_path, seconds=900)
+    result = run(EXAMPLE / "run.py", "--out", tmp_path, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
     (exact,) = re.findall(r"exact captions of unseen images: \d+ of \d+ \((\d+\.\d)%\)", result.stdout)
     assert float(exact) > 60
@@ -77,6 +80,6 @@ def test_the_example_reads_unseen_digits(tmp_path):
 
 
 def test_options_that_do_not_fit_are_one_line():
-    result = run("--samples", 3, seconds=60)
+    result = run(EXAMPLE / "run.py", "--samples", 3, timeout=60)
     assert result.returncode == 2
     assert "vision has two data lanes" in result.stderr

@@ -6,9 +6,9 @@ import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from .kit import programs
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hugging_face.md"
@@ -18,15 +18,7 @@ ONE, FOUR, SHARDED = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding=
 
 def run(command, folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        cwd=folder,
-        env=environment,
-    )
+    done = programs.run(*command, timeout=500, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -11,12 +11,10 @@ from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator, VTPCo
 from pipegrid.schedules import (
     SCHEDULES,
     Costs,
-    Forwarded,
     Monitor,
     PipelineConfig,
     PipelineRuntime,
     clip_grad_norm_,
-    forward_backward_pipelining_without_interleaving,
     lower,
     multi_module_1f1b,
     offload,
@@ -27,23 +25,24 @@ from pipegrid.testing.fake_nccl import Mark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 
+from .kit.models import Model, call
+from .kit.stages import Stage, in_one_process
+
 MICROBATCHES, ROWS, WIDTH = 8, 16, 8
 MOST_AHEAD = 3  # microbatches, of `HostLead`
 
 
-class Layers:
+def layers(number, graph):
     """A stage: two linear layers on the sum of its inputs; the mean square of the last one is the loss."""
-
-    def __init__(self, number, graph):
-        torch.manual_seed(number)
-        self.number = number
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.out = [edge for edge in graph.stage_edges if edge.source == number]
-        self.data = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, 1, WIDTH)
-
-    def forward(self, microbatch, inputs):
-        y = self.model(sum(inputs.values()) if inputs else self.data * (microbatch + 1))
-        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.square().sum() / MICROBATCHES)
+    torch.manual_seed(number)
+    data = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, 1, WIDTH)
+    return Stage(
+        graph,
+        number,
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        data=lambda microbatch: data * (microbatch + 1),
+        loss=lambda y: y.square().sum() / MICROBATCHES,
+    )
 
 
 class Marks:
@@ -59,14 +58,6 @@ class Marks:
     def after(self, action):
         if action.kind.is_compute:
             self.device.mark(f"{action} ends")
-
-
-@pytest.fixture
-def device(ranks, monkeypatch):
-    made = ranks.fake_device
-    monkeypatch.setattr(streams, "cuda", made.streams)
-    monkeypatch.setattr(streams, "types", {"cpu"})
-    return made
 
 
 def late_step(runtime, stages, device, finish=None):
@@ -94,13 +85,8 @@ def require_no_wait_but_back_pressure(syncs):
 
 
 def require_gradients_of_one_process(graph, stages):
-    every = [Layers(number, graph) for number in range(graph.num_stages)]
-    for microbatch in range(MICROBATCHES):
-        arrived = {}
-        for stage in every:
-            made = stage.forward(microbatch, {e: arrived[e] for e in arrived if e.destination == stage.number})
-            arrived.update(made.outputs)
-        made.loss.backward()
+    every = [layers(number, graph) for number in range(graph.num_stages)]
+    in_one_process(every, MICROBATCHES)
     for number, stage in stages.items():
         for found, expected in zip(stage.model.parameters(), every[number].model.parameters(), strict=True):
             assert torch.allclose(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
@@ -170,7 +156,7 @@ def awaited_sends(timeline):
 def test_the_host_waits_for_nothing_but_its_lead_and_receives_start_before_they_are_needed(ranks, device, name):
     plan = lower(SCHEDULES[name].plan(2, MICROBATCHES))
     communicator = opened(plan)
-    stages = {number: Layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    stages = {number: layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
     _, syncs = late_step(runtime, stages, device)
     require_no_wait_but_back_pressure(syncs)
@@ -225,7 +211,7 @@ def between_modules(graph):
 def test_bridges_between_modules_hold_no_host(ranks, device, graph):
     communicator, placement, end = between_modules(graph)
     plan = lower(multi_module_1f1b(communicator.graph, MICROBATCHES, placement=placement))
-    stages = {number: Layers(number, communicator.graph) for number in communicator.stages}
+    stages = {number: layers(number, communicator.graph) for number in communicator.stages}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
     _, syncs = late_step(runtime, stages, device)
     require_no_wait_but_back_pressure(syncs)
@@ -258,7 +244,7 @@ def test_receives_of_a_bridge_land_when_they_are_posted(ranks, device, graph):
     communicator, placement, end = between_modules(graph)
     computes = multi_module_1f1b(communicator.graph, MICROBATCHES, placement=placement)
     plan = lower(computes, receives="early")
-    stages = {number: Layers(number, communicator.graph) for number in communicator.stages}
+    stages = {number: layers(number, communicator.graph) for number in communicator.stages}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
     before = len(device.launches)
     with device.late():
@@ -291,17 +277,12 @@ class Keeps(torch.autograd.Function):
         return gradient * big[0], gradient.sum()
 
 
-class Big:
-    """A stage whose microbatches each keep `KEPT` bytes for the backward."""
+class Big(nn.Linear):
+    """Each microbatch keeps `KEPT` bytes for the backward."""
 
-    def __init__(self, number, graph):
-        self.model = nn.Linear(1, 1, bias=False)
-        self.out = [edge for edge in graph.stage_edges if edge.source == number]
-
-    def forward(self, microbatch, inputs):
-        x = sum(inputs.values()) if inputs else torch.ones(4, 1, 1)
-        y = x + Keeps.apply(x.detach(), self.model.weight[0, 0])  # of a split backward the half of the weights needs it
-        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
+    def forward(self, x):
+        # The detached input: of a split backward the half of the weights needs what is kept.
+        return x + Keeps.apply(x.detach(), self.weight[0, 0])
 
 
 def on_fakes(size, *names):
@@ -326,7 +307,10 @@ def test_the_peak_of_live_memory_is_the_plans_figure(ranks, device, name):
         plan = lower(SCHEDULES[name].plan(2, 4))
         communicator = opened(plan)
         numbers, end = plan.stages_at[ranks.rank], communicator.close
-    stages = {number: Big(number, plan.graph) for number in numbers}
+    stages = {
+        number: Stage(plan.graph, number, Big(1, 1, bias=False), data=lambda _: torch.ones(4, 1, 1), loss=torch.sum)
+        for number in numbers
+    }
     late, _ = late_step(PipelineRuntime(plan, stages, communicator), stages, device)
     peaks = simulate(plan, Costs(activation=(1.0,) * plan.num_stages)).peaks()
     assert late.peak_bytes // KEPT == peaks[min(ranks.rank, plan.num_positions - 1)]
@@ -340,7 +324,7 @@ def test_the_peak_of_live_memory_is_the_plans_figure(ranks, device, name):
 def test_a_reused_buffer_waits_for_its_last_reader_and_the_plans_peak_is_all_that_is_allocated(ranks, device, name):
     plan = lower(SCHEDULES[name].plan(2, MICROBATCHES))
     communicator = opened(plan)
-    stages = {number: Layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    stages = {number: layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(plan, stages, communicator, reuse_buffers=True)
     late_step(runtime, stages, device)
     if ranks.rank == 1:
@@ -356,7 +340,7 @@ def test_reducing_and_clipping_hold_no_host_however_many_buckets(ranks, device):
     grid = HyperCommGrid([2], ["dp"])
     grid.create_pgs(["dp"])
     groups = ProcessGroupCollection.from_grid(grid)
-    model = Layers(0, lower(SCHEDULES["1f1b"].plan(1, 1)).graph).model
+    model = layers(0, lower(SCHEDULES["1f1b"].plan(1, 1)).graph).model
     with device.late() as late:
         for _ in range(2):
             (model(torch.full((4, WIDTH), ranks.rank + 1.0)) ** 2).sum().backward()
@@ -385,19 +369,12 @@ def test_a_monitor_sees_what_the_device_has_not_done(ranks, device):
     monitor.close()
 
 
-class Part(nn.Module):
+def part_of(number, config=None):
     """A stage of the step functions."""
-
-    def __init__(self, number, config):
-        super().__init__()
-        torch.manual_seed(number)
-        self.layer, self.config, self.received = nn.Linear(WIDTH, WIDTH), config, [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        return self.layer(x if self.received[0] is None else self.received[0])
+    part = Model(config)
+    torch.manual_seed(number)
+    part.layer = nn.Linear(WIDTH, WIDTH)
+    return part
 
 
 @pytest.mark.ranks(2, backend="fake_nccl")
@@ -411,23 +388,16 @@ def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(r
         deallocate_pipeline_outputs=True,
     )
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
-    groups, part = ProcessGroupCollection.from_grid(grid), Part(ranks.rank, config)
+    groups, part = ProcessGroupCollection.from_grid(grid), part_of(ranks.rank, config)
 
     def forward(data, model):
-        x = next(data)
-        return model(x), lambda y: (y.square().sum(), torch.ones_like(y, dtype=torch.int64).sum(), {"loss": y.detach()})
+        (x,) = model.received
+        y = model.layer(torch.ones(ROWS, WIDTH) if x is None else x)
+        return y, lambda y: (y.square().sum(), torch.ones_like(y, dtype=torch.int64).sum(), {"loss": y.detach()})
 
     def step():
-        return forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward,
-            data_iterator=iter([torch.ones(ROWS, WIDTH)] * MICROBATCHES),
-            model=part,
-            num_microbatches=MICROBATCHES,
-            seq_length=ROWS,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-            pg_collection=groups,
-        )
+        given = {"p2p_communicator": communicator, "pg_collection": groups}
+        return call(model=part, count=MICROBATCHES, forward_step_func=forward, **given)
 
     with device.late():
         step()
@@ -438,8 +408,8 @@ def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(r
         require_no_wait_but_back_pressure(late.syncs)
     assert device.violations == []
     assert len(infos) == (MICROBATCHES if ranks.rank else 0)
-    first, second = Part(0, config), Part(1, config)
-    (second(first(torch.ones(ROWS, WIDTH))).square().sum() / (ROWS * WIDTH)).backward()
+    first, second = part_of(0), part_of(1)
+    (second.layer(first.layer(torch.ones(ROWS, WIDTH))).square().sum() / (ROWS * WIDTH)).backward()
     expected = (first, second)[ranks.rank]
     assert torch.allclose(part.layer.weight.grad, expected.layer.weight.grad, rtol=1e-4)
     communicator.close()
@@ -451,7 +421,7 @@ def test_activations_go_to_the_host_and_back_in_the_order_of_streams(ranks, devi
     monkeypatch.setattr(streams, "pinned_like", torch.empty_like)  # there is no pinned memory here
     plan = offload(lower(SCHEDULES["gpipe"].plan(2, MICROBATCHES)), 3)
     communicator = opened(plan)
-    stages = {number: Layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
+    stages = {number: layers(number, plan.graph) for number in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[Marks(device)])
     _, syncs = late_step(runtime, stages, device)
     require_no_wait_but_back_pressure(syncs)

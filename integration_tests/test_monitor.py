@@ -7,7 +7,6 @@ import torch
 
 from pipegrid.schedules import (
     DisagreementError,
-    Forwarded,
     Monitor,
     PipelineError,
     PipelineRuntime,
@@ -18,25 +17,11 @@ from pipegrid.testing import Fault
 from pipegrid.topology import control_store
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
+from .kit.stages import Scale, Stage
+
 STAGES, MICROBATCHES = 4, 6
 # The lanes alone would wait that long: what ends a step sooner is the monitor, or the lane to a rank that is gone.
 LANE_DEADLINE = 60.0
-
-
-class Affine:
-    """A stage that scales by its one parameter; the last one sums up."""
-
-    def __init__(self, stage, plan, ranks, before=lambda microbatch: None):
-        self.stage, self.ranks, self.before = stage, ranks, before
-        self.out = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-        self.weight = torch.ones(1, device=ranks.device, requires_grad=True)
-
-    def forward(self, microbatch, inputs):
-        self.before(microbatch)
-        self.ranks.reach(f"F{microbatch}")
-        x = sum(inputs.values()) if inputs else torch.ones(3, device=self.ranks.device)
-        y = x * self.weight
-        return Forwarded(dict.fromkeys(self.out, y), None if self.out else y.sum())
 
 
 def step(ranks, *, microbatches=MICROBATCHES, told_before=None, **deadlines):
@@ -51,12 +36,20 @@ def step(ranks, *, microbatches=MICROBATCHES, told_before=None, **deadlines):
     monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(STAGES), interval=0.1, **deadlines)
 
     def before(microbatch):
+        wait(microbatch)
+        ranks.reach(f"F{microbatch}")
+
+    def wait(microbatch):
         while ranks.rank == 2 and microbatch == told_before:
             if all(", step" in place for place in monitor._control.positions(seconds=0).values()):
                 return
             time.sleep(0.02)
 
-    stages = {ranks.rank: Affine(ranks.rank, plan, ranks, before)}
+    def data(_):
+        return torch.ones(3, device=ranks.device)
+
+    scale = Scale(1.0, (1,), device=ranks.device)
+    stages = {ranks.rank: Stage(plan.graph, ranks.rank, scale, data=data, loss=torch.sum, before=before)}
     runtime = PipelineRuntime(plan, stages, communicator, monitor=monitor)
     ranks.barrier()
     began = time.monotonic()

@@ -8,8 +8,10 @@ from attrs import field, frozen
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, forward_backward_pipelining_without_interleaving, step_plan, verify
+from pipegrid.schedules import PipelineConfig, step_plan, verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+
+from .kit.models import Model, call
 
 STEPS, MICROBATCHES, BATCH, LENGTH, WIDTH = 3, 5, 4, 2, 5
 
@@ -89,18 +91,13 @@ def config_for(job, *, per_token, strict, staged):
     )
 
 
-class Stage(nn.Module):
+class Stage(Model):
     """A layer over the sum of what arrives; where there are images, the language model has data of its own."""
 
     def __init__(self, number, device, config=None):
-        super().__init__()
+        super().__init__(config)
         generator = torch.Generator().manual_seed(number)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device))
-        self.config = config
-        self.received = {}
-
-    def set_input_tensor(self, received):
-        self.received = received
 
     def forward(self, arrived):
         # As many images as there happen to be join every sample.
@@ -221,13 +218,11 @@ def train(job, ranks, *, per_token, strict):
         stage.number = number
     optimizers = [descend(model.parameters()) for model in models.values()]
     for step in range(STEPS):
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=step_of(job, comm, grids, step, device, per_token=per_token),
-            data_iterator={name: iter(range(MICROBATCHES)) for name in models},
+        call(
             model=models if len(models) > 1 else next(iter(models.values())),
-            num_microbatches=MICROBATCHES,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
+            count=MICROBATCHES,
+            data_iterator={name: iter(range(MICROBATCHES)) for name in models},
+            forward_step_func=step_of(job, comm, grids, step, device, per_token=per_token),
             p2p_communicator=comm,
             pg_collection={name: ProcessGroupCollection.from_grid(grids[name]) for name in models},
         )

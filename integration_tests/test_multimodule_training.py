@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import ActionKind, Costs, Forwarded, PipelineRuntime, greedy, lower, multi_module_1f1b, verify
+from pipegrid.schedules import ActionKind, Costs, PipelineRuntime, greedy, lower, multi_module_1f1b, verify
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PConfig
+
+from .kit.stages import Scale, Stage, in_one_process
 
 MICROBATCHES, STEPS = 6, 3
 
@@ -86,24 +88,23 @@ JOBS = {
 }
 
 
-class Scale:
-    """A stage: the sum of its inputs times one parameter; at a sink the loss is the sum of squares."""
+def stage_of(graph, number, batch, device):
+    """The sum of its inputs times one parameter; ``batch(microbatch, module)``: the data of a source."""
+    name, _ = graph.module_of(number)
+    return Stage(
+        graph,
+        number,
+        Scale(1.0 + 0.1 * number, dtype=torch.float64, device=device),
+        data=partial(batch, name=name),
+        loss=lambda y: y.square().sum() / MICROBATCHES,
+    )
 
-    def __init__(self, stage, graph, batch, device):
-        self.stage, self.graph, self.batch = stage, graph, batch
-        self.name, _ = graph.module_of(stage)
-        self.weight = torch.tensor(1.0 + 0.1 * stage, dtype=torch.float64, device=device, requires_grad=True)
 
-    def forward(self, microbatch, inputs):
-        x = sum(inputs.values()) if inputs else self.batch(microbatch, self.name)
-        y = x * self.weight
-        outputs = {edge: y for edge in self.graph.stage_edges if edge.source == self.stage}
-        return Forwarded(outputs, None if outputs else (y**2).sum() / MICROBATCHES)
-
-    def descend(self, gradient):
-        with torch.no_grad():
-            self.weight -= 1e-4 * gradient
-        self.weight.grad = None
+def descend(stage, gradient):
+    weight = stage.model.weight
+    with torch.no_grad():
+        weight -= 1e-4 * gradient
+    weight.grad = None
 
 
 def whole_batch(microbatch, name, device):
@@ -111,21 +112,15 @@ def whole_batch(microbatch, name, device):
     return torch.randn(4, 2, 3, generator=generator, dtype=torch.float64).to(device)
 
 
-def in_one_process(graph, device):
+def of_one_process(graph, device):
     """The weights of all stages after the steps."""
     batch = partial(whole_batch, device=device)
-    stages = [Scale(stage, graph, batch, device) for stage in range(graph.num_stages)]
+    stages = [stage_of(graph, number, batch, device) for number in range(graph.num_stages)]
     for _ in range(STEPS):
-        for microbatch in range(MICROBATCHES):
-            arrived, losses = {}, []
-            for stage in stages:
-                made = stage.forward(microbatch, {e: arrived[e] for e in arrived if e.destination == stage.stage})
-                arrived.update(made.outputs)
-                losses += [] if made.loss is None else [made.loss]
-            sum(losses).backward()
+        in_one_process(stages, MICROBATCHES)
         for stage in stages:
-            stage.descend(stage.weight.grad)
-    return [float(stage.weight.detach()) for stage in stages]
+            descend(stage, stage.model.weight.grad)
+    return [stage.model.weight.item() for stage in stages]
 
 
 # Where stages share ranks, a wait in the wrong place shows in strict mode; without it these run nightly.
@@ -173,21 +168,24 @@ def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
     def share(microbatch, name):
         return whole_batch(microbatch, name, ranks.device).chunk(places[name][1].get("dp", 1), 0)[lane_of(name)]
 
-    stages = {number: Scale(number, comm.graph, share, ranks.device) for number in comm.stages}
+    stages = {number: stage_of(comm.graph, number, share, ranks.device) for number in comm.stages}
     runtime = PipelineRuntime(plan, stages, comm)
     runtime.eval()
     for _ in range(STEPS):
         runtime.step()
         every = [None] * dist.get_world_size()
-        mine = {(s, lane_of(stage.name)): float(stage.weight.grad) for s, stage in stages.items()}
+        mine = {
+            (number, lane_of(comm.graph.module_of(number)[0])): stage.model.weight.grad.item()
+            for number, stage in stages.items()
+        }
         dist.all_gather_object(every, mine)
         # One gradient per data lane (tp copies hold the same one); their sum is the stage's.
         by_lane = {key: gradient for held in every for key, gradient in held.items()}
         for number, stage in stages.items():
-            stage.descend(sum(gradient for (s, _), gradient in by_lane.items() if s == number))
-    expected = in_one_process(comm.graph, ranks.device)
+            descend(stage, sum(gradient for (s, _), gradient in by_lane.items() if s == number))
+    expected = of_one_process(comm.graph, ranks.device)
     for number, stage in stages.items():
-        assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)
+        assert stage.model.weight.item() == pytest.approx(expected[number], rel=1e-12)
     comm.destroy()
 
 
@@ -210,13 +208,13 @@ def test_chunks_inside_of_a_module_with_backwards_in_halves(ranks, places, stric
     )
     assert any(action.kind is ActionKind.W for action in plan.actions(comm.rank))
     batch = partial(whole_batch, device=ranks.device)
-    stages = {number: Scale(number, comm.graph, batch, ranks.device) for number in comm.stages}
+    stages = {number: stage_of(comm.graph, number, batch, ranks.device) for number in comm.stages}
     runtime = PipelineRuntime(plan, stages, comm)
     for _ in range(STEPS):
         runtime.step()
         for stage in stages.values():
-            stage.descend(stage.weight.grad)
-    expected = in_one_process(comm.graph, ranks.device)
+            descend(stage, stage.model.weight.grad)
+    expected = of_one_process(comm.graph, ranks.device)
     for number, stage in stages.items():
-        assert float(stage.weight.detach()) == pytest.approx(expected[number], rel=1e-12)
+        assert stage.model.weight.item() == pytest.approx(expected[number], rel=1e-12)
     comm.destroy()

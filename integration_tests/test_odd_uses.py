@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipegrid.schedules import (
     Action,
-    Forwarded,
     PipelineError,
     PipelineRuntime,
     PlanError,
@@ -29,30 +28,31 @@ from pipegrid.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+from pipegrid.transport import P2PCommunicator, P2PConfig
+
+from .kit.models import Part, require_same_gradients
+from .kit.stages import Stage, in_one_process
 
 MICROBATCHES, WIDTH, DEADLINE = 4, 8, 20.0
-EDGE = Edge(0, 1)
+PLAN = lower(one_f_one_b(2, MICROBATCHES))
 
 
-class Stage:
-    def __init__(self, ranks):
-        torch.manual_seed(ranks.rank)
-        self.number, self.model = ranks.rank, nn.Linear(WIDTH, WIDTH).to(ranks.device)
-        self.data = torch.ones(2, WIDTH, device=ranks.device)
-
-    def forward(self, microbatch, inputs):
-        if self.number == 0:
-            return Forwarded({EDGE: torch.tanh(self.model(self.data * (1.0 + microbatch)))})
-        return Forwarded({}, self.model(inputs[EDGE]).square().mean())
+def stage_of(ranks, kind=Stage):
+    torch.manual_seed(ranks.rank)
+    return kind(
+        PLAN.graph,
+        ranks.rank,
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(ranks.device),
+        data=lambda microbatch: torch.full((2, WIDTH), 1.0 + microbatch, device=ranks.device),
+        loss=lambda y: y.square().mean(),
+    )
 
 
 def opened(ranks, stage=None, **options):
     """A communicator over two stages, and this rank's runtime."""
     config = P2PConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, staged=ranks.backend == "staged")
     communicator = P2PCommunicator(dist.group.WORLD, config)
-    plan = lower(one_f_one_b(2, MICROBATCHES))
-    return communicator, PipelineRuntime(plan, {ranks.rank: stage or Stage(ranks)}, communicator, **options)
+    return communicator, PipelineRuntime(PLAN, {ranks.rank: stage or stage_of(ranks)}, communicator, **options)
 
 
 def held():
@@ -161,7 +161,7 @@ def test_one_output_for_two_microbatches_is_not_freed_twice(ranks):
                 self.kept = super().forward(0, {})
             return self.kept
 
-    communicator, runtime = opened(ranks, Cached(ranks), deallocate_outputs=True)
+    communicator, runtime = opened(ranks, stage_of(ranks, Cached), deallocate_outputs=True)
     with pytest.raises(PipelineError, match="one tensor as the output of two microbatches, which is freed") as failed:
         runtime.step()
     assert "rank 0, stage 0, microbatch 1: StageOutputError" in str(failed.value).splitlines()[0]
@@ -202,37 +202,14 @@ def mutated(base, draw, changes):
     return plan
 
 
-@frozen
-class Tanh:
+def bent(plan, number, device):
     """A stage in float64, alike on every rank."""
 
-    number: int
-    weight: torch.Tensor
-    out: list[Edge]
+    def data(microbatch):
+        generator = torch.Generator().manual_seed(100 + microbatch)
+        return torch.randn(3, 4, dtype=torch.float64, generator=generator).to(device)
 
-    @classmethod
-    def of(cls, plan, number, device):
-        generator = torch.Generator().manual_seed(number)
-        weight = torch.randn(4, 4, dtype=torch.float64, generator=generator).to(device).requires_grad_()
-        return cls(number, weight, [edge for edge in plan.graph.stage_edges if edge.source == number])
-
-    def forward(self, microbatch, inputs):
-        data = torch.Generator().manual_seed(100 + microbatch)
-        x = torch.randn(3, 4, dtype=torch.float64, generator=data).to(self.weight.device)
-        x = sum(inputs.values()) if inputs else x
-        y = torch.tanh(x @ self.weight)
-        return Forwarded(dict.fromkeys(self.out, y)) if self.out else Forwarded({}, y.square().sum())
-
-
-def of_one_process(plan, device):
-    stages = [Tanh.of(plan, number, device) for number in range(plan.num_stages)]
-    for microbatch in range(plan.num_microbatches):
-        made = {}
-        for stage in stages:
-            result = stage.forward(microbatch, {edge: made[edge] for edge in made if edge.destination == stage.number})
-            made.update(result.outputs)
-        result.loss.backward()
-    return [stage.weight.grad for stage in stages]
+    return Stage(plan.graph, number, Part(number, 4).to(device), data=data, loss=lambda y: y.square().sum())
 
 
 def run_mutated(ranks, *, plans, seed):
@@ -243,14 +220,15 @@ def run_mutated(ranks, *, plans, seed):
         staged = ranks.backend == "staged"
         config = P2PConfig(pipeline_dtype=torch.float64, deadline=120, strict=True, staged=staged)
         communicator = P2PCommunicator(dist.group.WORLD, config, placement=[places[0] for places in base.placement])
-        expected = of_one_process(base, ranks.device)
+        expected = [bent(base, number, ranks.device) for number in range(base.num_stages)]
+        in_one_process(expected, base.num_microbatches)
         for _ in range(plans):
             plan = mutated(base, draw, changes=30)
-            stages = {number: Tanh.of(plan, number, ranks.device) for number in plan.stages_at[ranks.rank]}
+            stages = {number: bent(plan, number, ranks.device) for number in plan.stages_at[ranks.rank]}
             PipelineRuntime(plan, stages, communicator).step()
             ran += plan != base
             for number, stage in stages.items():
-                torch.testing.assert_close(stage.weight.grad, expected[number], rtol=1e-12, atol=1e-14)
+                require_same_gradients(stage.model, expected[number].model, rtol=1e-12, atol=1e-14)
         communicator.close()
     assert ran > 4 * plans
 

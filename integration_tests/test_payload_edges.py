@@ -10,6 +10,8 @@ from pipegrid.bridges import Axes, EdgeOptions, MultiModulePipelineCommunicator,
 from pipegrid.schedules import PipelineConfig, PipelineError, get_forward_backward_func
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
 
+from .kit.models import Model, call
+
 MICROBATCHES, BATCH, PATCHES, WIDTH = 3, 4, 2, 5
 DECLARED = {
     "features": Axes("b", "s", "h"),
@@ -68,6 +70,12 @@ class Second(nn.Module):
         return hidden * passed["mask"].unsqueeze(-1)
 
 
+def model_of(inner, config):
+    model = Model(config)
+    model.inner = inner
+    return model
+
+
 def made(kind, seed, device):
     torch.manual_seed(seed)
     return kind().double().to(device)
@@ -80,15 +88,6 @@ def images(index, device):
 
 def masks(index, device):
     return torch.randint(0, 2, (BATCH, PATCHES), generator=torch.Generator().manual_seed(90 + index)).to(device)
-
-
-class Held(nn.Module):
-    def __init__(self, inner, config):
-        super().__init__()
-        self.inner, self.config, self.received = inner, config, None
-
-    def set_input_tensor(self, received):
-        self.received = received
 
 
 PLACES = {
@@ -155,7 +154,7 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
         kinds = parts[name][at : at + 1] if depth == 2 else parts[name]
         return [made(kind, seeds[kind], ranks.device) for kind in kinds]
 
-    models = {name: Held(nn.ModuleList(held(name)), config) for name in here}
+    models = {name: model_of(nn.ModuleList(held(name)), config) for name in here}
     share = {name: lane_samples(BATCH, grids[name]) for name in here}
 
     def step(indices, model):
@@ -178,11 +177,12 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
 
         return value, loss
 
-    get_forward_backward_func(schedule=schedule)(
-        forward_step_func=step,
-        data_iterator={name: iter(range(MICROBATCHES)) for name in here},
+    call(
+        get_forward_backward_func(schedule=schedule),
         model=models,
-        num_microbatches=MICROBATCHES,
+        count=MICROBATCHES,
+        data_iterator={name: iter(range(MICROBATCHES)) for name in here},
+        forward_step_func=step,
         p2p_communicator=communicator,
         pg_collection={name: ProcessGroupCollection.from_grid(grids[name]) for name in here},
     )
@@ -218,7 +218,7 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
     )
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
-    model = Held(layers[name == "language"], config)
+    model = model_of(layers[name == "language"], config)
     lane = lane_samples(BATCH, grids[name])
 
     def rows(index):
@@ -242,11 +242,10 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
         assert seen["grid"].flatten().tolist() == mine
         return model.inner(seen["features"]), lambda output: (loss_of(output, mine), None)
 
-    get_forward_backward_func(schedule="1f1b")(
-        forward_step_func=step,
-        data_iterator=iter(range(MICROBATCHES)),
+    call(
         model=model,
-        num_microbatches=MICROBATCHES,
+        count=MICROBATCHES,
+        forward_step_func=step,
         p2p_communicator=communicator,
         pg_collection=ProcessGroupCollection.from_grid(grids[name]),
     )
@@ -268,7 +267,7 @@ def test_a_structure_that_changes_between_microbatches_is_one_line_at_its_sender
     communicator = MultiModulePipelineCommunicator(
         grids, {"vision": ["language"]}, config, edges={("vision", "language"): EdgeOptions(payload=PACKED)}
     )
-    model = Held(nn.Linear(WIDTH, WIDTH).double(), config)
+    model = model_of(nn.Linear(WIDTH, WIDTH).double(), config)
 
     def step(indices, model):
         index = next(indices)
@@ -279,14 +278,7 @@ def test_a_structure_that_changes_between_microbatches_is_one_line_at_its_sender
         return model.inner(model.received["vision"]["features"]), lambda output: (output.square().mean(), None)
 
     with pytest.raises(PipelineError) as failure:
-        get_forward_backward_func(schedule="1f1b")(
-            forward_step_func=step,
-            data_iterator=iter(range(2)),
-            model=model,
-            num_microbatches=2,
-            p2p_communicator=communicator,
-            pg_collection=None,
-        )
+        call(model=model, count=2, forward_step_func=step, p2p_communicator=communicator)
     if name == "vision":
         line = str(failure.value).splitlines()[0]
         assert "ShapeError" in line

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from pipegrid.schedules import Forwarded, PipelineRuntime, lower, zero_bubble_h1, zero_bubble_v
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
+from .kit.stages import in_one_process
+
 MICROBATCHES, ROWS, WIDTH = 3, 3, 4
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 CONTAINERS = ("list", "tuple", "dict")
@@ -170,19 +172,6 @@ class Stage:
         return mapped(tree, tensor)
 
 
-def in_one_process(case, plan, device):
-    """The stages after the microbatches of one step, by plain autograd."""
-    stages = [Stage(case, number, plan.graph, device) for number in range(plan.num_stages)]
-    for microbatch in range(plan.num_microbatches):
-        sent, losses = {}, []
-        for stage in stages:
-            done = stage.forward(microbatch, {edge: p for edge, p in sent.items() if edge.destination == stage.number})
-            sent.update(done.outputs)
-            losses += [] if done.loss is None else [done.loss]
-        sum(losses).backward()
-    return stages
-
-
 def communicator_for(ranks, case, plan):
     config = P2PConfig(
         variable_seq_lengths=case.varying, communicators=case.communicators, strict=ranks.strict_sends, deadline=120.0
@@ -202,7 +191,9 @@ def check(ranks, seeds, plan):
             opened[settings].renew_shapes()
         mine = {number: Stage(case, number, plan.graph, ranks.device) for number in plan.stages_at[ranks.rank]}
         PipelineRuntime(plan, mine, opened[settings], reuse_buffers=case.reuse).step()
-        compare(case, mine, in_one_process(case, plan, ranks.device))
+        whole = [Stage(case, number, plan.graph, ranks.device) for number in range(plan.num_stages)]
+        in_one_process(whole, plan.num_microbatches)
+        compare(case, mine, whole)
     for communicator in opened.values():
         communicator.close()
 

@@ -7,67 +7,30 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from pipegrid.schedules import SCHEDULES, Forwarded, PipelineRuntime, lower
+from pipegrid.schedules import SCHEDULES, PipelineRuntime, lower
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
 )
 from pipegrid.transport import P2PCommunicator
+
+from .kit.models import Part, call, chain_in_one_process, forward_step, require_same_gradients
+from .kit.stages import Stage
 
 WIDTH = 8
 
 
-class Part(nn.Module):
-    def __init__(self, stage, config, device):
-        super().__init__()
-        generator = torch.Generator().manual_seed(stage)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device))
-        self.config = config
-        self.received = [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight)
-
-
-def microbatch(index, rows, device):
+def microbatch(index, *, vary, device):
     generator = torch.Generator().manual_seed(1000 + index)
-    return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(device)
+    return torch.randn(2 + index % 3 if vary else 4, WIDTH, generator=generator, dtype=torch.float64).to(device)
 
 
-def rows_of(index, *, vary):
-    return 2 + index % 3 if vary else 4
-
-
-def loss_func(output):
-    loss = (output**2).mean()
-    return loss, {"loss": loss.item()}
-
-
-def step(iterator, model, *, vary, device):
-    x = model.received[0]
-    if x is None:
-        index = next(iterator)
-        x = microbatch(index, rows_of(index, vary=vary), device)
-    return model(x), loss_func
-
-
-def reference(stages, microbatches, *, vary, config, device):
-    parts = [Part(stage, config, device) for stage in range(stages)]
-    infos = []
-    for index in range(microbatches):
-        x = microbatch(index, rows_of(index, vary=vary), device)
-        for part in parts:
-            x = part(x)
-        loss, info = loss_func(x)
-        (loss / microbatches).backward()
-        infos.append(info)
-    return parts, infos
+def reference(stages, microbatches, *, vary, device):
+    """The parts with their gradients, and the infos."""
+    parts = [Part(stage, WIDTH).to(device) for stage in range(stages)]
+    data = [microbatch(index, vary=vary, device=device) for index in range(microbatches)]
+    return parts, chain_in_one_process(parts, data, microbatches)
 
 
 @pytest.mark.ranks(4)
@@ -83,21 +46,14 @@ def test_1f1b_on_real_ranks(ranks, microbatches, options):
     )
     vary = config.variable_seq_lengths
     communicator = P2PCommunicator(dist.group.WORLD, config)
-    part = Part(ranks.rank, config, ranks.device)
+    part = Part(ranks.rank, WIDTH, config).to(ranks.device)
+    step = partial(forward_step, data=partial(microbatch, vary=vary, device=ranks.device))
     for _ in range(2):
-        part.weight.grad = None
-        infos = forward_backward_pipelining_without_interleaving(
-            forward_step_func=partial(step, vary=vary, device=ranks.device),
-            data_iterator=iter(range(microbatches)),
-            model=part,
-            num_microbatches=microbatches,
-            seq_length=1,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-        )
-        parts, expected = reference(ranks.world_size, microbatches, vary=vary, config=config, device=ranks.device)
+        part.zero_grad()
+        infos = call(model=part, count=microbatches, forward_step_func=step, p2p_communicator=communicator)
+        parts, expected = reference(ranks.world_size, microbatches, vary=vary, device=ranks.device)
         assert infos == (expected if ranks.rank == ranks.world_size - 1 else [])
-        assert torch.equal(part.weight.grad, parts[ranks.rank].weight.grad)
+        require_same_gradients(part, parts[ranks.rank], rtol=0, atol=0)
     communicator.close()
 
 
@@ -124,41 +80,20 @@ def check_interleaving(ranks, chunks, microbatches, options):
     vary = config.variable_seq_lengths
     communicator = P2PCommunicator(dist.group.WORLD, config)
     size = ranks.world_size
-    own = [Part(chunk * size + ranks.rank, config, ranks.device) for chunk in range(chunks)]
+    own = [Part(chunk * size + ranks.rank, WIDTH, config).to(ranks.device) for chunk in range(chunks)]
+    given = {
+        "forward_step_func": partial(forward_step, data=partial(microbatch, vary=vary, device=ranks.device)),
+        "p2p_communicator": communicator,
+    }
     for _ in range(2):
         for part in own:
-            part.weight.grad = None
-        infos = forward_backward_pipelining_with_interleaving(
-            forward_step_func=partial(step, vary=vary, device=ranks.device),
-            data_iterator=[iter(range(microbatches)) for _ in own],
-            model=own,
-            num_microbatches=microbatches,
-            seq_length=1,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-        )
-        parts, expected = reference(size * chunks, microbatches, vary=vary, config=config, device=ranks.device)
+            part.zero_grad()
+        infos = call(forward_backward_pipelining_with_interleaving, model=own, count=microbatches, **given)
+        parts, expected = reference(size * chunks, microbatches, vary=vary, device=ranks.device)
         assert infos == (expected if ranks.rank == size - 1 else [])
         for part, other in zip(own, parts[ranks.rank :: size], strict=True):
-            assert torch.equal(part.weight.grad, other.weight.grad)
+            require_same_gradients(part, other, rtol=0, atol=0)
     communicator.close()
-
-
-class Computation:
-    """A stage for the runtime: the same part, and the same loss."""
-
-    def __init__(self, plan, stage, config, device):
-        self.model = Part(stage, config, device)
-        self.outgoing = [edge for edge in plan.graph.stage_edges if edge.source == stage]
-        self.count = plan.num_microbatches
-
-    def forward(self, index, inputs):
-        arriving = next(iter(inputs.values()), None)
-        device = self.model.weight.device
-        output = self.model(microbatch(index, 4, device) if arriving is None else arriving)
-        return Forwarded(
-            dict.fromkeys(self.outgoing, output), None if self.outgoing else (output**2).mean() / self.count
-        )
 
 
 @pytest.mark.ranks(3)
@@ -169,14 +104,24 @@ def test_every_schedule_on_real_ranks(ranks, name):
     plan = lower(SCHEDULES[name].plan(ranks.world_size, 5))
     config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged")
     communicator = P2PCommunicator(dist.group.WORLD, config, placement=[positions[0] for positions in plan.placement])
-    stages = {stage: Computation(plan, stage, config, ranks.device) for stage in plan.stages_at[ranks.rank]}
+    data = partial(microbatch, vary=False, device=ranks.device)
+    stages = {
+        stage: Stage(
+            plan.graph,
+            stage,
+            Part(stage, WIDTH).to(ranks.device),
+            data=data,
+            loss=lambda output: output.square().mean() / plan.num_microbatches,
+        )
+        for stage in plan.stages_at[ranks.rank]
+    }
     runtime = PipelineRuntime(plan, stages, communicator)
-    expected, _ = reference(plan.num_stages, 5, vary=False, config=config, device=ranks.device)
+    expected, _ = reference(plan.num_stages, 5, vary=False, device=ranks.device)
     runtime.eval()
     for _ in range(2):
         for stage in stages.values():
-            stage.model.weight.grad = None
+            stage.model.zero_grad()
         runtime.step()
         for number, stage in stages.items():
-            assert torch.allclose(stage.model.weight.grad, expected[number].weight.grad, rtol=1e-12, atol=0)
+            require_same_gradients(stage.model, expected[number], rtol=1e-12, atol=0)
     communicator.close()

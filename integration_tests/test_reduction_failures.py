@@ -19,43 +19,28 @@ from pipegrid.schedules import (
     Monitor,
     PipelineConfig,
     PipelineError,
-    forward_backward_pipelining_without_interleaving,
 )
 from pipegrid.testing import Fault, InjectedFault
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.transport import P2PCommunicator
 
+from .kit.models import Model, call, mean_loss
+from .kit.reach import Reach
+
 RANKS, WIDTH, MICROBATCHES, FAILING, WAITING = 4, 4, 3, 3, 2
 DEADLINE = 6.0
 
 
-class Reach(torch.autograd.Function):
-    """The identity; calls ``call`` in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call()
-        return gradient, None
-
-
-class Model(nn.Module):
+class Layers(Model):
     """Two layers, with a call in the middle of each backward."""
 
     def __init__(self, config, call):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.config, self.call, self.received = config, call, None
-
-    def set_input_tensor(self, received):
-        (self.received,) = received
+        super().__init__(config)
+        self.first, self.last, self.reach = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Reach(call)
 
     def forward(self, x):
-        return self.last(Reach.apply(self.first(x if self.received is None else self.received), self.call))
+        (received,) = self.received
+        return self.last(self.reach(self.first(x if received is None else received)))
 
 
 class AtTheLastBackward:
@@ -108,24 +93,21 @@ def test_every_rank_names_the_rank_that_failed_while_others_reduced(ranks, fault
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
-    call = AtTheLastBackward(ranks)
-    model = Model(config, call)
+    fault_place = AtTheLastBackward(ranks)
+    model = Layers(config, fault_place)
 
     def step():
-        forward_backward_pipelining_without_interleaving(
-            forward_step_func=lambda _, model: (model(torch.ones(2, 1, WIDTH)), lambda y: (y.square().mean(), None)),
-            data_iterator=iter(()),
+        call(
             model=model,
-            num_microbatches=MICROBATCHES,
-            seq_length=2,
-            micro_batch_size=1,
+            count=MICROBATCHES,
+            forward_step_func=lambda _, model: (model(torch.ones(2, 1, WIDTH)), mean_loss),
             p2p_communicator=communicator,
             pg_collection=ProcessGroupCollection.from_grid(grid),
         )
 
     step()
     ranks.barrier()
-    call.arm()
+    fault_place.arm()
     ranks.plan_fault(Fault(fault, rank=FAILING, at="the last backward"))
     with pytest.raises((PipelineError, JobFailedError)) as caught:
         step()

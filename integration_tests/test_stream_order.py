@@ -177,11 +177,8 @@ CASES = {
 
 @pytest.mark.ranks(2, backend="fake_nccl")
 @pytest.mark.parametrize("case", CASES)
-def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, monkeypatch, case):
+def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, device, monkeypatch, case):
     make, use, reuse, orders = CASES[case]
-    device = ranks.fake_device
-    monkeypatch.setattr(streams, "cuda", device.streams)
-    monkeypatch.setattr(streams, "types", {"cpu"})
     for module in (streams, staged):
         monkeypatch.setattr(module, "pinned_like", torch.empty_like)  # there is no pinned memory here
     with device.streams.watch():

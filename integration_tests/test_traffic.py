@@ -7,32 +7,24 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import ModuleGraph, MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, multi_module_1f1b, one_f_one_b, verify
+from pipegrid.schedules import PipelineRuntime, lower, multi_module_1f1b, one_f_one_b, verify
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
+
+from .kit.stages import Scale, Stage
 
 CONFIG = P2PConfig(pipeline_dtype=torch.float32, deadline=30.0, open_deadline=30.0)
 CHAIN = lower(one_f_one_b(3, 4))
 
 
-class Scale:
-    """Each element times a weight; the last stage's loss is the sum."""
-
-    def __init__(self, stage, last, device):
-        self.weight = torch.full((2, 4), 2.0, device=device, requires_grad=True)
-        self.into = Edge(stage - 1, stage) if stage else None
-        self.out = Edge(stage, stage + 1) if stage < last else None
-
-    def forward(self, microbatch, inputs):
-        del microbatch
-        y = self.weight * (1.0 if self.into is None else inputs[self.into])
-        return Forwarded({}, y.sum()) if self.out is None else Forwarded({self.out: y})
-
-
 def run(plan, stage, communicator, device):
-    here = Scale(stage, plan.num_stages - 1, device)
+    """Each stage doubles its input; the last stage's loss is the sum."""
+    scale = Scale(2.0, (2, 4), device=device)
+    here = Stage(plan.graph, stage, scale, data=lambda _: torch.ones(2, 4, device=device), loss=torch.sum)
     PipelineRuntime(plan, {stage: here}, communicator).step()
-    assert torch.equal(here.weight.grad.cpu(), torch.full((2, 4), 2.0 ** (plan.num_stages - 1) * plan.num_microbatches))
+    assert torch.equal(
+        scale.weight.grad.cpu(), torch.full((2, 4), 2.0 ** (plan.num_stages - 1) * plan.num_microbatches)
+    )
 
 
 @pytest.mark.ranks(3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +11,14 @@ from torch import nn
 
 from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, multi_module_1f1b, verify
+from pipegrid.schedules import PipelineRuntime, lower, multi_module_1f1b, verify
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.megatron.step_functions import forward_backward_pipelining_without_interleaving
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import P2PConfig
 
-from .tensor_parallel import Block
+from .kit.models import call, forward_step
+from .kit.stages import Stage
+from .kit.tensor_parallel import Block
 
 MICROBATCHES, WIDTH = 4, 6
 SHAPE = (12, 2, WIDTH)  # [sequence, batch, hidden]
@@ -75,29 +78,19 @@ def in_one_process(num_stages, device, replica=0):
     return losses, blocks
 
 
-class TPStage:
-    """A plan stage: one block, and the loss on the last one."""
+def stage_of(comm, number, group, device, losses):
+    """A plan stage: one block, and the loss on the last one, of this rank's rows where the sequence is cut."""
+    cut = comm.topology.replica(comm.replica)[comm.stage].parts > 1
 
-    def __init__(self, stage, comm, group, device):
-        self.stage, self.comm, self.device = stage, comm, device
-        held = comm.topology.replica(comm.replica)[comm.stage]
-        self.cut, self.group = held.parts > 1, group
-        self.block = Block(stage, WIDTH, group, device=device, cut=self.cut)
-        self.outgoing = [edge for edge in comm.graph.stage_edges if edge.source == stage]
-        self.losses = []
+    def data(index):
+        x = microbatch(index, comm.replica, device)
+        return x.chunk(dist.get_world_size(group))[dist.get_rank(group)] if cut else x
 
-    def forward(self, index, inputs):
-        x = next(iter(inputs.values()), None)
-        if x is None:
-            x = microbatch(index, self.comm.replica, self.device)
-            if self.cut:
-                x = x.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
-        y = self.block(x)
-        if self.outgoing:
-            return Forwarded({self.outgoing[0]: y})
-        loss = loss_of(y)  # of this rank's rows, where the sequence is cut
-        self.losses.append(loss.detach())
-        return Forwarded({}, loss)
+    def loss(y):
+        losses.append(loss_of(y).detach())
+        return loss_of(y)
+
+    return Stage(comm.graph, number, Block(number, WIDTH, group, device=device, cut=cut), data=data, loss=loss)
 
 
 def tp_group(comm):
@@ -107,11 +100,6 @@ def tp_group(comm):
         return None
     spec = GroupSpec(tuple(ranks), "tp")
     return create_groups([spec])[spec]
-
-
-def difference(found, expected, scale):
-    """||a - b|| / max(||b||, 1e-3 ||all gradients|| / sqrt(number of tensors))."""
-    return float((found - expected).norm() / max(expected.norm(), scale))
 
 
 @pytest.mark.parametrize(("sizes", "options", "strict"), list(jobs()))
@@ -128,7 +116,8 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, sizes, options,
     plan = lower(multi_module_1f1b(comm.graph, MICROBATCHES, placement=topology.placement))
     verify(plan)
     group = tp_group(comm)
-    stages = {stage: TPStage(stage, comm, group, ranks.device) for stage in comm.stages}
+    told = []
+    stages = {number: stage_of(comm, number, group, ranks.device, told) for number in comm.stages}
     runtime = PipelineRuntime(plan, stages, comm)
     runtime.eval()
     runtime.step()
@@ -137,31 +126,16 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, sizes, options,
     scale = 1e-3 * float(sum(g.norm() ** 2 for g in gradients)) ** 0.5 / len(gradients) ** 0.5
     for stage, held in stages.items():
         for name, parameter in blocks[stage].named_parameters():
-            expected = held.block.share(name, parameter.grad)
-            assert difference(held.block.gradient(name), expected, scale) < 1e-10, (stage, name)
-        if held.losses:
-            assert len(held.losses) == 2 * MICROBATCHES  # evaluated, then trained
-            found = torch.stack(held.losses)
-            if held.cut:
+            expected = held.model.share(name, parameter.grad)
+            apart = (held.model.gradient(name) - expected).norm()
+            assert apart < 1e-10 * max(expected.norm(), scale), (stage, name)
+        if not held.out:
+            assert len(told) == 2 * MICROBATCHES  # evaluated, then trained
+            found = torch.stack(told)
+            if held.model.cut:
                 dist.all_reduce(found, group=group)
             assert found.tolist() == pytest.approx([*losses, *losses], rel=1e-10)
     comm.close()
-
-
-class Model(nn.Module):
-    """What the step functions run: a block that is given its input."""
-
-    def __init__(self, block, config):
-        super().__init__()
-        self.block, self.config, self.received = block, config, [None]
-
-    def set_input_tensor(self, received):
-        self.received = received
-
-
-def step(iterator, model):
-    x = model.received[0]
-    return model.block(microbatch(next(iterator), 0, model.block.b.device) if x is None else x), loss_func
 
 
 def loss_func(y):
@@ -174,25 +148,15 @@ def test_the_step_function_of_the_seeds_runs_over_it(ranks):
     layout = PipelineParallelLayerLayout.from_str("Et|tL", 2)
     config = PipelineConfig(pipeline_dtype=torch.float64)
     comm = VTPCommunicator(VTPTopology([1, 2], layout=layout), config)
-    model = Model(Block(comm.stage, WIDTH, tp_group(comm), device=ranks.device), config)
-    arguments = {
-        "forward_step_func": step,
-        "model": model,
-        "num_microbatches": MICROBATCHES,
-        "seq_length": SHAPE[0],
-        "micro_batch_size": SHAPE[1],
-        "p2p_communicator": comm,
-    }
-    evaluated = forward_backward_pipelining_without_interleaving(
-        data_iterator=iter(range(MICROBATCHES)), forward_only=True, **arguments
-    )
-    infos = forward_backward_pipelining_without_interleaving(data_iterator=iter(range(MICROBATCHES)), **arguments)
+    model = Block(comm.stage, WIDTH, tp_group(comm), device=ranks.device, config=config)
+    step = partial(forward_step, data=lambda index: microbatch(index, 0, ranks.device), loss=loss_func)
+    arguments = {"model": model, "count": MICROBATCHES, "forward_step_func": step, "p2p_communicator": comm}
+    evaluated = call(forward_only=True, **arguments)
+    infos = call(**arguments)
     losses, blocks = in_one_process(2, ranks.device)
     assert infos == evaluated
     if comm.stage == 1:
         assert [info["loss"] for info in infos] == pytest.approx([MICROBATCHES * loss for loss in losses], rel=1e-10)
     for name, parameter in blocks[comm.stage].named_parameters():
-        torch.testing.assert_close(
-            model.block.gradient(name), model.block.share(name, parameter.grad), rtol=1e-10, atol=1e-14
-        )
+        torch.testing.assert_close(model.gradient(name), model.share(name, parameter.grad), rtol=1e-10, atol=1e-14)
     comm.close()

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .models import Model
+
 
 def summed(tensor, group):
     total = tensor.clone()
@@ -57,7 +59,7 @@ class Leave(torch.autograd.Function):
         return gathered(gradient, ctx.group) if ctx.cut else gradient, None, None
 
 
-class Block(nn.Module):
+class Block(Model):
     """``x + gelu(x A + a) B + b``: A and a cut by columns, B by rows, b whole; the weights depend on ``number`` only.
 
     Args:
@@ -66,10 +68,11 @@ class Block(nn.Module):
         group: the tensor-parallel ranks; None is the unsharded block.
         device: where the parameters live.
         cut: the input and the output are this rank's part of the sequence.
+        config: of a step function.
     """
 
-    def __init__(self, number, width, group=None, *, device="cpu", cut=False):
-        super().__init__()
+    def __init__(self, number, width, group=None, *, device="cpu", cut=False, config=None):
+        super().__init__(config)
         self.group, self.cut = group, cut and group is not None
         generator = torch.Generator().manual_seed(number)
 

@@ -17,6 +17,8 @@ from pipegrid.transport.backends import NcclTicket, nccl, warn_of_watchdog
 from pipegrid.transport.collectives.waiting import PendingCollectives
 from pipegrid.transport.waits.aborts import DeviceAborts, GroupAbortedError, device_aborts
 
+from .two_ranks import until
+
 FROM_1, ALSO_FROM_1, FROM_2 = LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b"), LaneSpec(2, 0, "c")
 PLAIN = dict.fromkeys((FROM_1, ALSO_FROM_1, FROM_2), torch.ones(2))
 MODES = pytest.mark.parametrize(
@@ -26,13 +28,6 @@ MODES = pytest.mark.parametrize(
         for mode in ("streams", "serial")
     ],
 )
-
-
-def until(holds, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @MODES

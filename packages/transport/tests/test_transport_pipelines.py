@@ -4,12 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
+from pipegrid.transport import Edge, P2PCommunicator
 
-from .stages import in_turn, on_one_stream
+from .stages import BACKWARD, FORWARD, config, in_turn, on_one_stream
 
-DEADLINE = 30.0
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 WIDTH, ROWS = 4, 3
 
 
@@ -49,12 +47,6 @@ MODES = pytest.mark.parametrize(
 )
 
 
-def config(settings):
-    return P2PConfig(**{
-        "pipeline_dtype": torch.float64, "deadline": DEADLINE, "open_deadline": DEADLINE, **settings,
-    })  # fmt: skip
-
-
 class Stages:
     """The layers that lie on this rank, and what each of them keeps between forward and backward."""
 
@@ -89,7 +81,7 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
     # Next and previous are one rank. Each half of the ring carries activations of one edge and gradients of another
     # at the same time: with shared ordering they would be taken for each other, which float64 gradients would tell.
     microbatches, stages = 4, 4
-    communicator = P2PCommunicator(dist.group.WORLD, config(settings))
+    communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=torch.float64, **settings))
     me = ranks.rank
     mine = Stages([me, me + 2])
     edges = [Edge(stage, stage + 1) for stage in range(stages - 1)]
@@ -155,7 +147,7 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
 @pytest.mark.ranks(2, 4)
 def test_one_forward_one_backward_with_the_blocking_verbs(ranks, settings):
     microbatches = 6
-    communicator = P2PCommunicator(dist.group.WORLD, config(settings))
+    communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=torch.float64, **settings))
     stages, mine, shape = communicator.total_stages, Stages([communicator.current_stage]), (ROWS, WIDTH)
     with in_turn(ranks, communicator):
         one_forward_one_backward(communicator, mine, shape, microbatches)
@@ -188,7 +180,7 @@ def one_forward_one_backward(communicator, mine, shape, microbatches):
 @pytest.mark.parametrize("settings", [{}, {"strict": True}], ids=["buffered", "strict"])
 def test_a_u_shape_ends_where_it_began(ranks, settings):
     # Stages 0, 1, 2 and, on the first rank again, 3: labels and loss stay with the inputs.
-    communicator = P2PCommunicator(dist.group.WORLD, config(settings))
+    communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=torch.float64, **settings))
     me, stages = ranks.rank, 4
     mine = Stages([0, 3] if me == 0 else [me])
     for microbatch in range(3):

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from pipegrid.transport import (
     LaneSpec,
     P2PCommunicator,
-    P2PConfig,
     P2PLaneDeadError,
     P2PMismatchError,
     P2PPeerError,
@@ -18,13 +17,10 @@ from pipegrid.transport import (
     open_lanes,
 )
 
+from .two_ranks import DEADLINE, config
+
 LANE = LaneSpec(0, 1, "there")
-DEADLINE = 20.0
 SHAPES = [(2, 3), (0,), (), (1, 2, 3, 4), (7,), (2, 0, 2)]
-
-
-def config(**settings):
-    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
 
 
 @pytest.mark.ranks(2)

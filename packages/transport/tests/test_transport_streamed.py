@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from pipegrid.transport import (
-    LaneSpec,
-    P2PConfig,
     P2PError,
     P2PMismatchError,
     P2PPeerError,
@@ -23,8 +21,8 @@ from pipegrid.transport import (
 from pipegrid.transport.backends import GlooMover
 from pipegrid.transport.control import opening
 
-THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
-DEADLINE = 20.0
+from .two_ranks import BACK, DEADLINE, THERE, config, until
+
 PLAIN = dict.fromkeys((THERE, BACK), torch.ones(2))
 over_gloo = pytest.mark.ranks(2, backend="gloo")  # `Polled` makes gloo's works those of a device group
 
@@ -66,17 +64,6 @@ def streamed(monkeypatch):
 
     monkeypatch.setattr(opening, "GlooMover", StreamMover)
     return batches
-
-
-def config(**settings):
-    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
-
-
-def until(condition):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.001)
 
 
 @over_gloo

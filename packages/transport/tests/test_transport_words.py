@@ -5,7 +5,6 @@ import torch
 
 from pipegrid.transport import (
     LaneSpec,
-    P2PConfig,
     P2PConfigError,
     P2PLaneDeadError,
     P2PMismatchError,
@@ -13,11 +12,7 @@ from pipegrid.transport import (
     open_lanes,
 )
 
-DEADLINE = 20.0
-
-
-def config(**settings):
-    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
+from .two_ranks import config
 
 
 class TestLabels:

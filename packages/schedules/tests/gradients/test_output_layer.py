@@ -24,6 +24,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import assert_same_gradients
+from ..kit.hooks import Hook
 from ..kit.models import Model, call, forward_step, in_one_process, mean_loss
 
 WIDTH, VOCABULARY, MICROBATCHES = 4, 6, 5
@@ -225,20 +226,16 @@ def words_of(index):
 def test_a_tied_output_layer_is_finished_before_its_reduce_and_after_the_last_send(ranks):
     actions = []
 
-    class Watch:
-        def before(self, action):
-            waiting = len(model.grad_output_buffer) if ranks.rank == 1 else 0
-            actions.append((str(action), waiting))
-
-        def after(self, action):
-            pass
+    def before(action):
+        waiting = len(model.grad_output_buffer) if ranks.rank == 1 else 0
+        actions.append((str(action), waiting))
 
     box = HyperCommGrid([2], ["pp"])
     model = (Words, Head)[ranks.rank](None)
     copy = model.word if ranks.rank == 0 else model.output_layer.weight
     tied = tie_parameters("word", {ranks.rank: copy}, stages=[0, 1], grids=box)
     config = deferring(
-        pipeline_dtype=torch.float64, tied_parameters=[tied], hooks=(Watch(),), strict=ranks.strict_sends
+        pipeline_dtype=torch.float64, tied_parameters=[tied], hooks=(Hook(before),), strict=ranks.strict_sends
     )
     model.config = config
     communicator = P2PCommunicator(dist.group.WORLD, config)

@@ -9,6 +9,21 @@ import functools
 
 from attrs import evolve
 
+from pipegrid.schedules import PlanError, verify
+
+# The rules of lanes and batches, as `verify` takes them.
+MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))
+
+
+def rules_broken(plan, mode):
+    """The rules that `verify` finds broken."""
+    lanes, batches = mode
+    try:
+        verify(plan, lanes=lanes, batches=batches)
+    except PlanError as error:
+        return {fault.rule for fault in error.faults} or {"unnamed"}
+    return set()
+
 
 class Alphabet:
     """A letter for each step of a plan of that shape, and for each that a mistake can make of it."""

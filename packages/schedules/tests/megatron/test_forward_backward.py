@@ -24,6 +24,7 @@ from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport.errors import P2PConfigError
 
 from ..kit.gradients import difference, gradients_of
+from ..kit.hooks import Hook, noting
 from ..kit.models import WIDTH, Part, call, forward_step, mean_loss, token_loss, uneven
 from ..kit.threads import in_threads
 
@@ -171,24 +172,12 @@ def test_without_a_pipeline_the_gradients_are_the_same():
 def test_the_sync_hooks_are_called_once_around_the_last_backward():
     calls = []
 
-    class NoSync:
-        def __enter__(self):
-            calls.append("no_sync")
-
-        def __exit__(self, *exc):
-            calls.append("sync")
-
     def finalize(models, num_tokens, pg_collection):
         calls.append(("finalize", len(models), num_tokens, pg_collection))
 
-    class Watch:
-        def before(self, action):
-            calls.append(str(action))
-
-        def after(self, action):
-            calls.append(f"{action} done")
-
-    config = PipelineConfig(no_sync_func=NoSync, finalize_model_grads_func=finalize, hooks=(Watch(),))
+    no_sync = partial(noting, calls, "no_sync", "sync")
+    watch = Hook(lambda action: calls.append(str(action)), lambda action: calls.append(f"{action} done"))
+    config = PipelineConfig(no_sync_func=no_sync, finalize_model_grads_func=finalize, hooks=(watch,))
     call(model=Part(0, config), count=2)
     assert calls == [
         "no_sync",

@@ -20,6 +20,7 @@ from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.errors import P2PConfigError
 
 from ..kit.gradients import assert_same_gradients
+from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, token_loss, uneven
 from ..kit.threads import in_threads
 
@@ -77,18 +78,14 @@ def test_overlapped_expert_communication_has_one_more_forward_in_flight(shape, n
     ranks, chunks, microbatches, *group = shape
     started = [[] for _ in range(ranks)]
 
-    class Watch:
-        def before(self, action):
-            if action.kind in "FB":
-                started[action.stage % ranks].append(action.kind)
-
-        def after(self, action):
-            pass
+    def before(action):
+        if action.kind in "FB":
+            started[action.stage % ranks].append(action.kind)
 
     config = PipelineConfig(
         microbatch_group_size_per_vp_stage=group[0] if group else None,
         overlap_moe_expert_parallel_comm=True,
-        hooks=(Watch(),),
+        hooks=(Hook(before),),
     )
     parts, returned = run(ranks, chunks, microbatches, network, config=config)
     expected, infos = reference(ranks * chunks, microbatches)
@@ -131,34 +128,20 @@ def test_finalize_is_called_once_with_all_chunks_and_the_tokens(network):
     assert_same_gradients(parts, reference(4, 4, loss=token_loss)[0])
 
 
-class Context:
-    def __init__(self, name, calls):
-        self.name, self.calls = name, calls
-
-    def __enter__(self):
-        self.calls.append(f"enter {self.name}")
-
-    def __exit__(self, *exc):
-        self.calls.append(f"leave {self.name}")
-
-
-class Watch:
-    def __init__(self, calls):
-        self.calls = calls
-
-    def before(self, action):
-        if action.kind == "B":
-            self.calls.append(str(action))
-
-    def after(self, action):
-        pass
+def context(name, calls):
+    return partial(noting, calls, f"enter {name}", f"leave {name}")
 
 
 def synced(network, **options):
     """What rank 1 of 2 does around its backwards of 2 microbatches."""
     calls = []
+
+    def before(action):
+        if action.kind == "B":
+            calls.append(str(action))
+
     quiet = PipelineConfig()
-    watched = PipelineConfig(hooks=(Watch(calls),), **{name: make(calls) for name, make in options.items()})
+    watched = PipelineConfig(hooks=(Hook(before),), **{name: make(calls) for name, make in options.items()})
     parts = [Part(stage, watched if stage % 2 else quiet) for stage in range(4)]
     in_threads(
         [
@@ -170,19 +153,19 @@ def synced(network, **options):
 
 
 def test_one_no_sync_context_is_left_for_the_last_backward_of_each_chunk(network):
-    calls = synced(network, no_sync_func=lambda c: partial(Context, "all", c))
+    calls = synced(network, no_sync_func=lambda c: context("all", c))
     assert calls == ["enter all", "3B0", "3B1", "leave all", "enter all", "1B0", "1B1", "leave all"]
 
 
 def test_each_chunk_may_have_its_own_functions(network):
     calls = synced(
         network,
-        no_sync_func=lambda c: [partial(Context, "first", c), partial(Context, "second", c)],
+        no_sync_func=lambda c: [context("first", c), context("second", c)],
     )
     assert calls == ["enter first", "enter second", "3B0", "3B1", "leave second", "1B0", "1B1", "leave first"]
     calls = synced(
         network,
-        no_sync_func=lambda c: partial(Context, "all", c),
+        no_sync_func=lambda c: context("all", c),
         grad_sync_func=lambda c: [lambda _: c.append("sync first"), lambda _: c.append("sync second")],
         param_sync_func=lambda c: [lambda _: c.append("parameters first"), None],
     )

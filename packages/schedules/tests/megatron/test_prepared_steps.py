@@ -39,6 +39,7 @@ from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import assert_same_gradients, gradients_of
 from ..kit.groups import Groups
+from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch
 
 MICROBATCHES = 4
@@ -124,14 +125,7 @@ def test_what_a_call_brings_is_read_anew():
     assert torch.equal(model.layers[0].weight.grad, once * 2)
     seen = []
 
-    class Seeing:
-        def before(self, action):
-            seen.append(action.kind)
-
-        def after(self, action):
-            pass
-
-    model.config = PipelineConfig(hooks=(Seeing(),))
+    model.config = PipelineConfig(hooks=(Hook(lambda action: seen.append(action.kind)),))
     alone(model)
     assert seen == [ActionKind.F, ActionKind.B] * MICROBATCHES
     model.config = PipelineConfig()
@@ -349,16 +343,9 @@ def test_a_model_that_is_dropped_goes_at_once():
     try:
         model = model_of()
 
-        class Hook:
-            def __init__(self, model):
-                self.model = model
-
-            def before(self, action):
-                pass
-
-            after = before
-
-        model.config = PipelineConfig(hooks=(Hook(model),), grad_scale_func=lambda loss, model=model: loss)
+        model.config = PipelineConfig(
+            hooks=(Hook(lambda action, model=model: None),), grad_scale_func=lambda loss, model=model: loss
+        )
         alone(model)
         held = len(prepared._STEPS)
         model.config = None  # the cycle of this test's own making
@@ -381,16 +368,9 @@ def test_a_failed_runtime_is_not_kept(constructions):
 def test_the_order_of_no_sync_grad_sync_and_finalize_is_the_frameworks():
     events = []
 
-    class Context:
-        def __enter__(self):
-            events.append("enter")
-
-        def __exit__(self, *error):
-            events.append("exit")
-
     model = model_of(
         PipelineConfig(
-            no_sync_func=Context,
+            no_sync_func=partial(noting, events, "enter", "exit"),
             grad_sync_func=lambda _: events.append("grad sync"),
             finalize_model_grads_func=lambda *_, **__: events.append("finalize"),
         )

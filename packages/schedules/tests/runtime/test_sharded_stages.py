@@ -28,6 +28,7 @@ from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
 
 from ..kit.gradients import assert_same_gradients
 from ..kit.groups import Groups
+from ..kit.hooks import Hook
 from ..kit.models import WIDTH, Residual
 from ..kit.stages import Function, stages_of
 
@@ -200,19 +201,13 @@ def test_a_split_backward_of_a_stage_that_the_plan_reduces_computes_weights_at_w
     held = sharded(ranks, 2)
     stages, seen = stages_on(ranks, held), []
 
-    class Watch:
-        def before(self, action):
-            pass
-
-        def after(self, action):
-            if action.kind in (ActionKind.I, ActionKind.W):
-                weight = next(
-                    parameter for name, parameter in held[action.stage].named_parameters() if "weight" in name
-                )
-                seen.append((action.kind, action.stage, weight.grad is not None))
+    def after(action):
+        if action.kind in (ActionKind.I, ActionKind.W):
+            weight = next(parameter for name, parameter in held[action.stage].named_parameters() if "weight" in name)
+            seen.append((action.kind, action.stage, weight.grad is not None))
 
     plan = lower(zero_bubble_v(1, 1), shard="step")
-    PipelineRuntime(plan, stages, None, hooks=[Watch()]).step()
+    PipelineRuntime(plan, stages, None, hooks=[Hook(after=after)]).step()
     assert (ActionKind.I, 1, False) in seen, "no weight gradient at I"
     assert all(has for kind, _, has in seen if kind is ActionKind.W)
 

@@ -6,38 +6,36 @@ import gc
 
 import pytest
 import torch
-from attrs import define
 
-from pipegrid.schedules import Forwarded, PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
+from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules import PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
 from pipegrid.schedules.plan import compute_plan, parse_action
 from pipegrid.schedules.runtime.stages.unread import Unread, is_shared
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
+
+from ..kit.stages import Function
 
 COUNT = 8
 EDGE = Edge(0, 1)
 
 
-@define(eq=False)
-class First:
-    """Returns the number of each microbatch, from 1, by ``make``."""
-
-    make: object
-
-    def forward(self, microbatch, inputs):
-        return Forwarded({EDGE: self.make(float(microbatch + 1))})
+PAIR = ModuleGraph({"model": 2})
 
 
-@define(eq=False)
-class Last:
-    """Notes what arrives, and sends its ones back as gradients."""
+def first(make):
+    """A stage that returns the number of each microbatch, from 1, by ``make``."""
+    return Function(PAIR, 0, lambda microbatch: make(float(microbatch + 1)))
 
-    arrived: list
 
-    def forward(self, microbatch, inputs):
-        payload = inputs[EDGE]
+def last(arrived):
+    """A stage that notes what arrives, and sends its ones back as gradients."""
+
+    def note(microbatch, payload):
         leaves = list(payload.values()) if isinstance(payload, dict) else [payload]
-        self.arrived.append([leaf.detach().double().mean().item() for leaf in leaves])
-        return Forwarded({}, sum(leaf.sum() for leaf in leaves) if leaves[0].requires_grad else None)
+        arrived.append([leaf.detach().double().mean().item() for leaf in leaves])
+        return sum(leaf.sum() for leaf in leaves) if leaves[0].requires_grad else None
+
+    return Function(PAIR, 1, note)
 
 
 def buffer_of(size, device):
@@ -119,7 +117,7 @@ def run(ranks, make, *, plan=None, train=False, size=4, mode=torch.no_grad):
     config = P2PConfig(deadline=30, shapes="header")
     communicator = P2PCommunicator(torch.distributed.group.WORLD, config)
     arrived = []
-    stage = First(make(size, ranks.device)) if ranks.rank == 0 else Last(arrived)
+    stage = first(make(size, ranks.device)) if ranks.rank == 0 else last(arrived)
     runtime = PipelineRuntime(verify(plan), {ranks.rank: stage}, communicator)
     try:
         if train:
@@ -155,7 +153,7 @@ def test_a_stage_on_the_same_rank_gets_what_was_returned(ranks, make):
         [[*map(parse_action, orders)]], graph=2, placement=[0, 0], num_microbatches=COUNT, forward_only=[0, 1]
     )
     arrived = []
-    stages = {0: First(make(4, ranks.device)), 1: Last(arrived)}
+    stages = {0: first(make(4, ranks.device)), 1: last(arrived)}
     PipelineRuntime(verify(lower(plan)), stages, None).eval()
     assert arrived == expected(make)
 
@@ -175,31 +173,26 @@ class Captured(torch.autograd.Function):
         return ctx.gradient.detach(), None, None, None
 
 
-@define(eq=False)
-class Trained:
-    """A stage with a weight; ``make(x, microbatch)`` computes, ``arrived`` notes what comes in."""
+def trained(ranks, makes):
+    """Arrived values at rank 1, the gradient of rank 0's weight, and both ranks' errors.
 
-    make: object
-    arrived: list
-    weight: torch.Tensor
-
-    def forward(self, microbatch, inputs):
-        x = inputs.get(EDGE)
-        if x is None:
-            return Forwarded({EDGE: self.make(self.weight, microbatch)})
-        self.arrived.append(x.detach().double().mean().item())
-        if x.requires_grad:
-            x.register_hook(lambda gradient: None)
-        return Forwarded({}, (self.make(x, microbatch) * self.weight).sum())
-
-
-def trained(ranks, makes, *, order=None):
-    """Arrived values at rank 1, the gradient of rank 0's weight, and this rank's error."""
+    ``makes(x, microbatch)`` of each rank computes, of the first with the weight for ``x``.
+    """
     plan = lower(gpipe(2, COUNT))
     communicator = P2PCommunicator(torch.distributed.group.WORLD, P2PConfig(deadline=30, shapes="header"))
     arrived, error = [], None
     weight = torch.ones(4, device=ranks.device, requires_grad=True)
-    runtime = PipelineRuntime(verify(plan), {ranks.rank: Trained(makes[ranks.rank], arrived, weight)}, communicator)
+    make = makes[ranks.rank]
+
+    def second(microbatch, x):
+        arrived.append(x.detach().double().mean().item())
+        if x.requires_grad:
+            x.register_hook(lambda gradient: None)
+        return (make(x, microbatch) * weight).sum()
+
+    functions = [lambda microbatch: make(weight, microbatch), second]
+    stage = Function(PAIR, ranks.rank, functions[ranks.rank])
+    runtime = PipelineRuntime(verify(plan), {ranks.rank: stage}, communicator)
     try:
         runtime.step()
     except PipelineError as failure:
@@ -239,14 +232,14 @@ def test_an_output_in_static_memory_with_a_graph_arrives_right_or_raises(ranks):
 def test_an_output_with_a_graph_that_is_written_later_raises(ranks):
     held = []
 
-    def first(weight, microbatch):
+    def written_again(weight, microbatch):
         with torch.no_grad():
             for tensor in held:
                 tensor.fill_(100.0)
         held[:] = [weight + microbatch]
         return held[0]
 
-    _, _, outcomes = trained(ranks, [first, lambda x, m: x * 1.0])
+    _, _, outcomes = trained(ranks, [written_again, lambda x, m: x * 1.0])
     assert "StageOutputError: stage 0 wrote again into its output of microbatch 0 before edge 0>1 had" in outcomes[0]
 
 

@@ -14,7 +14,6 @@ import pytest
 from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import from_text
@@ -22,25 +21,13 @@ from pipegrid.schedules.verify import check_creation, default_creation, verify
 from pipegrid.transport.edge import Edge
 
 from ..kit.explorer import STUCK, explore, explore_creation
-from ..kit.mutations import random_mutant, single_mutations
+from ..kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from ..kit.plans import GENERATORS, random_module_plan
-
-MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))
 
 
 @functools.cache
 def lowered(name, p, m):
     return lower(GENERATORS[name](p, m))
-
-
-def rules_broken(plan, mode):
-    """The rules that `verify` finds broken."""
-    lanes, batches = mode
-    try:
-        verify(plan, lanes=lanes, batches=batches)
-    except PlanError as error:
-        return {fault.rule for fault in error.faults} or {"unnamed"}
-    return set()
 
 
 def explored(plan, mode, **options):

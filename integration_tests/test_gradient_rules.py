@@ -31,7 +31,7 @@ from pipegrid.schedules import (
     tie_parameters,
     zero_bubble_h1,
 )
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, replica_samples
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 
 MICROBATCHES, BATCH, WIDTH = 3, 4, 5
@@ -67,7 +67,7 @@ def alike(ours, theirs):
 
 
 class TwoModules:
-    """An encoder before a language model, on their own numbers of data lanes; this rank's part of a step."""
+    """An encoder before a language model, on their own numbers of replicas; this rank's part of a step."""
 
     def __init__(self, ranks, lanes, **options):
         self.grids = {
@@ -84,7 +84,7 @@ class TwoModules:
         self.groups = ProcessGroupCollection.from_grid(self.grids[self.name])
         self.communicator = MultiModulePipelineCommunicator(self.grids, {"images": ["language"]}, self.config)
         self.stage = Stage(NAMES.index(self.name), self.config).to(ranks.device)
-        self.share = lane_samples(BATCH, self.grids[self.name])
+        self.share = replica_samples(BATCH, self.grids[self.name])
 
     def step(self, indices, *, loss, own_loss=None):
         def forward(iterator, model):
@@ -180,7 +180,7 @@ def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_by
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("about", ["per-token losses", "a finalizer", "parameters to train"])
-def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
+def test_replicas_that_disagree_find_it_before_the_first_byte(ranks, about):
     """They have no edge between them, and would wait in different collectives, or sum unlike parameters as one."""
     lanes = HyperCommGrid([2], ["dp"])
     lanes.create_pg("dp")
@@ -193,7 +193,7 @@ def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
         (stage.layer, stage.second)[ranks.rank].requires_grad_(False)
     start = time.monotonic()
     own = token_loss if per_token else mean_loss
-    with pytest.raises(DisagreementError, match=r"data lanes of module 'model' .*rank 0: .*; rank 1: "):
+    with pytest.raises(DisagreementError, match=r"replicas of module 'model' .*rank 0: .*; rank 1: "):
         forward_backward_no_pipelining(
             forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), lambda y: own(y, weights(0))),
             data_iterator=None,
@@ -207,13 +207,13 @@ def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("late", [0, 2])
-def test_data_lanes_that_train_different_parameters_end_the_step_of_the_next_module(ranks, late):
+def test_replicas_that_train_different_parameters_end_the_step_of_the_next_module(ranks, late):
     """Which has no lane among them, and would wait for their first message."""
     job = TwoModules(ranks, (2, 1))
     job.stage.layer.bias.requires_grad_(ranks.rank != 1)
     time.sleep(0.5 if ranks.rank == late else 0)
     start = time.monotonic()
-    with pytest.raises((DisagreementError, PipelineError), match="data lanes of module 'images' do not finish"):
+    with pytest.raises((DisagreementError, PipelineError), match="replicas of module 'images' do not finish"):
         job.step(range(MICROBATCHES), loss=mean_loss)
     assert time.monotonic() - start < 15
     ranks.barrier()
@@ -338,7 +338,7 @@ def test_a_second_loss_with_a_count_of_its_own_is_written_in_tokens_of_the_first
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("monitored", [False, True], ids=["deadline", "monitor"])
-def test_the_other_data_lane_of_a_failed_one_does_not_wait_in_the_reduction(ranks, monitored):
+def test_the_other_replica_of_a_failed_one_does_not_wait_in_the_reduction(ranks, monitored):
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     deadline = 20.0 if monitored else 3.0
@@ -456,7 +456,7 @@ def fsdp2(ranks):
 @pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ranks, per_token):
-    """FSDP2 on two data lanes before a loss on one: its mean is half of what the loss asks for, or far from a sum."""
+    """FSDP2 on two replicas before a loss on one: its mean is half of what the loss asks for, or far from a sum."""
     from torch.distributed.fsdp import fully_shard
 
     job = TwoModules(ranks, (2, 1), calculate_per_token_loss=per_token)

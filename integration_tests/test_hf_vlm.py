@@ -79,4 +79,4 @@ def test_the_example_reads_unseen_digits(tmp_path):
 def test_options_that_do_not_fit_are_one_line():
     result = run("--samples", 3, seconds=60)
     assert result.returncode == 2
-    assert "vision has two data lanes" in result.stderr
+    assert "vision has two replicas" in result.stderr

@@ -181,7 +181,7 @@ def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
         every = [None] * dist.get_world_size()
         mine = {(s, lane_of(stage.name)): float(stage.weight.grad) for s, stage in stages.items()}
         dist.all_gather_object(every, mine)
-        # One gradient per data lane (tp copies hold the same one); their sum is the stage's.
+        # One gradient per replica (tp copies hold the same one); their sum is the stage's.
         by_lane = {key: gradient for held in every for key, gradient in held.items()}
         for number, stage in stages.items():
             stage.descend(sum(gradient for (s, _), gradient in by_lane.items() if s == number))

@@ -1,4 +1,4 @@
-"""Modules with different numbers of data lanes, a mean and a token-weighted loss: the gradients of one process."""
+"""Modules with different numbers of replicas, a mean and a token-weighted loss: the gradients of one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, clip_grad_norm_, forward_backward_pipelining_without_interleaving
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
 MICROBATCHES, BATCH, WIDTH = 3, 4, 5
 
@@ -70,7 +70,7 @@ def test_gradients_and_norm_are_those_of_one_process(ranks, lanes, per_token):
     groups = ProcessGroupCollection.from_grid(grids[name])
     communicator = MultiModulePipelineCommunicator(grids, {"images": ["language"]}, config)
     stage = Stage(["images", "language"].index(name), ranks.device, config)
-    share = lane_samples(BATCH, grids[name])
+    share = replica_samples(BATCH, grids[name])
 
     def step(indices, model):
         index = next(indices)

@@ -114,7 +114,7 @@ def reference(flow, depths, batch, order):
 
 
 def share(tensor, comm, name):
-    """This rank's data lane of a whole batch."""
+    """This rank's replica of a whole batch."""
     g = comm.module_to_grid_map[name]
     stride, size = 1, 1
     for dim, n in zip(g.dim_names, g.shape, strict=True):

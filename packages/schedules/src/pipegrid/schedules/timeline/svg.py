@@ -38,7 +38,7 @@ MEANING = {
     "RESHARD": "RESHARD parameters",
     "OFFLOAD": "OFFLOAD activations",
     "RELOAD": "RELOAD activations",
-    "REDUCE_GRAD": "REDUCE_GRAD over data lanes",
+    "REDUCE_GRAD": "REDUCE_GRAD over replicas",
 }
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)

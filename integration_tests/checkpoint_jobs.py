@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph, MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func, stage_places, step_plan
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 from pipegrid.training import Names, TrainingState, cut, tie
 
 WORDS, WIDTH, LAYERS, LENGTH, ROWS, MICROBATCHES = 11, 6, 8, 5, 8, 4
@@ -203,7 +203,7 @@ class Job:
         )
 
     def share(self, module):
-        lane = lane_samples(ROWS, self.grids[module])
+        lane = replica_samples(ROWS, self.grids[module])
         return slice(lane.start, lane.stop)
 
     def step(self, number):

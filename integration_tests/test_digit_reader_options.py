@@ -105,7 +105,7 @@ def test_a_schedule_runs_or_says_which_would(name, vpp):
         ("--images pp=2", "the images module knows tp, dp only"),
         ("--images dp:2", "write name=value, separated by commas: dp=2"),
         ("--deadline 0", "give a positive number of seconds"),
-        ("--images dp=3 --language dp=2 --processes 5", "over 6 data lanes need a multiple of 24; 48 or 72 would do"),
+        ("--images dp=3 --language dp=2 --processes 5", "over 6 replicas need a multiple of 24; 48 or 72 would do"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(asked, text):

@@ -1,6 +1,6 @@
 """A rank fails under NCCL's rules: every other rank raises the first failure's error within the deadline + 2 s.
 
-Two jobs: data lanes of a pipeline, and encoders that feed the copies of a language model over a bridge. Gradients are
+Two jobs: replicas of a pipeline, and encoders that feed the copies of a language model over a bridge. Gradients are
 reduced while the last backwards run, so lanes, completions and reductions are under way when the failure comes. Beside
 exceptions in forwards, the failures are what NCCL reports beside the host: an entry on the failing rank's stream ends
 with an error, and the entries of its peers run on until they are aborted.
@@ -47,7 +47,7 @@ class Layers(Model):
 
 
 def chain(config):
-    """Data lanes of a pipeline: the communicator, this rank's module, its groups, and whether it is the first stage."""
+    """Replicas of a pipeline: the communicator, this rank's module, its groups, and whether it is the first stage."""
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
@@ -55,7 +55,7 @@ def chain(config):
 
 
 def bridge(config):
-    """The same of encoders on data lanes, and of two copies of a language model that complete each other's inputs."""
+    """The same of encoders on replicas, and of two copies of a language model that complete each other's inputs."""
     dims = ["tp", "dp"]
     grids = {"encoder": HyperCommGrid([1, 2], dims), "language": HyperCommGrid([2, 1], dims, rank_offset=2)}
     for grid in grids.values():

@@ -97,7 +97,7 @@ def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_by
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("about", ["per-token losses", "a finalizer", "parameters to train"])
-def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
+def test_replicas_that_disagree_find_it_before_the_first_byte(ranks, about):
     """They have no edge between them, and would wait in different collectives, or sum unlike parameters as one."""
     lanes = HyperCommGrid([2], ["dp"])
     lanes.create_pg("dp")
@@ -110,7 +110,7 @@ def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
         (stage.layer, stage.second)[ranks.rank].requires_grad_(False)
     start = time.monotonic()
     own = token_loss if per_token else mean_loss
-    with pytest.raises(DisagreementError, match=r"data lanes of module 'model' .*rank 0: .*; rank 1: "):
+    with pytest.raises(DisagreementError, match=r"replicas of module 'model' .*rank 0: .*; rank 1: "):
         call(
             forward_backward_no_pipelining,
             model=stage,
@@ -124,13 +124,13 @@ def test_data_lanes_that_disagree_find_it_before_the_first_byte(ranks, about):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("late", [0, 2])
-def test_data_lanes_that_train_different_parameters_end_the_step_of_the_next_module(ranks, late):
+def test_replicas_that_train_different_parameters_end_the_step_of_the_next_module(ranks, late):
     """Which has no lane among them, and would wait for their first message."""
     job = TwoModules(ranks, (2, 1))
     job.stage.layer.bias.requires_grad_(ranks.rank != 1)
     time.sleep(0.5 if ranks.rank == late else 0)
     start = time.monotonic()
-    with pytest.raises((DisagreementError, PipelineError), match="data lanes of module 'images' do not finish"):
+    with pytest.raises((DisagreementError, PipelineError), match="replicas of module 'images' do not finish"):
         job.step(range(MICROBATCHES), loss=mean_loss)
     assert time.monotonic() - start < 15
     ranks.barrier()
@@ -255,7 +255,7 @@ def test_a_second_loss_with_a_count_of_its_own_is_written_in_tokens_of_the_first
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("monitored", [False, True], ids=["deadline", "monitor"])
-def test_the_other_data_lane_of_a_failed_one_does_not_wait_in_the_reduction(ranks, monitored):
+def test_the_other_replica_of_a_failed_one_does_not_wait_in_the_reduction(ranks, monitored):
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     deadline = 20.0 if monitored else 3.0
@@ -363,7 +363,7 @@ def fsdp2(ranks):
 @pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ranks, per_token):
-    """FSDP2 on two data lanes before a loss on one: its mean is half of what the loss asks for, or far from a sum."""
+    """FSDP2 on two replicas before a loss on one: its mean is half of what the loss asks for, or far from a sum."""
     from torch.distributed.fsdp import fully_shard
 
     job = TwoModules(ranks, (2, 1), calculate_per_token_loss=per_token)

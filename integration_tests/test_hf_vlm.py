@@ -82,4 +82,4 @@ def test_the_example_reads_unseen_digits(tmp_path):
 def test_options_that_do_not_fit_are_one_line():
     result = run(EXAMPLE / "run.py", "--samples", 3, timeout=60)
     assert result.returncode == 2
-    assert "vision has two data lanes" in result.stderr
+    assert "vision has two replicas" in result.stderr

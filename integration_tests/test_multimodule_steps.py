@@ -9,7 +9,7 @@ from torch import nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, step_plan, verify
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
 from .kit.models import Model, call
 
@@ -20,7 +20,7 @@ STEPS, MICROBATCHES, BATCH, LENGTH, WIDTH = 3, 5, 4, 2, 5
 class Job:
     """``places`` has the offset and the dims of each module's grid, ``flow`` the modules that each module feeds.
 
-    ``frozen`` modules have no backward; ``images`` says how many rows each data lane of a source has, by microbatch.
+    ``frozen`` modules have no backward; ``images`` says how many rows each replica of a source has, by microbatch.
     """
 
     ranks: int
@@ -165,7 +165,7 @@ def share(job, graph, number, step, m, grid, device):
     """What this rank reads of `own_data`."""
     for whole in own_data(job, graph, number, step, m, device):
         if len(whole) == BATCH:
-            lane = lane_samples(BATCH, grid)
+            lane = replica_samples(BATCH, grid)
             yield whole[lane.start : lane.stop]
         else:
             mine = grid.coords(torch.distributed.get_rank())["dp"]
@@ -185,7 +185,7 @@ def step_of(job, comm, grids, step, device, *, per_token):
         output = model(arrived)
         if any(edge.source == model.number for edge in comm.graph.stage_edges):
             return {name: output}, None
-        lane = lane_samples(BATCH, grids[name])
+        lane = replica_samples(BATCH, grids[name])
         counted = tokens(step, m, device)[lane.start : lane.stop]
         return output, lambda y: loss_of(y, counted, per_token=per_token)
 

@@ -179,7 +179,7 @@ def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
             for number, stage in stages.items()
         }
         dist.all_gather_object(every, mine)
-        # One gradient per data lane (tp copies hold the same one); their sum is the stage's.
+        # One gradient per replica (tp copies hold the same one); their sum is the stage's.
         by_lane = {key: gradient for held in every for key, gradient in held.items()}
         for number, stage in stages.items():
             descend(stage, sum(gradient for (s, _), gradient in by_lane.items() if s == number))

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipegrid.bridges import Axes, EdgeOptions, MultiModulePipelineCommunicator, Packed, Whole
 from pipegrid.schedules import PipelineConfig, PipelineError, get_forward_backward_func
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
 from .kit.models import Model, call
 
@@ -155,7 +155,7 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
         return [made(kind, seeds[kind], ranks.device) for kind in kinds]
 
     models = {name: model_of(nn.ModuleList(held(name)), config) for name in here}
-    share = {name: lane_samples(BATCH, grids[name]) for name in here}
+    share = {name: replica_samples(BATCH, grids[name]) for name in here}
 
     def step(indices, model):
         index = next(indices)
@@ -219,7 +219,7 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
     model = model_of(layers[name == "language"], config)
-    lane = lane_samples(BATCH, grids[name])
+    lane = replica_samples(BATCH, grids[name])
 
     def rows(index):
         generator = torch.Generator().manual_seed(index)

@@ -110,7 +110,7 @@ def a_bridge():
     return made, made.destroy
 
 
-def data_lanes():
+def replicas():
     grid = HyperCommGrid([2], ["dp"])
     grid.create_pgs(["dp"])
     return ProcessGroupCollection.from_grid(grid), grid.destroy
@@ -171,7 +171,7 @@ CASES = {
     ),
     "landing": (a_bridge, landings, False, [(receive, "follow", UNORDERED, [1]), (receive, "used_here", FREED, [1])]),
     "copies to the host": (a_stage, copies_to_the_host, False, [(streams, "follow", UNORDERED, [0, 1])]),
-    "reductions": (data_lanes, reductions, False, [(Waiting, "wait", UNORDERED, [0, 1])]),
+    "reductions": (replicas, reductions, False, [(Waiting, "wait", UNORDERED, [0, 1])]),
 }
 
 

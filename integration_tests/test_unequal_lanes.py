@@ -1,4 +1,4 @@
-"""Modules with different numbers of data lanes, a mean and a token-weighted loss: the gradients of one process."""
+"""Modules with different numbers of replicas, a mean and a token-weighted loss: the gradients of one process."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, clip_grad_norm_, get_forward_backward_func
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, data_lane
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
 
 dist.init_process_group("gloo")
-images = HyperCommGrid([2, 1], ["dp", "pp"])  # ranks 0 and 1: two data lanes
+images = HyperCommGrid([2, 1], ["dp", "pp"])  # ranks 0 and 1: two replicas
 language = HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2)  # ranks 2 and 3: two stages
 if images.is_current_rank_in_grid():
     name, grid = "images", images
@@ -16,7 +16,7 @@ else:
     name, grid = "language", language
 images.create_pg("dp")
 groups = ProcessGroupCollection.from_grid(grid)
-lane, lanes = data_lane(grid)
+replica, replicas = replica_of(grid)
 config = PipelineConfig(pipeline_dtype=torch.float32)
 pipe = MultiModulePipelineCommunicator({"images": images, "language": language}, {"images": ["language"]}, config)
 
@@ -46,7 +46,7 @@ train_step = get_forward_backward_func(pp_size=pipe.total_stages)
 sizes = {"num_microbatches": 8, "seq_length": 6, "micro_batch_size": 4}
 for step in range(20):
     batch = torch.randn(8, 4, 6, 8, generator=torch.Generator().manual_seed(step))  # the same on every rank
-    mine = iter(batch.chunk(lanes, dim=1)[lane])  # this rank's share of every microbatch
+    mine = iter(batch.chunk(replicas, dim=1)[replica])  # this rank's share of every microbatch
     losses = train_step(
         forward_step_func=forward_step,
         data_iterator=mine,

@@ -1,4 +1,4 @@
-"""An encoder before a language model, on their own numbers of data lanes; on ranks, and in one process."""
+"""An encoder before a language model, on their own numbers of replicas; on ranks, and in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, WithLoss
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
 from .models import Part, call, chain_in_one_process
 
@@ -58,7 +58,7 @@ class TwoModules:
         self.groups = ProcessGroupCollection.from_grid(self.grids[self.name])
         self.communicator = MultiModulePipelineCommunicator(self.grids, {"images": ["language"]}, self.config)
         self.stage = Part(NAMES.index(self.name), WIDTH, self.config).to(ranks.device)
-        self.share = lane_samples(BATCH, self.grids[self.name])
+        self.share = replica_samples(BATCH, self.grids[self.name])
 
     def step(self, indices, *, loss, own_loss=None):
         def forward(iterator, model):

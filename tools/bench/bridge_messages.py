@@ -34,7 +34,7 @@ PAIRS = 24  # microbatches of a round, each way
 
 @frozen
 class Case:
-    """Data lanes of both sides, and the bytes of one message."""
+    """Replicas of both sides, and the bytes of one message."""
 
     source: int
     destination: int

@@ -86,12 +86,12 @@ class Case:
 
     @property
     def _lanes(self) -> int:
-        """Data lanes of an encoder apart: as many as make it no slower than a stage of the language model."""
+        """Replicas of an encoder apart: as many as make it no slower than a stage of the language model."""
         return {"0.3B": 1, "2B": 2, "6B": 4}[self.vision] if self.language == "7B" else 1
 
     @property
     def samples(self) -> int:
-        """Of a microbatch; each data lane of an encoder has one at least."""
+        """Of a microbatch; each replica of an encoder has one at least."""
         return max(SAMPLES, GRIDS[self.language][1]) if self.where == "all" else SAMPLES
 
     def __str__(self) -> str:

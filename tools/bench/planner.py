@@ -157,9 +157,9 @@ def measure(choice: Choice, steps: int) -> list[float]:
             found.append(time.perf_counter() - start)
             return loss
 
-    def load_batch(step: int, lane: int, lanes: int) -> dict[str, Tensor]:
-        del step, lane
-        return {name: torch.zeros(names["ROWS"] // lanes, 1, WIDTH) for name in names["GRIDS"]}
+    def load_batch(step: int, replica: int, replicas: int) -> dict[str, Tensor]:
+        del step, replica
+        return {name: torch.zeros(names["ROWS"] // replicas, 1, WIDTH) for name in names["GRIDS"]}
 
     names.update(
         Pipeline=Timed,

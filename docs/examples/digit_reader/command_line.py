@@ -150,7 +150,7 @@ def _sizes(module: str, fields: Mapping[str, str]) -> dict[str, int]:
 
 
 def _lanes_to_fill(processes: int, grids: Mapping[str, Mapping[str, int]]) -> int:
-    """Data lanes of the language model that fill the processes; 1 where none do."""
+    """Replicas of the language model that fill the processes; 1 where none do."""
     left = processes - sum(math.prod(sizes.values()) for name, sizes in grids.items() if name != LANGUAGE)
     lanes, over = divmod(left, grids[LANGUAGE]["pp"])
     return lanes if lanes > 0 and over == 0 else 1

@@ -117,7 +117,7 @@ def _require_numbers(options: Options) -> None:
     share = options.microbatches * lanes
     if options.batch % share:
         raise OptionsError(
-            f"--batch {options.batch}: {options.microbatches} microbatches over {lanes} data lanes need a multiple of "
+            f"--batch {options.batch}: {options.microbatches} microbatches over {lanes} replicas need a multiple of "
             f"{share}; {options.batch // share * share or share} or {-(-options.batch // share) * share} would do"
         )
 

@@ -23,7 +23,7 @@ from digit_reader.vocabulary import PAD
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Recorder, step_plan
 from pipegrid.schedules.monitor import Control, ControlStore
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, replica_samples
 
 AXES = {"b": 0, "s": 1, "h": 2}
 """What crosses between modules is [batch, sequence, hidden]."""
@@ -126,7 +126,7 @@ class Job:
         return token_loss(logits, samples.targets(self._share(LANGUAGE, microbatch)).to(self.device))
 
     def _share(self, module: str, microbatch: range) -> range:
-        share = lane_samples(len(microbatch), self.grids[module])
+        share = replica_samples(len(microbatch), self.grids[module])
         return microbatch[share.start : share.stop]
 
 

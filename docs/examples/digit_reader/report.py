@@ -28,7 +28,7 @@ from pipegrid.schedules import (
     write_perfetto,
     write_svg,
 )
-from pipegrid.topology import lane_samples
+from pipegrid.topology import replica_samples
 
 if TYPE_CHECKING:
     from digit_reader.job import Job
@@ -123,7 +123,7 @@ def read_aloud(job: Job, unseen: Samples) -> Tensor:
     from digit_reader.stepping import run_step
 
     options = job.options
-    share = lane_samples(options.batch // options.microbatches, job.grids[LANGUAGE]) if job.is_last else range(0)
+    share = replica_samples(options.batch // options.microbatches, job.grids[LANGUAGE]) if job.is_last else range(0)
 
     def logits_of(text: Tensor) -> Tensor:
         given = evolve(unseen, texts=text)

@@ -59,7 +59,7 @@ class Samples:
 class Position:
     """The data position: the first sample that no step has seen yet. The same on every rank, whatever its grids.
 
-    Which samples of a batch a rank reads follows from their numbers and its data lane, so a run that goes on in other
+    Which samples of a batch a rank reads follows from their numbers and its replica, so a run that goes on in other
     grids reads the same samples in the same order.
     """
 

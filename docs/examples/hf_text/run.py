@@ -33,12 +33,12 @@ def train(layout, schedule, dp, until):
         found = pipeline.load(FOLDER, optimizer)  # None at the first start
         if found:
             scheduler.load_state_dict(found.data["lr"])
-        sampler = DistributedSampler(SAMPLES, pipeline.lanes, pipeline.lane)
+        sampler = DistributedSampler(SAMPLES, pipeline.replicas, pipeline.replica)
         loader = DataLoader(SAMPLES, batch_size=16, sampler=sampler, drop_last=True)
         for epoch in range(found.data["epochs"] if found else 0, until):
             sampler.set_epoch(epoch)
             for batch in loader:
-                loss = pipeline.step(batch)  # the mean of all lanes
+                loss = pipeline.step(batch)  # the mean of all replicas
                 pipeline.clip(1.0)
                 optimizer.step()
                 scheduler.step()

@@ -1,4 +1,4 @@
-"""From a model of Hugging Face to a trained one, on four ranks: vision on two data lanes, language on two stages.
+"""From a model of Hugging Face to a trained one, on four ranks: vision on two replicas, language on two stages.
 
 All the glue there is; a test counts its lines, and apart the ones that are pipegrid's, between the two rules.
 """
@@ -52,7 +52,7 @@ def read(stage: Any, batch: Batch) -> Any:
 
 
 def pipeline_of_job() -> Pipeline:
-    """Vision on two data lanes, language on two stages."""
+    """Vision on two replicas, language on two stages."""
     grids = HyperCommGrid([2, 1], ["dp", "pp"]), HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2)
     vision = PipelineModule(
         lambda: Vision(make_model()), None, grids[0], forward=lambda model, batch: model(batch["pixel_values"])

@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{name} {getattr(given, name)}: give at least {least}")
     if given.samples % 2 or given.unseen % (given.samples * given.microbatches):
         parser.error(
-            f"--samples {given.samples} --unseen {given.unseen}: vision has two data lanes, and unseen samples are "
+            f"--samples {given.samples} --unseen {given.unseen}: vision has two replicas, and unseen samples are "
             f"written in whole steps of {given.samples * given.microbatches}"
         )
     return given

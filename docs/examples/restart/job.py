@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import Monitor, PipelineConfig, get_forward_backward_func, stage_places
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, replica_samples
 from pipegrid.training import Attempt, Checkpoints, RestartError, TrainingState, attempt_store
 from restart.faults import Fault, FaultHook
 from restart.model import Position, Stage, samples
@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="job.py", description=__doc__)
     add = parser.add_argument
     add("--directory", type=Path, required=True, help="of the checkpoints and of losses.jsonl")
-    add("--pp", type=int, default=2, help="stages of the pipeline (default 2); data lanes on the other ranks")
+    add("--pp", type=int, default=2, help="stages of the pipeline (default 2); replicas on the other ranks")
     add("--schedule", default="1f1b", help="any that trains (default 1f1b)")
     add("--steps", type=int, default=24, help="of training (default 24)")
     add("--every", type=int, default=4, help="steps between checkpoints (default 4)")
@@ -118,7 +118,7 @@ def train(given: argparse.Namespace) -> int:
 def _lane(first: int, grid: HyperCommGrid) -> Iterator[range]:
     """This rank's samples of each microbatch of the batch that starts with sample ``first``."""
     size = BATCH // MICROBATCHES
-    share = lane_samples(size, grid)
+    share = replica_samples(size, grid)
     for start in range(first, first + BATCH, size):
         yield range(start + share.start, start + share.stop)
 

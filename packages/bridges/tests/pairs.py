@@ -108,8 +108,8 @@ def blocks(samples, lanes):
 def lane_ends(src, dst, sizes):
     """Per lane of the destination, the sample after its last.
 
-    The blocks of the whole batch, where the source lanes are its blocks, too. Else each source lane is cut as the
-    blocks of a batch would be in which all source lanes are like it, and nothing crosses from one into the next.
+    The blocks of the whole batch, where the source replicas are its blocks, too. Else each source replica is cut as the
+    blocks of a batch would be in which all source replicas are like it, and nothing crosses from one into the next.
     """
     if sizes.dst_lanes is not None:
         return list(itertools.accumulate(sizes.dst_lanes))
@@ -129,7 +129,7 @@ def lane_ends(src, dst, sizes):
 
 
 def source_lanes(src, sizes):
-    """Samples of each source lane; blocks of the batch, unless given."""
+    """Samples of each source replica; blocks of the batch, unless given."""
     if sizes.src_lanes is not None:
         return sizes.src_lanes
     samples = sizes.shape[0] if sizes.samples is None else len(sizes.samples)
@@ -165,7 +165,7 @@ def rows_of(side, axis, extent):
 
 
 def held_by(side, sizes, ends):
-    """Per rank and axis of the tensor, the indices that it holds; ``ends`` of the side's data lanes, in samples."""
+    """Per rank and axis of the tensor, the indices that it holds; ``ends`` of the side's replicas, in samples."""
     lanes = [range(start, stop) for start, stop in itertools.pairwise([0, *ends])]
     held = {}
     if sizes.samples is None:

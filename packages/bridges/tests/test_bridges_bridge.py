@@ -22,7 +22,7 @@ from pipegrid.bridges.errors import (
     WrongSideError,
 )
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
-from pipegrid.topology import HyperCommGrid, lane_samples
+from pipegrid.topology import HyperCommGrid, replica_samples
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.opening import open_lanes
 from pipegrid.transport.errors import P2PTimeoutError, P2PUsageError
@@ -100,7 +100,7 @@ CASES = {
     "partial gradients of cp": (grid(tp=2), grid(2, tp=1, cp=2), {"dest_placements": {"cp": Partial()}}),
     "partial activations": (grid(tp=2), grid(2, dp=2), {"src_placements": {"tp": Partial()}}),
     "partial cp beside tp copies": (grid(dp=2), grid(2, tp=2, cp=2), {"dest_placements": {"cp": Partial()}}),
-    "ep as data lanes": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Shard("b")}}),
+    "ep as replicas": (grid(ep=2, dp=2), grid(4, tp=2), {"src_placements": {"ep": Shard("b")}}),
     "ep holds copies": (grid(ep=2), grid(2, dp=2), {"src_placements": {"ep": Replicate()}}),
     "pipelined sides": (grid(tp=2, pp=2), grid(4, tp=1, dp=2, pp=2), {}),
     "equal": (grid(tp=2, dp=2), grid(tp=2, dp=2), {}),
@@ -183,7 +183,7 @@ def test_lanes_have_the_samples_that_lane_samples_says():
     src, dst = grid(dp=2), grid(2, dp=4)
     rank, mine = torch.distributed.get_rank(), {}
     bridge = whole_world(src, dst)
-    if bridge.is_source:  # of 10 samples lane 1 has 3 to 6, and so from both source lanes
+    if bridge.is_source:  # of 10 samples lane 1 has 3 to 6, and so from both source replicas
         with pytest.raises(BridgeError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
             bridge.send_forward(torch.zeros(5, 1, 1))
     bridge.destroy()
@@ -191,9 +191,9 @@ def test_lanes_have_the_samples_that_lane_samples_says():
         bridge = whole_world(src, dst, label=str(batch), **lanes)
         x = torch.arange(batch).float().view(-1, 1, 1)
         if bridge.is_source:
-            bridge.send_forward(x[list(lane_samples(batch, HyperCommGrid([2], ["dp"], world_size=6)))])
+            bridge.send_forward(x[list(replica_samples(batch, HyperCommGrid([2], ["dp"], world_size=6)))])
         if bridge.is_destination:
-            mine = lane_samples(batch, HyperCommGrid([4], ["dp"], 2, world_size=6))
+            mine = replica_samples(batch, HyperCommGrid([4], ["dp"], 2, world_size=6))
             assert torch.equal(bridge.recv_forward(), x[list(mine)]), (rank, batch)
         bridge.destroy()
 
@@ -534,7 +534,7 @@ def test_lanes_that_do_not_fit_together_are_named():
     else:
         with pytest.raises(
             ShapeError,
-            match=r"lane 0 .* \(batch, 2, 2\), not packed, and lane 1 .* \(batch, 3, 2\), not packed; lanes differ",
+            match=r"replica 0 .* \(batch, 2, 2\), not packed, and replica 1 .* \(batch, 3, 2\), not packed; replicas",
         ):
             bridge.recv_forward()
     torch.distributed.barrier()
@@ -570,7 +570,7 @@ def test_settings_that_contradict_each_other():
             whole_world(grid(dp=1), grid(1), comm_dtype=wrong)
     with pytest.raises(BridgeError, match=r"src_lanes \(3, 1\) and dest_lanes \(2, 3\) must hold the same batch"):
         whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))
-    with pytest.raises(BridgeError, match="each destination lane some of it"):
+    with pytest.raises(BridgeError, match="each destination replica some of it"):
         whole_world(grid(dp=2), grid(2, dp=2), dest_lanes=(2, 0))
     with pytest.raises(BridgeError, match="shapes is 'sometimes'"):
         whole_world(grid(dp=1), grid(1), shapes="sometimes")

@@ -118,7 +118,7 @@ def as_bytes(tensor):
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.ranks(5)
 def test_copies_complete_in_any_dtype(ranks, copies):
-    """From two source lanes to two or three copies: boxes of unequal sizes, bit for bit."""
+    """From two source replicas to two or three copies: boxes of unequal sizes, bit for bit."""
     bridge = BridgeCommunicator(
         grid(dp=2),
         grid(2, tp=copies),

@@ -37,7 +37,7 @@ def coord(of, rank, dim):
 
 
 def part(whole, of, rank, *, axis=0, seq=1):
-    """What a rank of the grid holds of a whole tensor: its data lane's block, its cp part of the sequence."""
+    """What a rank of the grid holds of a whole tensor: its replica's block, its cp part of the sequence."""
     lane, lanes = coord(of, rank, "dp")
     piece, pieces = coord(of, rank, "cp")
     n = whole.shape[axis]
@@ -163,7 +163,7 @@ def test_copies_that_differ_are_found_when_asked_for():
     assert checked.communicate(good).shape == (4, 2, 2)
     bad = good + (1e-7 if rank == 3 else 0.0)
     assert checked.communicate(bad).shape == (4, 2, 2)  # not looked at this time
-    with pytest.raises(NotReplicatedError, match=r"copies of source lane 1 of 'enc' \(ranks \[2, 3\]\)"):
+    with pytest.raises(NotReplicatedError, match=r"copies of source replica 1 of 'enc' \(ranks \[2, 3\]\)"):
         checked.communicate(bad)  # on every rank, or the others would wait
     checked.destroy()
 

@@ -114,7 +114,7 @@ def reference(flow, depths, batch, order):
 
 
 def share(tensor, comm, name):
-    """This rank's data lane of a whole batch."""
+    """This rank's replica of a whole batch."""
     here = comm.module_to_grid_map[name]
     return tensor.chunk(sizes_of(here).get("dp", 1), 0)[coords_of(here, comm.rank).get("dp", 0)]
 

@@ -30,7 +30,7 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.reshard.box import shares
 from pipegrid.bridges.reshard.cuts import local_shape
-from pipegrid.topology import HyperCommGrid, lane_samples, lane_sizes
+from pipegrid.topology import HyperCommGrid, replica_samples, replica_sizes
 
 from .grids import grid
 
@@ -337,12 +337,12 @@ def test_packed_lanes_are_cut_between_samples():
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["tp", "cp"]))
 def test_destination_lanes_have_the_samples_that_lane_samples_says(batch, a, b, copies):
     src, dst = grid(**{copies: 2}, dp=a), grid(2 * a, **{copies: 2}, dp=b)
-    sizes = Sizes((batch, 4, 2), axes=BSH, src_lanes=lane_sizes(batch, a))
+    sizes = Sizes((batch, 4, 2), axes=BSH, src_lanes=replica_sizes(batch, a))
     plan = plan_reshard(boundary_side(src, "source"), boundary_side(dst, "destination"), sizes)
     check_plan(plan)
     real = HyperCommGrid([2, b], [copies, "dp"], 2 * a, world_size=2 * (a + b))
     for rank in real.ranks:
-        samples = lane_samples(batch, real, rank)
+        samples = replica_samples(batch, real, rank)
         rows = [row for start, stop in plan.destination_spans(rank)[0] for row in range(start, stop)]
         assert rows == list(samples)
     crossing = sum(plan.bytes_sent(rank) for rank in plan.src.ranks)
@@ -431,11 +431,11 @@ def test_lanes_that_do_not_add_up():
 
 def test_lane_sizes_for_the_wrong_number_of_lanes():
     src, dst = boundary_side(grid(dp=2), "source"), boundary_side(grid(2, dp=2), "destination")
-    with pytest.raises(BridgeError, match="has 2 data lanes"):
+    with pytest.raises(BridgeError, match="has 2 replicas"):
         plan_reshard(src, dst, Sizes((4, 1, 1), axes=BSH, src_lanes=(4,)))
-    with pytest.raises(BridgeError, match="has 2 data lanes"):
+    with pytest.raises(BridgeError, match="has 2 replicas"):
         plan_reshard(src, dst, Sizes((4, 1, 1), axes=BSH, dst_lanes=(4,)))
-    with pytest.raises(BridgeError, match=r"2 data lanes and lane sizes \(1, 1, 1\)"):
+    with pytest.raises(BridgeError, match=r"2 replicas and sizes \(1, 1, 1\)"):
         boundary_side(grid(dp=2), "source", lane_weights=(1, 1, 1))
 
 
@@ -454,7 +454,7 @@ def test_a_folded_sequence_cut_by_cp_needs_the_samples():
 
 def test_zigzag_batch_and_unknown_names():
     src = boundary_side(grid(dp=2), "source")
-    with pytest.raises(BridgeError, match="zigzag.*; data lanes are contiguous blocks"):
+    with pytest.raises(BridgeError, match="zigzag.*; replicas are contiguous blocks"):
         Shard("b", order="zigzag")
     with pytest.raises(BridgeError, match="Shard.order is 'spiral'; it must be 'contiguous' or 'zigzag'"):
         Shard("s", order="spiral")

@@ -18,11 +18,11 @@ from pipegrid.topology import (
     control_store,
     create_grid_groups,
     create_groups,
-    data_lane,
-    lane_bounds,
-    lane_samples,
-    lane_sizes,
     place,
+    replica_bounds,
+    replica_of,
+    replica_samples,
+    replica_sizes,
 )
 
 
@@ -86,9 +86,9 @@ MISTAKES = [
     (lambda: create_groups([], backend="mccl"), GridError, "the backend 'mccl' does not serve groups here"),
     (lambda: create_groups([], creation_timeout=5), GridError, "creation_timeout is 5; it must be a datetime"),
     (lambda: control_store(""), GridError, "label is ''; it must be a string that is not empty"),
-    (lambda: data_lane(GRID, -1), GridError, "rank is -1; it must be an integer of at least 0"),
-    (lambda: lane_bounds(8, 0), GridError, "lanes is 0; it must be an integer of at least 1"),
-    (lambda: lane_samples(8.0, GRID, 0), GridError, "num_samples is 8.0; it must be an integer of at least 0"),
+    (lambda: replica_of(GRID, -1), GridError, "rank is -1; it must be an integer of at least 0"),
+    (lambda: replica_bounds(8, 0), GridError, "replicas is 0; it must be an integer of at least 1"),
+    (lambda: replica_samples(8.0, GRID, 0), GridError, "num_samples is 8.0; it must be an integer of at least 0"),
     (lambda: place({}, world_size=4), PlacementError, r"ranks 0\.\.3 are left over"),
     (
         lambda: place({"a": 4}, world_size=4),
@@ -135,12 +135,12 @@ def test_integers_of_other_libraries_are_integers():
     assert grid.coords(two) == {"tp": 0, "dp": 1}
     assert grid.rank_at(tp=torch.tensor(1), dp=0) == 1
     assert GroupSpec([two, 0], "a").ranks == (2, 0)
-    assert lane_sizes(torch.tensor(5), two) == (3, 2)
+    assert replica_sizes(torch.tensor(5), two) == (3, 2)
 
 
 def test_one_dim_may_be_named_without_a_list():
-    assert data_lane(GRID, 3, dims="dp") == data_lane(GRID, 3, dims=("dp",)) == (1, 2)
-    assert lane_samples(4, GRID, 3, dims="dp") == range(2, 4)
+    assert replica_of(GRID, 3, dims="dp") == replica_of(GRID, 3, dims=("dp",)) == (1, 2)
+    assert replica_samples(4, GRID, 3, dims="dp") == range(2, 4)
 
 
 def test_a_mistake_leaves_the_grid_as_it_was():

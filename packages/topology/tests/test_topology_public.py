@@ -16,10 +16,10 @@ PUBLIC = {
     "RankRole",
     "control_store",
     "create_grid_groups",
-    "data_lane",
+    "replica_of",
     "describe",
     "destroy_groups",
-    "lane_samples",
+    "replica_samples",
     "place",
 }
 # Imported from the package as well; outside of __all__.
@@ -33,7 +33,11 @@ FURTHER = {
     "ModuleLayout",
     "ModuleStageInfo",
     "Relation",
+    "replica_bounds",
+    "replica_sizes",
+    "data_lane",
     "lane_bounds",
+    "lane_samples",
     "lane_sizes",
     "GroupCreationTimeoutError",
     "GroupRequest",
@@ -65,7 +69,7 @@ grids = t.place({"images": {"tp": 1, "dp": 2}, "language": {"tp": 2, "pp": 2, "d
 grid = grids["language"]
 grid.register_view("expert", [1, 2, 2], ["expt_tp", "ep", "pp"], ["pp"])
 print(grid.get_rank_enum("tp"), grid.get_rank_enum(["pp"], view="expert"), grid.coords(5))
-print(t.relation(*grids.values()).value, t.data_lane(grids["images"], 1), t.lane_sizes(3, 2))
+print(t.relation(*grids.values()).value, t.replica_of(grids["images"], 1), t.replica_sizes(3, 2))
 print(t.RankRole.from_grid_map(grids, ["images"], rank=5).is_last_stage("language"))
 print(t.describe(grids) != "", [spec.label for spec in t.creation_order([t.GroupSpec((1, 0), "a")])])
 try:
@@ -73,7 +77,7 @@ try:
 except t.WorldSizeUnknownError as error:
     print(error)
 from pipegrid.topology import *
-print(lane_samples is t.lane_samples, t.lane_bounds(3, 2))
+print(replica_samples is t.replica_samples, t.replica_bounds(3, 2))
 print(any(name.split(".")[0] == "numpy" for name in sys.modules))
 """
 

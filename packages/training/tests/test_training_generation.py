@@ -101,7 +101,7 @@ def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling):
 
 
 def test_every_microbatch_of_the_job_draws_for_itself():
-    """Equal logits on two data lanes of two microbatches; equal lanes draw alike."""
+    """Equal logits on two replicas of two microbatches; equal lanes draw alike."""
     logits, device = torch.zeros(64, WORDS), torch.device("cpu")
     sampling = Sampling(seed=5)
     drawn = [

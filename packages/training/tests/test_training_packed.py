@@ -49,7 +49,7 @@ def test_packed_samples_have_the_gradients_of_single_ones():
     whole = llama()().double()
     count = 0
     for lane in range(2):
-        for batch in names["microbatches_of"](samples, lane, lanes=2, microbatches=2):
+        for batch in names["microbatches_of"](samples, lane, replicas=2, microbatches=2):
             arrived = None
             for stage in stages:
                 stage.set_input_tensor([arrived])

@@ -52,17 +52,18 @@ SCHEDULES = [
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "layout", "cut"), SCHEDULES)
 def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
-    """On two data lanes; a cut into 4 microbatches of 6 rows is uneven."""
+    """On two replicas; a cut into 4 microbatches of 6 rows is uneven."""
     make = MAKERS["gpt2"]  # tied, and in float64 throughout
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     with Pipeline(made(make), layout, grid, schedule=schedule, loss=next_words, **cut) as pipeline:
         whole = whole_of(make)
         loss, count = next_words(whole(**joined(texts(0), texts(1))), joined(texts(0), texts(1)))
         (loss / count).backward()
-        assert (pipeline.lane, pipeline.lanes) == (ranks.rank % 2, 2)
-        evaluated = pipeline.evaluate(texts(pipeline.lane))
+        assert (pipeline.replica, pipeline.replicas) == (ranks.rank % 2, 2)
+        assert (pipeline.lane, pipeline.lanes) == (pipeline.replica, pipeline.replicas)  # former names
+        evaluated = pipeline.evaluate(texts(pipeline.replica))
         assert all(parameter.grad is None for parameter in pipeline.parameters())
-        found = pipeline.step(texts(pipeline.lane))
+        found = pipeline.step(texts(pipeline.replica))
         for each in (evaluated, found):
             torch.testing.assert_close(each, (loss / count).detach(), rtol=1e-12, atol=0.0)
         require_gradients(pipeline.named_parameters(), whole)
@@ -84,7 +85,7 @@ def test_the_own_loss_of_a_model_is_a_mean_over_the_tokens_of_the_step(ranks, na
         whole = whole_of(make)
         loss = whole(**joined(*batches)).loss
         loss.backward()
-        found = pipeline.step(batches[pipeline.lane])
+        found = pipeline.step(batches[pipeline.replica])
         torch.testing.assert_close(found.float(), loss.detach().float(), rtol=1e-5, atol=0.0)
         expected = dict(whole.named_parameters(remove_duplicate=False))
         for key, parameter in pipeline.named_parameters():
@@ -109,7 +110,7 @@ def test_a_run_goes_on_in_another_layout_and_schedule(ranks):
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
         assert pipeline.load(folder, optimizer) is None
         for _ in range(2):
-            pipeline.step(texts(pipeline.lane))
+            pipeline.step(texts(pipeline.replica))
             pipeline.clip(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -133,7 +134,7 @@ def test_tokens_are_those_of_one_process(ranks, schedule):
     layout = "Ett|ttL" if schedule == "1f1b" else "Et|t|t|tL"
     prompts = texts(0)["input_ids"][:, :4]
     with Pipeline(made(llama()), layout, HyperCommGrid([2, 2], ["dp", "pp"]), schedule=schedule) as pipeline:
-        own = prompts[pipeline.lane * 3 : pipeline.lane * 3 + 3]
+        own = prompts[pipeline.replica * 3 : pipeline.replica * 3 + 3]
         found = pipeline.generate({"input_ids": own}, 5, num_microbatches=2, eos_token_id=2)
         expected = whole_of(llama()).generate(input_ids=own, max_new_tokens=5, do_sample=False)
         assert torch.equal(found, expected[:, 4:])
@@ -278,7 +279,7 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
         read = seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch)
         loss, count = after_image(language(**read), batch)
         (loss / count).backward()
-        assert (pipeline.lane, pipeline.lanes) == (0, 1)
+        assert (pipeline.replica, pipeline.replicas) == (0, 1)
         torch.testing.assert_close(pipeline.step(batch), (loss / count).detach(), rtol=1e-6, atol=0.0)
         name, whole = ("images", tower) if ranks.rank < 2 else ("language", language)
         assert list(pipeline.stages) == [name]
@@ -290,5 +291,5 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)
         if frozen:
             return
-        with pytest.raises(StepArgumentError, match="a microbatch of 1 rows does not divide among the 2 data lanes"):
+        with pytest.raises(StepArgumentError, match="a microbatch of 1 rows does not divide among the 2 replicas"):
             microbatch(texts(0, rows=1), Share(0, 2), torch.device("cpu"))

@@ -14,7 +14,7 @@ COSTS = st.lists(st.one_of(st.integers(0, 60), st.floats(0, 60, allow_subnormal=
 
 
 def parts_of(found):
-    return [part for lane in found.lanes for part in lane]
+    return [part for parts in found.replicas for part in parts]
 
 
 @given(COSTS, st.integers(1, 4), st.integers(1, 4))
@@ -24,11 +24,11 @@ def test_every_sample_is_in_one_part_and_no_part_is_empty(costs, lanes, microbat
             spread(costs, lanes, microbatches)
         return
     found = spread(costs, lanes, microbatches)
-    assert (len(found.lanes), {len(lane) for lane in found.lanes}) == (lanes, {microbatches})
+    assert (len(found.replicas), {len(parts) for parts in found.replicas}) == (lanes, {microbatches})
     assert sorted(itertools.chain(*parts_of(found))) == list(range(len(costs)))
     assert all(parts_of(found))
     assert found == spread(tuple(costs), lanes, microbatches)
-    for lane, sums in zip(found.lanes, found.costs, strict=True):
+    for lane, sums in zip(found.replicas, found.costs, strict=True):
         assert sums == pytest.approx([sum(costs[sample] for sample in part) for part in lane])
 
 

@@ -92,7 +92,7 @@ def _prepared(stage, variant, grid, hybrid):
 
 
 def replicated(grid):
-    """The data lanes of each stage as two replicas of shards (HSDP); every rank calls it."""
+    """The dp ranks of each stage as two replicas of shards (HSDP); every rank calls it."""
     _, dp, pp = grid.shape
     return init_device_mesh("cpu", (pp, 2, dp // 2), mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"]
 
@@ -222,12 +222,12 @@ def test_every_schedule_of_spread_layers_has_the_gradients_of_one_process(ranks,
 @pytest.mark.parametrize("variant", ["fsdp hybrid", "fsdp hybrid tied"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_of_hybrid_shards_has_the_gradients_of_one_process(ranks, schedule, variant):
-    """pp 2 with four data lanes: two replicas of two shards."""
+    """pp 2 with dp 4: two replicas of two shards."""
     require_a_step(ranks, schedule, variant, 4)
 
 
 @pytest.mark.ranks(2)
-def test_layers_sharded_over_other_ranks_than_the_data_lanes_are_an_error_before_the_first_message(ranks):
+def test_layers_sharded_over_other_ranks_than_the_replicas_are_an_error_before_the_first_message(ranks):
     """Over the two stages of a pipeline, which hold different layers."""
     grid = HyperCommGrid([1, 2], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
@@ -236,7 +236,7 @@ def test_layers_sharded_over_other_ranks_than_the_data_lanes_are_an_error_before
     stage.config = PipelineConfig(variable_seq_lengths=True, shard="step", deadline=10.0)
     communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, stage.config)
     assert describe_steps(stage) == ""
-    with pytest.raises(GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 data lane"):
+    with pytest.raises(GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 replica"):
         get_forward_backward_func(schedule="1f1b")(
             forward_step_func=lambda batches, stage: (stage(next(batches)), None),
             data_iterator=None,

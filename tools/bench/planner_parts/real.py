@@ -53,7 +53,7 @@ SKIPPED = 3  # steps of a case that are not counted
 
 @frozen
 class Case:
-    """A shape of the digit reader: data lanes of the encoder; dp, pp, chunks and layout of the language model."""
+    """A shape of the digit reader: replicas of the encoder; dp, pp, chunks and layout of the language model."""
 
     lanes: int
     dp: int

@@ -21,7 +21,7 @@ from runtime_parts.runners import AHEAD, CODES, RECEIVE, SEND, B, ChainStage, F,
 from runtime_parts.table import SPREAD_WIDTH
 from runtime_parts.timing import Outcome, by_turns, pair_report
 
-LANES = 2  # data lanes of the encoder; the language model has one
+LANES = 2  # replicas of the encoder; the language model has one
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 

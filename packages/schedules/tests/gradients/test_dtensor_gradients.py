@@ -132,7 +132,7 @@ def sequence_parallel(model, mesh):
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 @pytest.mark.parametrize("sharded", ["tp", "tp and fsdp", "hsdp"])
 def test_tensor_parallel_and_sharded_gradients_are_those_of_one_process(ranks, sharded, per_token):
-    """2 data lanes x tp 2, or four lanes that are sharded two by two; beside a plain module on all ranks."""
+    """2 replicas x tp 2, or four lanes that are sharded two by two; beside a plain module on all ranks."""
     mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
     model, lanes = Block().to(ranks.device), 4
     if sharded == "hsdp":
@@ -194,13 +194,11 @@ def test_dtensors_whose_reduction_is_not_known_are_errors(ranks):
     mesh = init_device_mesh(ranks.device.type, (2,))
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))})
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    with pytest.raises(GradientError, match="a DTensor over 2 data lanes, and not by fully_shard"):
+    with pytest.raises(GradientError, match="a DTensor over 2 replicas, and not by fully_shard"):
         reduce_gradients(module, Groups(dp=dist.group.WORLD))
     sharded = Block().to(ranks.device)
     fully_shard(sharded, mesh=mesh)
-    with pytest.raises(
-        GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 data lanes;"
-    ):
+    with pytest.raises(GradientError, match="by fully_shard over a mesh of 2 ranks, of which 1 are of its 1 replicas;"):
         reduce_gradients(sharded, Groups())
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))})
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])

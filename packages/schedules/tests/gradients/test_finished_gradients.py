@@ -1,6 +1,6 @@
 """After a step's reductions the gradients are those of one process: every schedule, tied copies, weighed tokens.
 
-On real ranks, because the sums are: over the copies of a tied weight, over data lanes, and of tokens over the job.
+On real ranks, because the sums are: over the copies of a tied weight, over replicas, and of tokens over the job.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def apart(parts, expected):
 
 
 def check(ranks, name, positions, microbatches, *, per_token):
-    """A step of a schedule whose first and last stage hold copies of one weight; ranks beyond are data lanes."""
+    """A step of a schedule whose first and last stage hold copies of one weight; ranks beyond are replicas."""
     lanes = ranks.world_size // positions
     lane, position = divmod(ranks.rank, positions)
     computes = SCHEDULES[name].plan(positions, microbatches)
@@ -137,7 +137,7 @@ def test_with_a_tied_weight_and_weighed_tokens_every_schedule_is_one_process(ran
 
 
 @pytest.mark.ranks(4)
-def test_so_it_is_on_two_data_lanes_with_halves_of_backwards_and_a_mean_loss(ranks):
+def test_so_it_is_on_two_replicas_with_halves_of_backwards_and_a_mean_loss(ranks):
     check(ranks, "zero_bubble_v", 2, 3, per_token=False)
 
 

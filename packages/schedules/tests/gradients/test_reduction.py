@@ -58,15 +58,15 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
         ({"calculate_per_token_loss": True}, "divided by the tokens of the job, but nothing sums and divides them"),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}},
-            r"'images' must be summed over its data lanes \(dp x cp: 2\) and divided by 1, but nothing sums",
+            r"'images' must be summed over its replicas \(dp x cp: 2\) and divided by 1, but nothing sums",
         ),
         (
             {"grids": {"images": (1, 1), "language": (2, 1)}},
-            r"'images' must be summed over its data lanes \(dp x cp: 1\) and divided by 2, but nothing sums",
+            r"'images' must be summed over its replicas \(dp x cp: 1\) and divided by 2, but nothing sums",
         ),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}, "collection": Groups()},
-            r"'images' has 2 data lanes \(dp x cp\), but their group in pg_collection has 1",
+            r"'images' has 2 replicas \(dp x cp\), but their group in pg_collection has 1",
         ),
         (
             {"grids": {"images": (2, 1), "language": (1, 1)}, "model": Wrapped(1, 1), "collection": Groups()},

@@ -174,7 +174,7 @@ def test_of_tensor_parallel_ranks_those_parameters_are_compared_that_are_known_t
 
     assert found() is None
     shard = found(lambda m: m["rows"].to_local()[0, 0].add_(lane if place == 1 else 0))
-    assert (shard is None) == (place == 0)  # by the data lanes of that shard alone
+    assert (shard is None) == (place == 0)  # by the replicas of that shard alone
     if shard is not None:
         assert "the first is rows" in shard
         assert all(f"rank {rank}: " in shard for rank in (1, 3))

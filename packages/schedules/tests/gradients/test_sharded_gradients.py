@@ -74,8 +74,8 @@ def test_a_module_of_dtensors_is_clipped_with_a_module_of_tensors_on_other_ranks
 
 
 @pytest.mark.ranks(2)
-def test_a_dtensor_over_tp_is_reduced_over_its_data_lanes(ranks):
-    """One tp rank for each of two data lanes: the mesh has no lane but its own."""
+def test_a_dtensor_over_tp_is_reduced_over_its_replicas(ranks):
+    """One tp rank for each of two replicas: the mesh has no lane but its own."""
     mine = [dist.new_group([rank]) for rank in range(2)][ranks.rank]
     mesh = dist.device_mesh.DeviceMesh.from_group(mine, ranks.device.type)
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))})
@@ -93,7 +93,7 @@ def test_what_a_dtensor_cannot_be_is_an_error(ranks):
     mesh = init_device_mesh(ranks.device.type, (2,))
     module = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))})
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    with pytest.raises(GradientError, match="a DTensor over 2 data lanes, and not by fully_shard"):
+    with pytest.raises(GradientError, match="a DTensor over 2 replicas, and not by fully_shard"):
         reduce_gradients(module, Groups(dp=dist.group.WORLD))
     partial = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))})
     partial["w"].grad = DTensor.from_local(torch.ones(4, device=ranks.device), mesh, [Partial()])
@@ -247,7 +247,7 @@ class WithExperts(Groups):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mark", ["allreduce", "expert"])
 def test_experts_are_summed_over_lanes_of_their_own_and_counted_once(ranks, mark):
-    """Four data lanes, two expert-parallel ranks: the expert of a rank has seen the tokens of its pair."""
+    """Four replicas, two expert-parallel ranks: the expert of a rank has seen the tokens of its pair."""
     pairs = [dist.new_group(r) for r in ([0, 2], [1, 3])]  # replicas of an expert
     expert, pair = ranks.rank % 2, ranks.rank // 2
     groups = WithExperts(dp=dist.group.WORLD, expt_dp=pairs[expert])

@@ -1,4 +1,4 @@
-"""Gradients beside the schedule: sums over unequal data lanes, and one norm for the job."""
+"""Gradients beside the schedule: sums over unequal replicas, and one norm for the job."""
 
 from __future__ import annotations
 

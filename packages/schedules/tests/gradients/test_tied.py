@@ -32,7 +32,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.gradients.reduction.policy import required_ties
 from pipegrid.schedules.gradients.reduction.tie_groups import stages_here, tie_groups
 from pipegrid.schedules.gradients.reduction.tied import TieMark
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, lane_samples
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.models import WIDTH, Model, call, in_one_process
@@ -86,7 +86,7 @@ def groups_of(graph, stages, **grids):
     return [(tie.spec.ranks, sorted(tie.contributing)) for tie in tie_groups("t", stages, graph, grids)]
 
 
-def test_copies_sum_shard_by_shard_across_stages_and_data_lanes():
+def test_copies_sum_shard_by_shard_across_stages_and_replicas():
     box = grid([2, 2, 4], ["tp", "dp", "pp"])
     found = groups_of(CHAIN, [0, 3], model=box)
     assert found == [((0, 2, 12, 14), [0, 2, 12, 14]), ((1, 3, 13, 15), [1, 3, 13, 15])]
@@ -217,7 +217,7 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
         tied_parameters=[tied],
     )
     communicator = MultiModulePipelineCommunicator(grids, {"text": ["head"]}, stage.config)
-    share = lane_samples(BATCH, grids[graph.order[here]])
+    share = replica_samples(BATCH, grids[graph.order[here]])
 
     def step(indices, model):
         index = next(indices)
@@ -256,7 +256,7 @@ def assert_same_bits(parameter):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("own_group", [False, True], ids=["grids", "embd"])
-def test_on_two_data_lanes_of_one_pipeline_training_is_that_of_one_process(ranks, own_group):
+def test_on_two_replicas_of_one_pipeline_training_is_that_of_one_process(ranks, own_group):
     """The group of a tie made from the grid, over all lanes; or the collection's, with the lanes summed after it."""
     box = HyperCommGrid([2, 2], ["dp", "pp"])
     pp, dp = box.create_pgs(["pp", "dp"])
@@ -267,7 +267,7 @@ def test_on_two_data_lanes_of_one_pipeline_training_is_that_of_one_process(ranks
     tied = tie_parameters("word", {here: stage.word}, stages=[0, 1], **where)
     stage.config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, tied_parameters=(tied,))
     communicator = P2PCommunicator(pp, stage.config)
-    share = lane_samples(BATCH, box)
+    share = replica_samples(BATCH, box)
 
     def step(indices, model):
         index = next(indices)

@@ -163,7 +163,7 @@ def test_no_action_of_sharding_is_in_a_batch():
 
 
 def lanes_of(plan, count):
-    """``count`` data lanes as one plan: each gather and reduction is a collective of the copies of a position."""
+    """``count`` replicas as one plan: each gather and reduction is a collective of the copies of a position."""
     stages, places = plan.num_stages, plan.num_positions
     positions = []
     for lane, steps in product(range(count), range(places)):
@@ -195,8 +195,8 @@ def lanes_of(plan, count):
 
 @pytest.mark.parametrize("lanes", ["separate", "shared"])
 @pytest.mark.parametrize("name", PLANS)
-def test_data_lanes_that_block_in_each_gather_and_reduction_do_not_deadlock(name, lanes):
-    """The proof treats the ranks of a position as one; here each data lane is a pipeline of its own."""
+def test_replicas_that_block_in_each_gather_and_reduction_do_not_deadlock(name, lanes):
+    """The proof treats the ranks of a position as one; here each replica is a pipeline of its own."""
     for prefetch, reduce in product((0, 1), ("step", "microbatch")):
         verify(lanes_of(lower(PLANS[name], shard=reduce, prefetch=prefetch), 2), lanes=lanes)
 

@@ -403,7 +403,7 @@ def test_a_second_thread_leaves_the_running_step_alone():
 
 
 @pytest.mark.ranks(2)
-def test_a_hook_on_one_data_lane_alone_is_a_new_runtime_and_no_new_comparison(ranks):
+def test_a_hook_on_one_replica_alone_is_a_new_runtime_and_no_new_comparison(ranks):
     """Its small all-reduce would meet the other lane's reduction, at which gloo ends the process."""
     model = model_of(PipelineConfig(deadline=20)).to(ranks.device)
 

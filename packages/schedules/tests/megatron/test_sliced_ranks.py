@@ -1,4 +1,4 @@
-"""Slices on real ranks: the runtime and the step functions have the gradients of one process, over data lanes too."""
+"""Slices on real ranks: the runtime and the step functions have the gradients of one process, over replicas too."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def sliced(data, lengths):
 
 
 def check_step(ranks, schedule, slices, *, pp, mean, chunks=1):
-    """Every data lane has its own microbatches; gradients are those of all of them in one process."""
+    """Every replica has its own microbatches; gradients are those of all of them in one process."""
     grid = torch.arange(ranks.world_size).view(-1, pp)
     groups = [dist.new_group(row) for row in grid.tolist()], [dist.new_group(column) for column in grid.t().tolist()]
     lane, here = divmod(ranks.rank, pp)

@@ -213,7 +213,7 @@ def test_a_split_backward_of_a_stage_that_the_plan_reduces_computes_weights_at_w
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_that_one_data_lane_lacks_is_reduced_on_all(ranks):
+def test_a_gradient_that_one_replica_lacks_is_reduced_on_all(ranks):
     """Without it the lane that has a gradient would wait for ever."""
     held = sharded(ranks, 1)
     if not hasattr(held[0], "set_reduce_scatter_unused_params"):

@@ -58,7 +58,7 @@ def sequence_parallel(stage, mesh):
 
 
 def sharded(stage, mesh):
-    """Each layer, and the rest of the stage, over its data lanes; tied parameters stay whole."""
+    """Each layer, and the rest of the stage, over its replicas; tied parameters stay whole."""
     tied = {
         stage.get_parameter(name) for tie in stage.ties for name in tie.names if name in dict(stage.named_parameters())
     }

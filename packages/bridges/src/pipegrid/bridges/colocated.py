@@ -50,7 +50,7 @@ class SliceInfo:
 
 
 class BridgeDirection(str, enum.Enum):  # noqa: UP042 -- the seed's bases: a member formats as the enum it is
-    """Which side of the bridge has more data lanes.
+    """Which side of the bridge has more replicas.
 
     FAN_IN: the source has more; forward gathers along the batch, backward keeps this rank's slice.
     FAN_OUT: the destination has more; forward keeps this rank's slice, backward gathers the gradients of all
@@ -68,13 +68,13 @@ class ColocatedBridgeCommunicator:
 
     ``y = bridge.communicate(x)`` is differentiable. Every rank of the grids calls it, and every rank runs the
     backward of its result. All ranks give tensors of one shape and dtype, which they compare in the first call with
-    each shape, and the ranks of a source lane the same values, which ``check_replicated=True`` compares.
+    each shape, and the ranks of a source replica the same values, which ``check_replicated=True`` compares.
 
-    Where the number of data lanes of one side divides the other's and nothing else is in the way, this is one
+    Where the number of replicas of one side divides the other's and nothing else is in the way, this is one
     all-gather in one direction and one slice in the other. Any other pair of layouts (dp 3 and 2, context
     parallel, a pipelined destination) goes through a reshard plan. Where the destination is pipelined, the
     ranks outside of its first stage get a tensor without rows that is joined to the graph: run its backward
-    as well, since gradients for their own source lane arrive through it.
+    as well, since gradients for their own source replica arrive through it.
 
     Args:
         src_grid: layout of the module that makes the tensor.
@@ -83,7 +83,7 @@ class ColocatedBridgeCommunicator:
         dest_module_name: for messages.
         dim_mapping: axis of ``"b"``, ``"s"``, ``"h"``; default ``{"b": 0, "s": 1, "h": 2}``. For flattened
             ``[tokens, h]`` pass ``{"b": 0, "h": 1}``: samples then need equal numbers of tokens.
-        check_replicated: in the first call, compare digests over the copies of each source lane, and the lanes' rows.
+        check_replicated: in the first call, compare digests over the copies of each source replica, and their rows.
         check_every: compare them again every so many calls; 0 is never again.
         backend: of the groups; None is the default group's.
         timeout: of the groups; a ``timedelta``, None is beyond the deadline.
@@ -178,7 +178,7 @@ class ColocatedBridgeCommunicator:
                 )
 
     def _is_slotted(self) -> bool:
-        """Whether each rank's lane on one side lies inside of its lane on the other: slices are enough."""
+        """Whether each rank's replica on one side lies inside of its replica on the other: slices are enough."""
         grids = self.src_grid, self.dest_grid
         if self.scale is None or any(dim_size(grid, dim) > 1 for grid in grids for dim in ("cp", "pp")):
             return False
@@ -196,9 +196,9 @@ class ColocatedBridgeCommunicator:
         scale: int,
         rank_to_pos: dict[int, tuple[int, int]],
     ) -> list[list[int]]:
-        """Per slot of the side with fewer lanes and per tp shard of the other: the ``scale`` ranks in the slot.
+        """Per slot of the side with fewer replicas and per tp shard of the other: the ``scale`` ranks in the slot.
 
-        The order inside of a group is the order of the lanes, which is the order of concatenation.
+        The order inside of a group is the order of the replicas, which is the order of concatenation.
         """
         rank_at = {pos: rank for rank, pos in rank_to_pos.items()}
         return [
@@ -234,11 +234,11 @@ class ColocatedBridgeCommunicator:
     # -- the seed's questions ---------------------------------------------------------------------------
 
     def is_fan_in(self) -> bool:
-        """Whether the source has more data lanes: forward gathers."""
+        """Whether the source has more replicas: forward gathers."""
         return self.direction is BridgeDirection.FAN_IN
 
     def is_fan_out(self) -> bool:
-        """Whether the destination has more data lanes: forward slices."""
+        """Whether the destination has more replicas: forward slices."""
         return self.direction is BridgeDirection.FAN_OUT
 
     def get_slice_info(self, batch_size: int) -> SliceInfo:
@@ -266,16 +266,16 @@ class ColocatedBridgeCommunicator:
             raise BridgeError(f"{self._label}: a batch of {batch_size} is not divisible by scale {self.scale}")
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of this rank's destination lane, from ``tensor`` of its source lane.
+        """The tensor of this rank's destination replica, from ``tensor`` of its source replica.
 
-        On fan-out and between equal lanes it may share memory with ``tensor``: do not change it in place.
+        On fan-out and between equal replicas it may share memory with ``tensor``: do not change it in place.
 
         Raises:
             BridgeError: FAN_OUT by an integer scale that does not divide the batch.
             ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
                 ``dim_mapping``: compared in the first call with each shape.
             CompletionError: a rank did not come before the deadline, or died; or the bridge was aborted.
-            NotReplicatedError: with ``check_replicated``, the copies of a source lane differ.
+            NotReplicatedError: with ``check_replicated``, the copies of a source replica differ.
             DestroyedError: after `destroy`.
         """
         self._require_alive()
@@ -337,7 +337,7 @@ class ColocatedBridgeCommunicator:
         return tensor.narrow(axis, piece.start, piece.size).contiguous()
 
     def _plans(self, tensor: torch.Tensor) -> tuple[ReshardPlan, ReshardPlan]:
-        """Forward and backward plan for a source tensor: all source lanes are as large as this one."""
+        """Forward and backward plan for a source tensor: all source replicas are as large as this one."""
         names = axis_names(tensor.ndim, {k: v for k, v in self.dim_mapping.items() if v < tensor.ndim})
         shape = list(tensor.shape)
         for axis, here in enumerate(names):

@@ -13,7 +13,7 @@ from pipegrid.bridges.reshard import Side
 
 @define(eq=False)
 class ReplicationCheck:
-    """Compares the copies of each lane of ``side``, and the rows of its lanes, in the first call and now and then.
+    """Compares the copies of each replica of ``side``, and the replicas' rows, in the first call and now and then.
 
     Attributes:
         side: whose ranks call `look`, all of them each time.
@@ -35,8 +35,8 @@ class ReplicationCheck:
         """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis.
 
         Raises:
-            NotReplicatedError: the copies of some lane differ.
-            BridgeError: lanes have different numbers of rows.
+            NotReplicatedError: the copies of some replica differ.
+            BridgeError: replicas have different numbers of rows.
             CompletionError: a rank of the side died, or did not come before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
@@ -57,13 +57,14 @@ class ReplicationCheck:
         wrong, most, least = (int(value) for value in found.tolist())
         if most != -least:
             raise BridgeError(
-                f"the lanes of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}), not all equal"
+                f"the replicas of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}), not all "
+                "equal"
             )
         if wrong:
             ranks = [rank for rank in self.side.ranks if self.side.lane_of(rank) == wrong - 1]
             raise NotReplicatedError(
-                f"the copies of source lane {wrong - 1} of {self.side.name!r} (ranks {ranks}) hold different tensors; "
-                "gather or reduce over tp before communicate()"
+                f"the copies of source replica {wrong - 1} of {self.side.name!r} (ranks {ranks}) hold different "
+                "tensors; gather or reduce over tp before communicate()"
             )
 
     def _reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

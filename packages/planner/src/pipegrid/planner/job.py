@@ -184,7 +184,7 @@ class Training:
 
     ``sharding``: ``"optimizer"`` divides the optimizer's states among the dp and cp ranks (Rajbhandari et al. 2020,
     stage 1); ``"none"`` keeps them whole. ``schedules``: names, of any but the U and those with slices. ``chunks``:
-    stages per position, where a schedule runs any number. ``microbatch``: samples over all data lanes; by default 1 to
+    stages per position, where a schedule runs any number. ``microbatch``: samples over all replicas; by default 1 to
     4 for each lane.
     """
 

@@ -21,7 +21,7 @@ from pipegrid.schedules import PipelineConfig
 from pipegrid.topology import place
 from pipegrid.training import Names, Pipeline, PipelineModule
 
-ROWS = {rows}  # samples of a step, over all data lanes
+ROWS = {rows}  # samples of a step, over all replicas
 NUM_MICROBATCHES = {count}
 STEPS = 10
 ON_GPU = torch.cuda.is_available()
@@ -61,10 +61,10 @@ def forward(module: str, stage: nn.Module, microbatch: dict[str, torch.Tensor]) 
     return stage(x)
 
 
-def load_batch(step: int, lane: int, lanes: int) -> dict[str, torch.Tensor]:
-    """The rows of one data lane of `lanes`, for all modules."""
+def load_batch(step: int, replica: int, replicas: int) -> dict[str, torch.Tensor]:
+    """The rows of one of `replicas`, for all modules."""
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(ROWS, 4, 8, generator=generator).chunk(lanes)[lane] for name in GRIDS}
+    return {name: torch.randn(ROWS, 4, 8, generator=generator).chunk(replicas)[replica] for name in GRIDS}
 
 
 def loss_of(output: torch.Tensor, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -91,7 +91,7 @@ def main() -> None:
     with Pipeline(modules, topology=TOPOLOGY, schedule=SCHEDULE, config=config, **cut) as pipeline:
         optimizer = torch.optim.AdamW([{"params": pipeline.parameters()}], lr=1e-4)  # none, of frozen modules alone
         for step in range(STEPS):
-            loss = pipeline.step(load_batch(step, pipeline.lane, pipeline.lanes))
+            loss = pipeline.step(load_batch(step, pipeline.replica, pipeline.replicas))
             pipeline.clip(1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -58,7 +58,7 @@ def let_plan_decide(root: Any, *, plan: bool) -> None:
     root.set_requires_gradient_sync(not plan)
     root.set_is_last_backward(not plan)
     if plan and hasattr(root, "set_reduce_scatter_unused_params"):
-        # A parameter may have a gradient on one data lane and none on another: all take part in its reduction.
+        # A parameter may have a gradient on one replica and none on another: all take part in its reduction.
         root.set_reduce_scatter_unused_params(True)
 
 

@@ -2,16 +2,16 @@
 
 Works without torch until a process group is created.
 
-Names outside ``__all__`` (rarer errors, parts of roles and data lanes) are imported from here as well.
+Names outside ``__all__`` (rarer errors, parts of roles and replicas) are imported from here as well.
 """
 
 from __future__ import annotations
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
 from pipegrid.topology.job.data_lanes import (
-    data_lane,
+    data_lane as data_lane,
     lane_bounds as lane_bounds,
-    lane_samples,
+    lane_samples as lane_samples,
     lane_sizes as lane_sizes,
 )
 from pipegrid.topology.job.describe import describe
@@ -46,6 +46,12 @@ from pipegrid.topology.groups import (
 )
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
 from pipegrid.topology.job.placement import place
+from pipegrid.topology.job.replicas import (
+    replica_bounds as replica_bounds,
+    replica_of,
+    replica_samples,
+    replica_sizes as replica_sizes,
+)
 from pipegrid.topology.job.roles import (
     MIMO_LANGUAGE_MODULE_KEY as MIMO_LANGUAGE_MODULE_KEY,
     ModuleLayout as ModuleLayout,
@@ -63,11 +69,11 @@ __all__ = [
     "RankRole",
     "control_store",
     "create_grid_groups",
-    "data_lane",
     "describe",
     "destroy_groups",
-    "lane_samples",
     "place",
+    "replica_of",
+    "replica_samples",
 ]
 
 

@@ -1,6 +1,6 @@
-"""Samples of unequal cost over data lanes and microbatches: balanced, and the same on every rank. Pure; no torch.
+"""Samples of unequal cost over replicas and microbatches: balanced, and the same on every rank. Pure; no torch.
 
-A step is as slow as its slowest lane, and a pipeline as its slowest microbatch. The greatest sample goes to the
+A step is as slow as its slowest replica, and a pipeline as its slowest microbatch. The greatest sample goes to the
 lightest part first (LPT; Graham 1969: at most 4/3 of the best); then samples of the heaviest part move, or change
 places with those of another, as long as that makes the heaviest lighter.
 """
@@ -20,25 +20,30 @@ _ROUNDS = 200  # of improvement; each one is a move of one sample, or an exchang
 
 @frozen
 class Spread:
-    """Samples by data lane and microbatch.
+    """Samples by replica and microbatch.
 
     Attributes:
-        lanes: per lane, per microbatch, the numbers of its samples, ascending.
-        costs: per lane, per microbatch, the sum of the samples' costs.
+        replicas: per replica, per microbatch, the numbers of its samples, ascending.
+        costs: per replica, per microbatch, the sum of the samples' costs.
     """
 
-    lanes: tuple[tuple[tuple[int, ...], ...], ...]
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
     costs: tuple[tuple[float, ...], ...]
+
+    @property
+    def lanes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The name of `replicas` until this version."""
+        return self.replicas
 
     @property
     def heaviest(self) -> float:
         """The cost of the heaviest microbatch."""
-        return max(cost for lane in self.costs for cost in lane)
+        return max(cost for parts in self.costs for cost in parts)
 
     @property
     def imbalance(self) -> float:
         """The heaviest microbatch over the mean of all, less 1: 0 is even."""
-        every = [cost for lane in self.costs for cost in lane]
+        every = [cost for parts in self.costs for cost in parts]
         mean = math.fsum(every) / len(every)
         return self.heaviest / mean - 1 if mean else 0.0
 
@@ -46,13 +51,13 @@ class Spread:
 def balance_samples(costs: Sequence[float], lanes: int, microbatches: int = 1, *, equal: bool = False) -> Spread:
     """Spread samples of known ``costs`` over ``lanes * microbatches`` parts, so that the heaviest is light.
 
-    A pure function of its arguments: every rank that has the costs computes the same parts. Lanes and microbatches are
-    balanced alike; the heaviest parts of all lanes are in one microbatch, so that lanes wait little for each other.
+    A pure function of its arguments: every rank that has the costs computes the same parts. Replicas and microbatches
+    are balanced alike; the heaviest parts of all are in one microbatch, so that replicas wait little for each other.
 
     Args:
         costs: of each sample: tokens, or seconds, or any measure that adds up.
-        lanes: data lanes.
-        microbatches: of each lane.
+        lanes: number of replicas.
+        microbatches: of each replica.
         equal: every part has the same number of samples (their number must be a multiple of the parts).
 
     Raises:
@@ -69,8 +74,10 @@ def balance_samples(costs: Sequence[float], lanes: int, microbatches: int = 1, *
     most = len(weights) // parts if equal else len(weights) - parts + 1
     held = _improved(_longest_first(weights, parts, most), weights, most)
     ordered = sorted(held, key=lambda part: (-_weight(part, weights), part))
-    by_lane = [tuple(ordered[number * lanes + lane] for number in range(microbatches)) for lane in range(lanes)]
-    return Spread(tuple(by_lane), tuple(tuple(_weight(part, weights) for part in lane) for lane in by_lane))
+    by_replica = [
+        tuple(ordered[number * lanes + replica] for number in range(microbatches)) for replica in range(lanes)
+    ]
+    return Spread(tuple(by_replica), tuple(tuple(_weight(part, weights) for part in parts) for parts in by_replica))
 
 
 spread = balance_samples  # the former name

@@ -48,13 +48,13 @@ class BridgeCommunicator(BridgeEnds):
     grid that are not on its boundary stage may call everything; it does nothing there and returns None.
 
     What each rank holds follows from its grid: ``dp`` splits the batch, ``cp`` the sequence, ``tp`` holds
-    copies; ``src_placements`` and ``dest_placements`` override that and declare further dims. Source lanes are
-    consecutive blocks of the batch; destination lanes take consecutive blocks of the same batch, in any ratio.
+    copies; ``src_placements`` and ``dest_placements`` override that and declare further dims. Source replicas are
+    consecutive blocks of the batch; destination replicas take consecutive blocks of the same batch, in any ratio.
 
     Sizes: with ``shapes="fixed"`` the first message of the edge carries the source's shape, and later messages
     are payload only; a tensor of another shape is a ShapeError. With ``shapes="variable"`` each message has a
     header on a CPU group, so lanes, sequences and packed samples may change from microbatch to microbatch, and
-    a lane may have no rows. Gradients then belong to activations in the order in which those were sent, counting
+    a replica may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
 
     Attributes (beside those of `BridgeEnds`):
@@ -86,7 +86,7 @@ class BridgeCommunicator(BridgeEnds):
 
     Raises:
         BridgeError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name.
-        BridgeError: lanes of the two sides that hold different numbers of samples.
+        BridgeError: replicas of the two sides that hold different numbers of samples.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class BridgeCommunicator(BridgeEnds):
         Args:
             tensor: of ``tensor_ndim`` axes, or of the declared payload; no rows are legal. Its memory may be what
                 travels, so do not change it before the handle's ``wait()`` has returned.
-            samples: for packed ``[tokens, h]``: rows of each sample of this lane (whole samples, where cp cuts
+            samples: for packed ``[tokens, h]``: rows of each sample of this replica (whole samples, where cp cuts
                 each of them). ``Packed(tensor, samples)`` says the same.
 
         Raises:

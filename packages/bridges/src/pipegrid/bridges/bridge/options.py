@@ -43,9 +43,9 @@ class EdgeOptions:
         src_placements: what each dim of the source grid does with the tensor, see `boundary_side`; adds to those of the
             module.
         dest_placements: the same for the destination.
-        src_lanes: samples of each source lane per microbatch, where lanes are not equal.
-        dest_lanes: samples of each destination lane per microbatch; by default those of
-            `pipegrid.topology.lane_sizes`, where ``src_lanes`` are declared.
+        src_lanes: samples of each source replica per microbatch, where they are not equal.
+        dest_lanes: samples of each destination replica per microbatch; by default those of
+            `pipegrid.topology.replica_sizes`, where ``src_lanes`` are declared.
 
     Raises:
         BridgeError: a value of another kind. What depends on the modules is checked by the communicator.

@@ -16,7 +16,7 @@ from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.bridges.steps import require_summed
-from pipegrid.topology import lane_bounds, lane_sizes
+from pipegrid.topology import replica_bounds, replica_sizes
 from pipegrid.topology.fields import Index, checked_fields, shown
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
@@ -24,7 +24,7 @@ _MOST_KNOWN = 256  # plans kept for sizes that come back
 
 @frozen(field_transformer=checked_fields(ShapeError))
 class Announcement:
-    """What a source rank says of its tensor: shape, dtype by name, and the rows of its lane's samples if packed."""
+    """What a source rank says of its tensor: shape, dtype by name, and the rows of its replica's samples if packed."""
 
     shape: tuple[Index, ...]
     dtype: str
@@ -70,7 +70,7 @@ def decode(text: str) -> list[LeafNote]:
 
 @frozen
 class LaneSize:
-    """One source lane as a rank of it knows it: samples, their rows where packed, and the other axes' extents."""
+    """One source replica as a rank of it knows it: samples, their rows where packed, and the other axes' extents."""
 
     units: int
     samples: tuple[int, ...] | None
@@ -98,9 +98,9 @@ def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
 
 
 def cuts_by_lane(rows: int, lanes: int, parts: int) -> tuple[int, ...]:
-    """Where the blocks of ``parts`` destination lanes begin and end where each source lane, of ``rows``, is cut alone.
+    """Bounds of the blocks of ``parts`` destination replicas, where each source replica, of ``rows``, is cut alone.
 
-    Those of `pipegrid.topology.lane_bounds`, unless one of these begins in one source lane and ends in the next.
+    Those of `pipegrid.topology.replica_bounds`, unless one of these begins in one source replica and ends in the next.
     """
     bounds = []
     for part in range(parts):
@@ -114,20 +114,20 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
     """The sizes that a rank plans with, from the lanes that it knows; other lanes do not change its own part.
 
     Raises:
-        ShapeError: the lanes differ in an axis other than the batch, or some are packed and some are not, or a
-            lane's samples are not a multiple of its ``lane_weights``.
+        ShapeError: the replicas differ in an axis other than the batch, or some are packed and some are not, or a
+            replica's samples are not a multiple of its ``lane_weights``.
     """
     first, some = next(iter(lanes.items()))
     weights = src.lane_weights or (1,) * src.num_lanes
     for lane, size in lanes.items():
         if (size.extents, size.samples is None) != (some.extents, some.samples is None):
             raise ShapeError(
-                f"lane {first} of {src.name!r} sends tensors of {some}, and lane {lane} of {size}; lanes differ in "
-                "the batch alone"
+                f"replica {first} of {src.name!r} sends tensors of {some}, and replica {lane} of {size}; replicas "
+                "differ in the batch alone"
             )
         if size.units % weights[lane] if weights[lane] else size.units:
             raise ShapeError(
-                f"lane {lane} of {src.name!r} sends {size.units} samples, no multiple of src_lanes' {weights[lane]}"
+                f"replica {lane} of {src.name!r} sends {size.units} samples, no multiple of src_lanes' {weights[lane]}"
             )
     known = [lanes.get(lane, evolve(some, units=some.units if weights[lane] else 0)) for lane in range(src.num_lanes)]
     samples = None
@@ -200,7 +200,7 @@ class ShapePlans:
 
         Raises:
             ShapeError: the shape is not the declared one, or partial sums are of a dtype that is not added up.
-            BridgeError: fixed shapes, and lanes of this size give some destination lane other samples than its own.
+            BridgeError: fixed shapes, and replicas of this size give a destination replica other samples than its own.
         """
         src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
         if self.wiring.reductions:
@@ -213,10 +213,12 @@ class ShapePlans:
             rows, lanes, parts = announced.shape[batch], src.num_lanes, dst.num_lanes
             whole[batch] = rows * sum(weights) // weights[lane]
             declares = src.lane_weights or dst.lane_weights
-            if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != lane_bounds(lanes * rows, parts):
-                taken = lane_sizes(lanes * rows, parts)
+            if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != replica_bounds(
+                lanes * rows, parts
+            ):
+                taken = replica_sizes(lanes * rows, parts)
                 raise BridgeError(
-                    f"{self.name}: a batch of {lanes * rows} gives lanes of {taken}, some from two source lanes; "
+                    f"{self.name}: a batch of {lanes * rows} gives replicas of {taken}, some from two source replicas; "
                     f"declare src_lanes={(rows,) * lanes} and dest_lanes={taken}"
                 )
         for axis, (extent, declared) in enumerate(zip(whole, self.shape or (), strict=False)):
@@ -230,7 +232,7 @@ class ShapePlans:
         """Plans for what some source ranks have announced: all that this rank needs to know.
 
         Raises:
-            ShapeError: ranks of one lane differ, lanes differ in more than the batch, or dtypes differ.
+            ShapeError: ranks of one replica differ, replicas differ in more than the batch, or dtypes differ.
         """
         return self._cached(tuple(sorted(announced.items())))
 

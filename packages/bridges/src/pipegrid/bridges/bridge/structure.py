@@ -8,7 +8,7 @@
     })
 
 The declaration is what both sides of an edge agree on before the first byte: which leaves there are, in which order
-they travel, and which axis of each is cut over data lanes. Values are matched against it on the sender.
+they travel, and which axis of each is cut over replicas. Values are matched against it on the sender.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _as_names(value: Sequence[str | tuple[str, ...]]) -> AxisNames:
 class Axes:
     """A tensor by the names of its axes, in order: ``Axes("b", "s", "h")``.
 
-    ``"b"`` is cut over data lanes and ``"s"`` over context-parallel ranks, as the dims of the grids say; other names
+    ``"b"`` is cut over replicas and ``"s"`` over context-parallel ranks, as the dims of the grids say; other names
     are free. ``Axes(("b", "s"), "h")`` has the sequence folded into the batch, for `Packed` values. Where a dim of the
     source cuts an axis that the tensor does not have, its first rank gives the tensor; every rank along such a dim of
     the destination gets it, and their gradients are added up.
@@ -61,8 +61,8 @@ class Axes:
 class Whole:
     """A value that is cut on neither side: a tensor of any number of axes, or an int, a float or a bool.
 
-    The first data lane of the source gives the tensor, and every rank of the destination gets it. Its gradient is the
-    sum over the destination's lanes; it goes to the first lane of the source, and the other lanes get zeros. Numbers
+    The first replica of the source gives the tensor, and every rank of the destination gets it. Its gradient is the
+    sum over the destination's replicas; it goes to the first replica of the source, and the others get zeros. Numbers
     are equal on all ranks of the source and travel with the shapes.
 
     Attributes:
@@ -130,12 +130,12 @@ def require_parts(length: int, parts: int, name: str) -> None:
 
 @frozen(eq=False, field_transformer=checked_fields(ShapeError))
 class Packed:
-    """A tensor whose batch axis holds samples of several rows each, such as ``[tokens, h]``; lanes get whole samples.
+    """A tensor whose batch axis holds samples of several rows each, such as ``[tokens, h]``; a replica gets whole ones.
 
     It arrives as a plain tensor.
 
     Attributes:
-        tensor: the rows of this lane's samples, one sample after the other.
+        tensor: the rows of this replica's samples, one sample after the other.
         samples: the rows of each.
     """
 

@@ -12,7 +12,7 @@ from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
 from pipegrid.bridges.errors import BridgeError, StageError
 from pipegrid.bridges.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
-from pipegrid.topology import GroupSpec, lane_sizes
+from pipegrid.topology import GroupSpec, replica_sizes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.spec import LaneSpec
 
@@ -196,10 +196,10 @@ def boundary_sides(
 ) -> tuple[Side, Side]:
     """The sides of an edge, source first; see `boundary_side`.
 
-    Where the source alone declares its data lanes, those of the destination are `lane_sizes`.
+    Where the source alone declares its replicas, those of the destination are `replica_sizes`.
 
     Raises:
-        BridgeError: the two sides declare different numbers of samples, or a lane of the destination has none.
+        BridgeError: the two sides declare different numbers of samples, or a replica of the destination has none.
     """
     ends: tuple[End, End] = ("source", "destination")
     src, dst = (
@@ -210,10 +210,10 @@ def boundary_sides(
     if len({sum(declared) for declared in (given, wanted) if declared is not None}) > 1 or not all(wanted or ()):
         raise BridgeError(
             f"{src.name} > {dst.name}: src_lanes {given} and dest_lanes {wanted} must hold the same batch, and each "
-            "destination lane some of it"
+            "destination replica some of it"
         )
     if wanted is None and given is not None and sum(given) >= dst.num_lanes:
-        dst = evolve(dst, lane_weights=lane_sizes(sum(given), dst.num_lanes))
+        dst = evolve(dst, lane_weights=replica_sizes(sum(given), dst.num_lanes))
     return src, dst
 
 

@@ -177,7 +177,7 @@ def plan_reshard(
 
     Raises:
         BridgeError: a side shards an axis that ``sizes.axes`` does not name.
-        BridgeError: lane sizes that fit neither the sides nor each other.
+        BridgeError: sizes of replicas that fit neither the sides nor each other.
     """
     itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
     choice = Choice(strategy, leader_below, links)
@@ -231,8 +231,8 @@ def routes(
     """Pairs (sending rank, receiving rank) that may ever exchange something, ascending.
 
     A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only,
-    and holds for all sizes of which each source lane is cut by itself (`Sizes.cut` ``"lane"``, as bridges do), and for
-    batches that divide evenly. Lanes of an uneven batch that is cut as one may meet others.
+    and holds for all sizes of which each source replica is cut by itself (`Sizes.cut` ``"lane"``, as bridges do), and
+    for batches that divide evenly. Replicas of an uneven batch that is cut as one may meet others.
     """
     cuts = part_cuts(src, dst, axes)
     sender, receiver = src, dst

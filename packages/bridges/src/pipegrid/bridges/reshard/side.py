@@ -16,7 +16,7 @@ from pipegrid.bridges.reshard.box import merge
 from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
 
 BATCH = "b"
-"""The name of the batch axis. The shards of a side along it are its data lanes."""
+"""The name of the batch axis. The shards of a side along it are its replicas."""
 
 Order = Literal["contiguous", "zigzag"]
 End = Literal["source", "destination"]
@@ -48,7 +48,7 @@ class Shard(Placement):
 
     def __attrs_post_init__(self) -> None:
         if self.axis == BATCH and self.order != "contiguous":
-            raise BridgeError(f"Shard({BATCH!r}).order is {self.order!r}; data lanes are contiguous blocks")
+            raise BridgeError(f"Shard({BATCH!r}).order is {self.order!r}; replicas are contiguous blocks")
 
     def __str__(self) -> str:
         return f"cuts {self.axis}" + (" in zigzag" if self.order == "zigzag" else "")
@@ -147,8 +147,8 @@ class Side:
 
     ``dims`` stand major first: where two dims shard one axis, the later one cuts what the earlier one left.
     The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``, or, with ``members``, the one at that
-    index of them. ``lane_weights`` says in which proportion the data lanes share the batch (equally, unless given):
-    for instance samples per lane.
+    index of them. ``lane_weights`` says in which proportion the replicas share the batch (equally, unless given):
+    for instance samples per replica.
 
     Make one with `boundary_side`.
     """
@@ -163,7 +163,8 @@ class Side:
         weights = self.lane_weights
         if weights is not None and (len(weights) != self.num_lanes or not any(weights)):
             raise BridgeError(
-                f"side {self.name!r} has {self.num_lanes} data lanes and lane sizes {weights}; give one each, not all 0"
+                f"side {self.name!r} has {self.num_lanes} replicas and sizes {weights} of them; give one each, not "
+                "all 0"
             )
 
     def __str__(self) -> str:
@@ -186,7 +187,7 @@ class Side:
 
     @property
     def num_lanes(self) -> int:
-        """Data lanes: parts of the batch."""
+        """Replicas: parts of the batch."""
         return self.num_shards(BATCH)
 
     def shard_of(self, rank: int, axis: str) -> int:
@@ -203,7 +204,7 @@ class Side:
         return index
 
     def lane_of(self, rank: int) -> int:
-        """The data lane of the rank; `StageError` where it is not on the side."""
+        """The replica of the rank; `StageError` where it is not on the side."""
         return self.shard_of(rank, BATCH)
 
     def _coords_at(self, rank: int) -> tuple[int, ...]:
@@ -328,7 +329,7 @@ def boundary_side(
 
     Raises:
         BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name.
-        BridgeError: not one weight for each data lane.
+        BridgeError: not one weight for each replica.
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end
@@ -351,7 +352,8 @@ def boundary_side(
             if dim not in known:
                 raise BridgeError(
                     f"side {name!r}: what its ranks along dim {dim!r} (size {size}) hold is not declared; give "
-                    f"placements={{{dim!r}: Shard('b')}} for data lanes, Replicate() for copies, Partial() for sums"
+                    f"placements={{{dim!r}: Shard('b')}} for shares of the batch, Replicate() for copies, Partial() "
+                    "for sums"
                 )
             placement = checked(known[dim], _PLACEMENT, f"side {name!r}: the placement of {dim!r}", BridgeError)
             dims.append(SideDim(dim, size, stride, placement))

@@ -3,9 +3,10 @@
 A side holds parts of each axis (`Side.intervals`). Of ``n`` rows, the part [p, q) is the rows ``floor(n p)`` to
 ``floor(n q)``. Rounding down is monotone, so parts that tile [0, 1) become ranges that tile the axis, divisible or not.
 
-The batch is rounded inside each source lane, as lanes may differ: with lane ``k`` on [p_k, p_k+1) and of ``u_k``
-samples, a point ``p`` in it is sample ``u_0 + ... + u_k-1 + floor(u_k (p - p_k) / (p_k+1 - p_k))`` (`BatchMap`). Where
-each source lane is cut by itself, the bounds of the destination lanes are those of `lane_bounds` (`cuts_of_lane`).
+The batch is rounded inside each source replica, as replicas may differ: with replica ``k`` on [p_k, p_k+1) and of
+``u_k`` samples, a point ``p`` in it is sample ``u_0 + ... + u_k-1 + floor(u_k (p - p_k) / (p_k+1 - p_k))`` (see
+`BatchMap`). Where each source replica is cut by itself, the bounds of the destination replicas are those of
+`replica_bounds` (`cuts_of_lane`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from attrs import Factory, field, frozen
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
-from pipegrid.topology import lane_bounds, lane_sizes
+from pipegrid.topology import replica_bounds, replica_sizes
 from pipegrid.topology.fields import Index, Name, checked, checked_fields, integer
 
 AxisNames = tuple[tuple[str, ...], ...]
@@ -39,7 +40,7 @@ def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
         for name, axis in dim_mapping.items()
     }
     if BATCH not in mapping:
-        raise BridgeError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that data lanes split")
+        raise BridgeError(f"dim_mapping {mapping} names no batch axis; add 'b': the axis that replicas split")
     return mapping
 
 
@@ -55,7 +56,7 @@ def as_axes(value: AxisNames) -> AxisNames:
 
 
 def batch_axis(axes: AxisNames) -> int:
-    """The axis that data lanes split."""
+    """The axis that replicas split."""
     return next(axis for axis, names in enumerate(axes) if BATCH in names)
 
 
@@ -86,18 +87,18 @@ class Sizes:
     Attributes:
         shape: extent of each axis of the whole tensor.
         axes: names of the axes, see `axis_names`.
-        src_lanes: samples each source lane holds. Default: those of `pipegrid.topology.lane_sizes`.
-        dst_lanes: samples each destination lane gets. Default: those of `pipegrid.topology.lane_sizes` where the
-            source lanes have theirs; else each source lane is cut by itself, see ``cut``.
+        src_lanes: samples each source replica holds. Default: those of `pipegrid.topology.replica_sizes`.
+        dst_lanes: samples each destination replica gets. Default: those of `pipegrid.topology.replica_sizes` where the
+            source replicas have theirs; else each source replica is cut by itself, see ``cut``.
         samples: rows of each sample, in order over the whole batch, for packed tensors ``[tokens, h]``.
             Default: a sample is one row.
-        cut: ``"lane"``: each source lane is cut as if all were like it, so that a source rank knows its cuts from its
-            own tensor; a block that would cross from one source lane into the next stays within them.
+        cut: ``"lane"``: each source replica is cut as if all were like it, so that a source rank knows its cuts from
+            its own tensor; a block that would cross from one source replica into the next stays within them.
 
     Raises:
         ShapeError: a shape of another number of axes, or with a negative extent.
         BridgeError: axes without names, or without a batch.
-        BridgeError: lanes or samples do not add up to the extent of the batch axis.
+        BridgeError: replicas or samples do not add up to the extent of the batch axis.
     """
 
     shape: tuple[Index, ...]
@@ -111,7 +112,7 @@ class Sizes:
         if len(self.shape) != len(self.axes):
             raise ShapeError(f"shape {self.shape} has {len(self.shape)} axes, the edge names {self.axes}")
         if not any(BATCH in names for names in self.axes):
-            raise BridgeError(f"axes {self.axes} name no batch axis; add 'b': the axis that data lanes split")
+            raise BridgeError(f"axes {self.axes} name no batch axis; add 'b': the axis that replicas split")
         for name, total in (("samples", self.rows), ("src_lanes", self.units), ("dst_lanes", self.units)):
             counts = getattr(self, name)
             if counts is not None and sum(counts) != total:
@@ -119,7 +120,7 @@ class Sizes:
 
     @cached_property
     def batch_axis(self) -> int:
-        """The axis that data lanes split."""
+        """The axis that replicas split."""
         return batch_axis(self.axes)
 
     @property
@@ -135,7 +136,7 @@ class Sizes:
 
 @frozen(slots=False)
 class BatchMap:
-    """A monotone map from parts of [0, 1) to samples: the breakpoints are the source's lanes.
+    """A monotone map from parts of [0, 1) to samples: the breakpoints are the source's replicas.
 
     Both directions of a boundary use one map, anchored at the side that made the activation. Rounding down is
     monotone, so parts that tile [0, 1) become ranges of samples that tile the batch.
@@ -160,45 +161,47 @@ class BatchMap:
 def lane_intervals(
     src: Side, dst: Side, sizes: Sizes
 ) -> tuple[tuple[tuple[Interval, ...], ...], tuple[tuple[Interval, ...], ...]]:
-    """Per lane of either side, which part of the batch it holds."""
+    """Per replica of either side, which part of the batch it holds."""
     units = source_units(src, sizes)
     taken = destination_units(src, dst, sizes, units)
     return src.intervals(BATCH, None if taken is None else units), dst.intervals(BATCH, taken)
 
 
 def destination_units(src: Side, dst: Side, sizes: Sizes, units: Sequence[int]) -> tuple[int, ...] | None:
-    """Samples per destination lane, given those of the source lanes; None where each source lane is cut by itself."""
+    """Samples per destination replica, given those of the source replicas; None where each is cut by itself."""
     if sizes.dst_lanes is not None:
         return _one_per_lane("dst_lanes", sizes.dst_lanes, dst)
     if sizes.cut == "lane" or src.lane_weights is not None or dst.lane_weights is not None:
         return None
-    return lane_sizes(sizes.units, dst.num_lanes) if tuple(units) == lane_sizes(sizes.units, src.num_lanes) else None
+    return (
+        replica_sizes(sizes.units, dst.num_lanes) if tuple(units) == replica_sizes(sizes.units, src.num_lanes) else None
+    )
 
 
 def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
-    """Samples per source lane."""
+    """Samples per source replica."""
     if sizes.src_lanes is not None:
         return _one_per_lane("src_lanes", sizes.src_lanes, src)
     if src.lane_weights is None:
-        return lane_sizes(sizes.units, src.num_lanes)
+        return replica_sizes(sizes.units, src.num_lanes)
     ends = [sizes.units * end // sum(src.lane_weights) for end in itertools.accumulate(src.lane_weights)]
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
 
 def _one_per_lane(what: str, lanes: tuple[int, ...], side: Side) -> tuple[int, ...]:
     if len(lanes) != side.num_lanes:
-        raise BridgeError(f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} data lanes")
+        raise BridgeError(f"{what}={lanes}, but side {side.name!r} has {side.num_lanes} replicas")
     return lanes
 
 
-_bounds = lru_cache(maxsize=64)(lane_bounds)
+_bounds = lru_cache(maxsize=64)(replica_bounds)
 
 
 def cuts_of_lane(units: int, lane: int, lanes: int, parts: int) -> dict[Fraction, int]:
-    """Where lane ``lane`` of ``lanes``, all of ``units`` samples, is cut for ``parts`` lanes on the other side.
+    """Where replica ``lane`` of ``lanes``, all of ``units`` samples, is cut for ``parts`` replicas on the other side.
 
-    Maps ``j / parts``, for each boundary of parts inside the lane, to the samples of the lane before it: those of
-    `lane_bounds` for the whole batch, kept within the lane.
+    Maps ``j / parts``, for each boundary of parts inside the replica, to the samples of it before the boundary: those
+    of `replica_bounds` for the whole batch, kept within the replica.
     """
     inside = range(lane * parts // lanes + 1, -(-(lane + 1) * parts // lanes))
     if not inside:
@@ -208,12 +211,12 @@ def cuts_of_lane(units: int, lane: int, lanes: int, parts: int) -> dict[Fraction
 
 
 def batch_map(src: Side, dst: Side, sizes: Sizes, lanes: Sequence[Sequence[Interval]]) -> BatchMap:
-    """The map that gives lane ``k`` of the source, whose part of [0, 1) is ``lanes[k]``, its own samples."""
+    """The map that gives replica ``k`` of the source, whose part of [0, 1) is ``lanes[k]``, its own samples."""
     units = source_units(src, sizes)
     breaks = (lanes[0][0][0], *(held[0][1] for held in lanes))
     for index, count in enumerate(units):
         if count and breaks[index] == breaks[index + 1]:
-            raise BridgeError(f"lane {index} of side {src.name!r} has weight 0 but holds {count} samples")
+            raise BridgeError(f"replica {index} of side {src.name!r} has weight 0 but holds {count} samples")
     starts = tuple(itertools.accumulate(units, initial=0))
     cuts: dict[Fraction, int] = {}
     if src.lane_weights is None and dst.lane_weights is None and destination_units(src, dst, sizes, units) is None:

@@ -40,7 +40,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
 
-    Replicas count once: a parameter by its first data lane, and by the first tp rank unless it is sharded over tp
+    Replicas count once: a parameter by its first replica, and by the first tp rank unless it is sharded over tp
     (attribute ``tensor_model_parallel``); a tied one by the copy of its lowest stage (the others have the attribute
     ``tied_replica``); a DTensor by its shards. ``main_grad`` is clipped where a parameter keeps one. A norm that is not
     finite is so on every rank, and so are then the gradients: see `LossScaler` for a step to skip.
@@ -58,7 +58,7 @@ def clip_grad_norm_(
 
     Raises:
         GradientError: a norm that is not positive; a missing group; a DTensor with partial gradients, or over some of
-            the data lanes.
+            the replicas.
         ReductionFailedError: past the deadline.
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)

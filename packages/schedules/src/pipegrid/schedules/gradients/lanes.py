@@ -1,4 +1,4 @@
-"""Process groups of a module: its data lanes, and what the sizes of its grid demand."""
+"""Process groups of a module: its replicas, and what the sizes of its grid demand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
 
 
 def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
-    """The group of a module's data lanes, dp x cp; None where it has one lane."""
+    """The group of a module's replicas, dp x cp; None where it has one replica."""
     collection = collection_of(collections, name)
     group = lanes_group_or_none(collection)
     cp = size_of(getattr(collection, "cp", None))
@@ -49,7 +49,7 @@ def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
 
 
 def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> None:
-    """Raise unless the collection has the data lanes that its grid's sizes demand, and the groups of ``dims``.
+    """Raise unless the collection has the replicas that its grid's sizes demand, and the groups of ``dims``.
 
     Of a collection made by hand, without a ``grid``, the sizes are not known.
     """
@@ -75,7 +75,7 @@ def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> Non
 
 
 def lanes_group_or_none(collection: Any) -> dist.ProcessGroup | None:
-    """The group of a collection's data lanes, dp x cp; None where it has none, or one over a part of them."""
+    """The group of a collection's replicas, dp x cp; None where it has none, or one over a part of them."""
     group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
     if group is not None or size_of(getattr(collection, "cp", None)) > 1:
         return group

@@ -32,7 +32,7 @@ class TieMark:
 
     Attributes:
         name: of the tie.
-        over_lanes: its ``REDUCE`` also sums over data lanes; the data-parallel reduction must not repeat that.
+        over_lanes: its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
         summed: the ``REDUCE`` of this step is done, and its result not yet used.
     """
 
@@ -47,7 +47,7 @@ class Marks(NamedTuple):
     Attributes:
         tie: ``tied``; None for a parameter that is not tied.
         replica: ``tied_replica``, another copy of the tie counts for the norm.
-        expert: ``allreduce=False`` (Megatron's) or ``expert``, with data lanes of its own.
+        expert: ``allreduce=False`` (Megatron's) or ``expert``, with replicas of its own.
         partial: ``sequence_parallel`` (Megatron's) or ``partial_over_tp``: whole on every tp rank, its gradient a part.
         sharded: ``tensor_model_parallel``, over tp.
     """
@@ -84,9 +84,9 @@ class ParameterGradient:
         module: the name of the first module that has the parameter.
         name: of the parameter in that module.
         marks: its attributes, when the layout was made.
-        lanes: the data lanes, those of an expert's view for an expert's; None where there is no group.
+        lanes: the replicas, those of an expert's view for an expert's; None where there is no group.
         tensor: the tensor-parallel ranks, likewise.
-        module_lanes: the number of data lanes of the module.
+        module_lanes: the number of replicas of the module.
         mesh: the ranks that hold the shards of a DTensor; none of another parameter.
         alike: the groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
         by_fsdp: whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1.
@@ -108,9 +108,9 @@ class ParameterGradient:
 
     @property
     def summed_over(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The tp ranks and the data lanes that a reduction sums it over, in this order; None: not over them.
+        """The tp ranks and the replicas that a reduction sums it over, in this order; None: not over them.
 
-        Not over data lanes where ``fully_shard`` or the ``REDUCE`` of a tie has summed over them.
+        Not over replicas where ``fully_shard`` or the ``REDUCE`` of a tie has summed over them.
         """
         done = self.by_fsdp or (self.marks.tie is not None and self.marks.tie.over_lanes)
         return (

@@ -91,7 +91,7 @@ def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
 def fresh_gradients(modules: Modules) -> Iterator[None]:
     """Set the gradients of ``modules`` aside, so that a step and its reduction see only what the step adds.
 
-    What earlier steps left is reduced already; reduced again, it would count once per data lane. On leaving, it is
+    What earlier steps left is reduced already; reduced again, it would count once per replica. On leaving, it is
     added to the new gradients, in the tensors that held it; after an error it is put back, without what the failed step
     added. Costs one more copy of gradients that are not None (zeros included: use ``zero_grad(set_to_none=True)``).
 
@@ -99,7 +99,7 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
 
         with fresh_gradients(modules):
             runtime.step()
-            reduce_gradients(modules, collections, loss_lanes=lanes)
+            reduce_gradients(modules, collections, loss_lanes=replicas)
     """
     held: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
@@ -153,7 +153,7 @@ def accumulated(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def accumulation_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
-    """The type of `accumulated`, also where there is none yet: all lanes must agree on it."""
+    """The type of `accumulated`, also where there is none yet: all replicas must agree on it."""
     if not keeps_main_grad(parameter):
         return parameter.dtype
     held = accumulated(parameter)

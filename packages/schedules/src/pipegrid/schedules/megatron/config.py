@@ -67,7 +67,7 @@ class PipelineConfig(P2PConfig):
             the model is a wrapper that reduces by itself (has ``no_sync``).
         tied_parameters: the `TiedParameters` of the pipeline, in one order on every rank, also on ranks without a
             copy. Each is summed by a ``REDUCE`` of the plan, after the last backward of the stages that hold it and
-            before the reduction over data lanes.
+            before the reduction over replicas.
         defer_embedding_wgrad_compute: the output layer's weight gradient waits until the last backward has sent its
             gradient on (`output_linear`).
         wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
@@ -75,7 +75,7 @@ class PipelineConfig(P2PConfig):
             has its turn; None is the number of ranks.
         overlap_moe_expert_parallel_comm: with interleaving, one forward more runs before the first backward, for models
             that hide the communication of experts behind another microbatch's computation.
-        shard: the modules are sharded by ``fully_shard`` over their data lanes, and the plan gathers and frees their
+        shard: the modules are sharded by ``fully_shard`` over their replicas, and the plan gathers and frees their
             parameters and reduces their gradients: once per ``"step"`` and stage, or after each ``"microbatch"``. A
             dict names the sharded ones of several modules, ``{"language": "step"}``. None leaves that to FSDP2.
         prefetch: with ``shard``, how many stages of a rank are gathered ahead of the one that computes.

@@ -22,13 +22,13 @@ class WithLoss:
     """An output with a loss of the stage's own, such as an encoder's contrastive loss or a balance of experts.
 
     The output of ``forward_step_func`` on a stage before the last. The step functions differentiate the loss together
-    with the received gradients, divided by the number of microbatches and scaled to a mean over the data lanes of its
-    own module, independent of the lanes of the module with the main loss.
+    with the received gradients, divided by the number of microbatches and scaled to a mean over the replicas of its
+    own module, independent of the replicas of the module with the main loss.
 
     Attributes:
         output: as without a loss.
-        loss: one element, a mean over this lane's share of the microbatch (with context parallelism this rank's share
-            of that mean).
+        loss: one element, a mean over this replica's share of the microbatch (with context parallelism this rank's
+            share of that mean).
     """
 
     output: Any

@@ -64,7 +64,7 @@ class MegatronStage:
         cp_group: context-parallel ranks of the module.
         expected: the shape of sent messages, where the arguments fix it.
         per_token: losses are sums over tokens.
-        loss_factor: factor of the stage's loss, for a mean over its own data lanes.
+        loss_factor: factor of the stage's loss, for a mean over its own replicas.
         partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch.

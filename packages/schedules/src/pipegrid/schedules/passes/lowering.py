@@ -71,8 +71,8 @@ def lower(
     gets a ``REDUCE`` at the end of its positions. Both are added to the groups that the plan has, which are treated
     alike.
 
-    ``shard`` places ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of stages whose parameters are sharded over their data
-    lanes (FSDP2): ``"step"`` reduces the gradients of a stage once, after its last backward, ``"microbatch"`` after
+    ``shard`` places ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of stages whose parameters are sharded over their
+    replicas (FSDP2): ``"step"`` reduces the gradients of a stage once, after its last backward, ``"microbatch"`` after
     each; a dict names the modules that are sharded, ``{"language": "step"}``. ``prefetch`` stages are gathered ahead of
     the one that computes, so a position has at most ``prefetch + 1`` of its stages gathered.
 

@@ -3,7 +3,7 @@
 An action is a compute (``F`` forward, ``B`` full backward, ``I`` and ``W`` its input-gradient and
 weight-gradient halves), one end of a message (``SEND_F`` and ``RECV_F`` for an activation, ``SEND_B`` and
 ``RECV_B`` for a gradient), or a collective (``REDUCE`` of a stage's gradients, ``COLLECTIVE`` in a group). Of a stage
-whose parameters are sharded over its data lanes, ``UNSHARD`` gathers them, ``RESHARD`` frees them, and ``REDUCE_GRAD``
+whose parameters are sharded over its replicas, ``UNSHARD`` gathers them, ``RESHARD`` frees them, and ``REDUCE_GRAD``
 reduce-scatters the gradients since the last one: the names of torch.distributed.pipelining. Between a forward and its
 backward, ``OFFLOAD`` starts to copy what the forward has saved to the host, ``RELEASE`` waits for that and frees it on
 the device, and ``RELOAD`` starts to copy it back.
@@ -18,7 +18,7 @@ at the other end, the arrow pointing the way the data goes, then the group::
     4SEND_B7>3       and sends the gradient back
     3REDUCE@tied     stage 3's gradients are reduced in the group "tied"
     3COLLECTIVE7>4@bridge   stage 3's activation goes to stage 4 by a collective in the group "bridge"
-    3UNSHARD         the parameters of stage 3 are gathered over its data lanes
+    3UNSHARD         the parameters of stage 3 are gathered over its replicas
     3OFFLOAD7        the activations of stage 3 and microbatch 7 go to the host
 """
 

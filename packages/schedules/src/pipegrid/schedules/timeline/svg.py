@@ -40,7 +40,7 @@ MEANING = {
     "RESHARD": "RESHARD parameters",
     "OFFLOAD": "OFFLOAD activations",
     "RELOAD": "RELOAD activations",
-    "REDUCE_GRAD": "REDUCE_GRAD over data lanes",
+    "REDUCE_GRAD": "REDUCE_GRAD over replicas",
     STUCK: "never ends",
     BEHIND: "never starts, behind that",
 }

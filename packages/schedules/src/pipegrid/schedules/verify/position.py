@@ -221,7 +221,7 @@ class PositionVerifier:
     def _verify_sharding(self, index: int, action: Action) -> None:
         """Verify the place of an action of `check_sharding`; a stage on several positions is gathered by all of them.
 
-        Otherwise no event: the ranks that gather together are those of one position, on its data lanes. They come to
+        Otherwise no event: the ranks that gather together are those of one position, on its replicas. They come to
         it in one order, which is that of a plan that does not deadlock, so on each of them it is the next event.
         """
         ids, stage = self.table.ids, action.stage

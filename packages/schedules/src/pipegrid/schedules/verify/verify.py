@@ -231,7 +231,7 @@ def _twins(plan: Plan) -> list[Fault]:
         Fault(
             "position",
             f"holds stages {', '.join(map(str, stages))}, exactly as position {first[stages]} does; a position is all "
-            "the ranks that hold the same stages (data lanes act alike), so make the two one",
+            "the ranks that hold the same stages (replicas act alike), so make the two one",
             position,
         )
         for position, stages in enumerate(plan.stages_at)

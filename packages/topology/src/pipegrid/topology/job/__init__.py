@@ -1,1 +1,1 @@
-"""A job on several grids: placement of modules, roles of ranks, data lanes, a description as a table."""
+"""A job on several grids: placement of modules, roles of ranks, replicas, a description as a table."""

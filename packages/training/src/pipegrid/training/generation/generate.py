@@ -45,7 +45,7 @@ def generate(
     The first pass is a forward-only step of the whole graph with the prompts. Then each token is a forward-only step
     of ``module`` alone: encoders rest. Every stage has a KV cache of its own layers for each microbatch; the last
     one chooses tokens, and the first reads them in the next step. With as many microbatches as stages, every stage is
-    busy. Data lanes go on by themselves, each with its own prompts.
+    busy. Replicas go on by themselves, each with its own prompts.
 
     Args:
         forward_step_func: as of the step functions: called for the first pass. On the last stage the output has
@@ -57,7 +57,7 @@ def generate(
         max_new_tokens: passes, the first included; fewer where all rows have ended.
         p2p_communicator: with ``variable_seq_lengths=True``: a prompt and a token have other shapes.
         pg_collection: this rank's groups, by module where there are several; the ``pp`` group carries tokens, and the
-            rank in the ``dp`` group is the data lane, by which `Sampling` draws.
+            rank in the ``dp`` group is the replica, by which `Sampling` draws.
         module: whose tokens; None is the last of the graph.
         schedule: of both kinds of step.
         sampling: how to draw; None takes the greatest logit.

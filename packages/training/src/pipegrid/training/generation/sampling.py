@@ -14,9 +14,9 @@ from pipegrid.training.errors import GenerationError
 class Sampling:
     """How a token is drawn, in the order of Hugging Face: temperature, ``top_k``, ``top_p``, then one draw per row.
 
-    Microbatch ``m`` of ``M`` of data lane ``d`` (the rank in the ``dp`` group) is number ``n = d * M + m`` of the job.
+    Microbatch ``m`` of ``M`` of replica ``d`` (the rank in the ``dp`` group) is number ``n = d * M + m`` of the job.
     It has a generator of its own with the seed ``seed + n``, so its tokens are those that ``generate`` of Hugging Face
-    draws for its rows after ``torch.manual_seed(seed + n)``. The tp, cp and pp ranks of a lane draw alike.
+    draws for its rows after ``torch.manual_seed(seed + n)``. The tp, cp and pp ranks of a replica draw alike.
 
     Attributes:
         temperature: divides the logits.
@@ -37,7 +37,7 @@ class Sampling:
             raise GenerationError(f"top_p is {self.top_p}; it is a probability above 0, at most 1")
 
     def generators(self, count: int, device: torch.device, *, lane: int = 0) -> list[torch.Generator]:
-        """One generator for each of the ``count`` microbatches of a data lane."""
+        """One generator for each of the ``count`` microbatches of a replica."""
         first = self.seed + lane * count
         return [torch.Generator(device).manual_seed(first + number) for number in range(count)]
 

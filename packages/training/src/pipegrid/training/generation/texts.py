@@ -1,4 +1,4 @@
-"""Texts in progress: the tokens of each microbatch, chosen on the last stage and known on all stages of a data lane."""
+"""Texts in progress: the tokens of each microbatch, chosen on the last stage and known on all stages of a replica."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipegrid.transport.streams import has_streams
 
 @define(eq=False, kw_only=True)
 class Texts:
-    """The tokens of all microbatches of a data lane, the same on all stages of it."""
+    """The tokens of all microbatches of a replica, the same on all stages of it."""
 
     stages: Sequence[Stage]
     group: dist.ProcessGroup | None
@@ -106,7 +106,7 @@ def texts_of(
     pad: int,
     communicator: Communicator,
 ) -> Texts | None:
-    """The texts of this rank's data lane; None on ranks of other modules than ``name``."""
+    """The texts of this rank's replica; None on ranks of other modules than ``name``."""
     if not own:
         return None
     groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology import HyperCommGrid, data_lane
+from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.topology.fields import Count, checked, shown
 
 IGNORED = -100
@@ -44,26 +44,26 @@ class Share:
 def shares(grids: Mapping[str, HyperCommGrid]) -> tuple[int, int, dict[str, Share]]:
     """Which batch this rank reads, of how many that the job reads at a time, and its share of it by module.
 
-    All modules see the same samples. A job reads as many batches at a time as divide the data lanes of each module,
-    and as each rank has one of; a module with more lanes shares each microbatch among them.
+    All modules see the same samples. A job reads as many batches at a time as divide the replicas of each module,
+    and as each rank has one of; a module with more replicas shares each microbatch among them.
     """
-    lanes = {name: data_lane(grid, grid.ranks[0])[1] for name, grid in grids.items()}
+    replicas = {name: replica_of(grid, grid.ranks[0])[1] for name, grid in grids.items()}
     together = next(
         number
-        for number in range(math.gcd(*lanes.values()), 0, -1)
-        if all(size % number == 0 for size in lanes.values())
-        and all(len(_batches_of(rank, grids, lanes, number)) == 1 for grid in grids.values() for rank in grid.ranks)
+        for number in range(math.gcd(*replicas.values()), 0, -1)
+        if all(size % number == 0 for size in replicas.values())
+        and all(len(_batches_of(rank, grids, replicas, number)) == 1 for grid in grids.values() for rank in grid.ranks)
     )
     own = {name: grid for name, grid in grids.items() if grid.is_current_rank_in_grid()}
-    parts = {name: lanes[name] // together for name in own}
-    (batch,) = _batches_of(dist.get_rank(), grids, lanes, together)
-    return batch, together, {name: Share(data_lane(own[name])[0] % parts[name], parts[name]) for name in own}
+    parts = {name: replicas[name] // together for name in own}
+    (batch,) = _batches_of(dist.get_rank(), grids, replicas, together)
+    return batch, together, {name: Share(replica_of(own[name])[0] % parts[name], parts[name]) for name in own}
 
 
-def _batches_of(rank: int, grids: Mapping[str, HyperCommGrid], lanes: Mapping[str, int], together: int) -> set[int]:
+def _batches_of(rank: int, grids: Mapping[str, HyperCommGrid], replicas: Mapping[str, int], together: int) -> set[int]:
     """The batches that the modules on ``rank`` read, of ``together``."""
-    held = [(grid, lanes[name]) for name, grid in grids.items() if rank in grid.ranks]
-    return {data_lane(grid, rank)[0] * together // size for grid, size in held}
+    held = [(grid, replicas[name]) for name, grid in grids.items() if rank in grid.ranks]
+    return {replica_of(grid, rank)[0] * together // size for grid, size in held}
 
 
 def microbatches(
@@ -86,7 +86,7 @@ def microbatches(
 
 
 def microbatch(part: Mapping[str, Any], share: Share, device: torch.device) -> Microbatch:
-    """The share of a data lane, its tensors on ``device``."""
+    """The share of a replica, its tensors on ``device``."""
     inputs = _shared(part, share)
     rows = next((len(each) for each in inputs.values() if isinstance(each, torch.Tensor) and each.dim()), 1)
     moved = {
@@ -147,7 +147,7 @@ def _shared(part: Mapping[str, Any], share: Share) -> Mapping[str, Any]:
     rows = _rows(part)
     if rows % share.parts:
         raise StepArgumentError(
-            f"a microbatch of {rows} rows does not divide among the {share.parts} data lanes that read it; give a "
+            f"a microbatch of {rows} rows does not divide among the {share.parts} replicas that read it; give a "
             "multiple"
         )
     size = rows // share.parts

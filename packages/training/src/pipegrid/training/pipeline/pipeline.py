@@ -102,7 +102,7 @@ class Pipeline:
         self.grids = {name: module.grid for name, module in described.items()}
         own = {name: one for name, one in described.items() if one.grid.is_current_rank_in_grid()}
         self.groups = {name: ProcessGroupCollection.from_grid(one.grid) for name, one in own.items()}
-        self.lane, self.lanes, own_shares = shares(self.grids)
+        self.replica, self.replicas, own_shares = shares(self.grids)
 
         _, self.device = resolve_device(next(iter(own.values())).grid.backend, device)
         several = len(described) > 1
@@ -133,15 +133,25 @@ class Pipeline:
             own, self.stages, self.groups, own_shares, self.communicator, self.config, schedule, loss_of, self.device
         )
 
+    @property
+    def lane(self) -> int:
+        """The name of `replica` until this version."""
+        return self.replica
+
+    @property
+    def lanes(self) -> int:
+        """The name of `replicas` until this version."""
+        return self.replicas
+
     def step(self, batch: Batch) -> Tensor:
-        """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all data lanes.
+        """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
 
         Args:
-            batch: the whole batch of this rank's data lane (``lane`` of ``lanes``), on any device. Ranks of one lane
+            batch: the whole batch of this rank's replica (``replica`` of ``replicas``), on any device. Ranks of one
                 give the same.
 
         Returns:
-            The mean loss over what all lanes count, a float64 scalar, on every rank.
+            The mean loss over what all replicas count, a float64 scalar, on every rank.
         """
         parts = microbatches(batch, **self._cut)
         path, self._recording = self._recording, None

@@ -40,7 +40,7 @@ class Steps:
         modules: on this rank.
         stages: by module, those of this rank.
         groups: by module.
-        shares: by module, the part of each microbatch that this rank's data lane has.
+        shares: by module, the part of each microbatch that this rank's replica has.
         communicator: of the job.
         config: of all stages.
         schedule: its name.

@@ -24,7 +24,7 @@ _LAYERS_BITS = 16
 
 @define(eq=False, field_transformer=checked_fields(CutError))
 class DropoutMasks:
-    """The masks of one process, on any stage: by seed, step, data lane, microbatch and layer.
+    """The masks of one process, on any stage: by seed, step, replica, microbatch and layer.
 
         masks = DropoutMasks(seed=1, lane=groups.dp.rank())
         masks.apply(stage)  # every stage of this rank; or a whole model in one process
@@ -34,7 +34,7 @@ class DropoutMasks:
 
     Attributes:
         seed: of the job.
-        lane: the data lane of this rank.
+        lane: the replica of this rank.
         step: counted by the script.
         microbatch: of a whole model, counted by the script; a stage has it from the step functions.
     """

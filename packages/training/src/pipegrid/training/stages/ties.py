@@ -115,7 +115,7 @@ def _placement(
 def _across(
     grid: HyperCommGrid, places: Sequence[int], name: str, timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    """This rank's group of the pp ranks ``places``, one for each data lane and tensor-parallel rank."""
+    """This rank's group of the pp ranks ``places``, one for each replica and tensor-parallel rank."""
     members: dict[tuple[tuple[str, int], ...], dict[int, int]] = {}
     for rank in grid.ranks:
         coords = dict(grid.coords(rank))

@@ -1,4 +1,4 @@
-"""Sums of gradients over data lanes, tensor-parallel ranks and tied copies, and what they are divided by."""
+"""Sums of gradients over replicas, tensor-parallel ranks and tied copies, and what they are divided by."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Divisor = torch.Tensor | float
 
 @define(eq=False)
 class Bucket:
-    """Parameters whose gradients travel in one buffer, with one flag each that counts the lanes that had a gradient.
+    """Parameters whose gradients travel in one buffer, with one flag each that counts the replicas that had a gradient.
 
     A large gradient that is alone is summed in place, and its flag beside it: nothing would overlap copies of it.
 
@@ -40,7 +40,7 @@ class Bucket:
         layouts: of its parameters, which are alike (`ParameterGradient.bucket`).
         parameters: of ``layouts``.
         tensor: group of tensor-parallel ranks to sum over first.
-        lanes: group of data lanes to sum over; None where there is one lane, or a ``REDUCE`` has summed over them.
+        lanes: group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
     """
 
     layouts: tuple[ParameterGradient, ...]
@@ -70,7 +70,7 @@ class Bucket:
 
     @property
     def perhaps_partial(self) -> bool:
-        """Whether gradients may be partial sums over a mesh; the same on every lane, even without a gradient."""
+        """Whether gradients may be partial sums over a mesh; the same on every replica, even without a gradient."""
         return bool(self.layouts[0].alike)
 
     def fault(self) -> str | None:
@@ -133,7 +133,7 @@ class Bucket:
         self.wait = wait
 
     def proceed(self, waiting: Waiting) -> None:
-        """Sum what is partial over its mesh; where the first sum was over tp, start the one over data lanes."""
+        """Sum what is partial over its mesh; where the first sum was over tp, start the one over replicas."""
         if self.perhaps_partial:
             self._sum_partial(waiting)
             self._start_sum()
@@ -167,7 +167,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
-        """Divide by ``divisor`` (None: the module's data lanes), and put the results where the gradients were.
+        """Divide by ``divisor`` (None: the module's replicas), and put the results where the gradients were.
 
         ``used``: which parameters have a gradient on any rank.
         """

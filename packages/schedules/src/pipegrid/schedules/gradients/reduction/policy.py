@@ -45,8 +45,8 @@ class GradientPolicy:
     Attributes:
         per_token: losses are sums, and gradients are divided by the tokens of the job.
         reduced: the stages that `reduce_gradients` reduces, by module name.
-        loss_lanes: data lanes of the loss; None where no grids are known (then each module's own).
-        loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own lanes.
+        loss_lanes: replicas of the loss; None where no grids are known (then each module's own).
+        loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own replicas.
         by_hand: the config has a ``finalize_model_grads_func``, which is called in place of all this.
         names: the module of each stage.
     """
@@ -71,14 +71,14 @@ class GradientPolicy:
     def compare(
         self, models: Models, reduction: GradientReduction | None, pg_collection: Any, config: Any, waiting: Waiting
     ) -> None:
-        """Raise on all data lanes of a module where one of them finishes its gradients otherwise than another.
+        """Raise on all replicas of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
         all-gather per module, before the first step; then the parameters of replicas, unless the config has
         ``check_replicas=None``. Skipped in a dry run, which has one rank.
 
         Raises:
-            DisagreementError: the lanes differ in what they would do.
+            DisagreementError: the replicas differ in what they would do.
             ReplicaError: parameters of replicas differ.
         """
         if not dist.is_initialized() or is_dry():
@@ -97,7 +97,7 @@ class GradientPolicy:
             found = difference(texts_of_ranks(own, group, device_of(models[stage], group), waiting))
             if found is not None:
                 raise DisagreementError(
-                    f"the data lanes of module {name!r} do not finish their gradients alike: {found}. Give them one "
+                    f"the replicas of module {name!r} do not finish their gradients alike: {found}. Give them one "
                     "config, and the same parameters to train"
                 )
         if compared:
@@ -170,9 +170,9 @@ def gradient_policy(
 
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
     that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
-    Gradients that would not be the sum over the data lanes of their module, divided by the lanes of the loss or by the
+    Gradients that would not be the sum over the replicas of their module, divided by the replicas of the loss or by the
     tokens of the job, are a `GradientError`; so is a group that the sizes of a collection's grid demand, and that it
-    lacks: where `reduce_gradients` reduces, that of the data lanes, and with the loss cp (losses are shares of a mean)
+    lacks: where `reduce_gradients` reduces, that of the replicas, and with the loss cp (losses are shares of a mean)
     and tp (the first rank counts tokens).
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
@@ -196,14 +196,14 @@ def gradient_policy(
             found = size_of(lanes_group(collection, name))
             if own not in (None, found):
                 raise GradientError(
-                    f"module {name!r} has {own} data lanes (dp x cp), but their group in pg_collection has {found}"
+                    f"module {name!r} has {own} replicas (dp x cp), but their group in pg_collection has {found}"
                 )
             continue
         whole = grids is not None and _size(grids[name], ("tp",)) == 1
         fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=graph.num_stages == 1)
         if fault is not None:
             raise GradientError(
-                f"gradients of module {name!r} must be summed over its data lanes (dp x cp: {own or 'unknown'}) and "
+                f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
                 f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "
                 "set finalize_model_grads_func"
             )
@@ -226,7 +226,7 @@ def gradient_policy(
 def _fault(
     model: torch.nn.Module, *, by_hand: bool, own: int | None, divisor: int | str | None, whole: bool, alone: bool
 ) -> str | None:
-    """Why gradients that `reduce_gradients` does not finish differ from their sum over ``own`` lanes by ``divisor``.
+    """Why gradients that `reduce_gradients` does not finish differ from their sum over ``own`` replicas by ``divisor``.
 
     None: they do not. ``by_hand``: a finalizer follows; ``whole``: there is one tp rank; ``alone``: one stage.
     """
@@ -258,7 +258,7 @@ def required_ties(
 
     Raises:
         GradientError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config
-            does not have, or one whose wrapper would sum over data lanes what its ``REDUCE`` sums as well.
+            does not have, or one whose wrapper would sum over replicas what its ``REDUCE`` sums as well.
     """
     ties: tuple[TiedParameters, ...] = tuple(getattr(config, "tied_parameters", ()))
     parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
@@ -279,7 +279,7 @@ def required_ties(
             )
         if mark.over_lanes and any(hasattr(model, "no_sync") for model in models):
             raise GradientError(
-                f"tied parameter {mark.name!r} is summed over data lanes by its REDUCE, and by the model's wrapper as "
+                f"tied parameter {mark.name!r} is summed over replicas by its REDUCE, and by the model's wrapper as "
                 "well; tie it with group=collection.embd in place of grids=..., or pass the bare module"
             )
     return ties

@@ -1,8 +1,8 @@
-"""Reduction of gradients over data lanes, bucket by bucket, each started as soon as its last gradient is there.
+"""Reduction of gradients over replicas, bucket by bucket, each started as soon as its last gradient is there.
 
-Each lane's gradient is the part of the loss that flowed through it. So the gradient of a module is the **sum** over its
-own lanes, whatever their number; the divisor belongs to the loss: its number of lanes for a mean loss (each lane has
-averaged over its own share), the tokens of the job for a token-weighted one.
+Each replica's gradient is the part of the loss that flowed through it. So the gradient of a module is the **sum** over
+its own replicas, whatever their number; the divisor belongs to the loss: its number of replicas for a mean loss (each
+has averaged over its own share), the tokens of the job for a token-weighted one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def reduce_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     deadline: float | None = None,
 ) -> None:
-    """Sum gradients over the data lanes of each module, in buckets, and divide by what the loss asks for.
+    """Sum gradients over the replicas of each module, in buckets, and divide by what the loss asks for.
 
     Call it once per step, after the last backward, on every rank of the job; see `fresh_gradients` for several steps
-    per update. A parameter without a gradient on this lane counts as zero; one that has none anywhere keeps None.
+    per update. A parameter without a gradient on this replica counts as zero; one that has none anywhere keeps None.
 
     - ``main_grad`` is summed where a parameter keeps one, in its dtype.
-    - A tied parameter must have had its ``REDUCE``; where that was over data lanes, it is only divided here.
+    - A tied parameter must have had its ``REDUCE``; where that was over replicas, it is only divided here.
     - A parameter that is whole on every tp rank, but whose gradient is this rank's part (a norm inside sequence
       parallelism, a gain per head), is summed over tp as well where it is marked: ``parameter.sequence_parallel =
       True`` (Megatron's), or ``parameter.partial_over_tp = True``.
@@ -55,18 +55,18 @@ def reduce_gradients(
     Args:
         modules: this rank's stages: of one module, or by module; one each, or several.
         collections: process groups: one collection for all, or a mapping by module name (also as attribute
-            ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's data lanes, None is one lane; ``tp`` is read
+            ``modules``). ``dp_cp`` (or ``dp``) is the group of a module's replicas, None is one replica; ``tp`` is read
             for marked parameters.
         num_tokens: tokens that this rank's losses counted, or their weights (0 on ranks without loss, and on all but
             the first tp rank). Gradients are divided by the sum over the job. None: by ``loss_lanes``.
-        loss_lanes: data lanes (dp x cp) of the module with the loss. Default: those of the module itself, in a job of
+        loss_lanes: replicas (dp x cp) of the module with the loss. Default: those of the module itself, in a job of
             one module; a job of several (``collections`` by name) must say it.
         job_group: all ranks of the job; default: the default process group. Used for ``num_tokens`` only.
         bucket_bytes: parameters are reduced together in buckets of about this size.
         deadline: seconds that the host waits for each all-reduce; None leaves it to the group's timeout.
 
     Raises:
-        GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the data lanes,
+        GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the replicas,
             several modules without ``loss_lanes``, a group that is missing, a tied parameter that no ``REDUCE`` has
             summed. Nothing is sent then.
         ReductionFailedError: past the deadline; gradients are undefined then, as partial sums may be among them.
@@ -76,7 +76,7 @@ def reduce_gradients(
     )
     if num_tokens is None and loss_lanes is None and collections_by_name(collections) is not None:
         raise GradientError(
-            "loss_lanes is not given, and the job has several modules; give the data lanes (dp x cp) of the one with "
+            "loss_lanes is not given, and the job has several modules; give the replicas (dp x cp) of the one with "
             "the loss, or num_tokens"
         )
     reduction.finish(num_tokens, Waiting(deadline))
@@ -222,11 +222,11 @@ def _require_reducible(layout: ParameterGradient) -> None:
     if layout.by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
         raise GradientError(
             f"{layout} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which {shared} are of its "
-            f"{size_of(lanes)} data lanes; the mesh must have all of these, and beside them tp at most"
+            f"{size_of(lanes)} replicas; the mesh must have all of these, and beside them tp at most"
         )
     if not layout.by_fsdp and shared > 1:
         raise GradientError(
-            f"{layout} is a DTensor over {shared} data lanes, and not by fully_shard: what is summed over them already "
+            f"{layout} is a DTensor over {shared} replicas, and not by fully_shard: what is summed over them already "
             "is not known; set finalize_model_grads_func"
         )
     if not layout.marks.partial:

@@ -30,10 +30,10 @@ class ReplicaError(RuntimeError):
 def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Waiting | None = None) -> None:
     """Raise where replicas of a parameter, trained or not, differ in a bit.
 
-    Over data lanes those that each lane holds whole, or the same shards of; over tp, and over dims of a DTensor's mesh,
+    Over replicas those that each holds whole, or the same shards of; over tp, and over dims of a DTensor's mesh,
     those that are known to be whole there (``partial_over_tp``, ``sequence_parallel``, placement ``Replicate``).
-    Buffers are not compared: running statistics and numbers of lanes differ by design. One read of the parameters, and
-    per group one gather of a checksum, for which the host waits; every rank of the groups calls it.
+    Buffers are not compared: running statistics and numbers of replicas differ by design. One read of the parameters,
+    and per group one gather of a checksum, for which the host waits; every rank of the groups calls it.
 
     Raises:
         ReplicaError: on every rank of a group, with the first parameter that differs and which ranks have which.
@@ -76,7 +76,7 @@ def _apart(module: str, names: list[str], said: dict[int, str]) -> ReplicaError:
 def require_equal_replicas(
     modules: Modules, collections: Any, *, tolerance: float = 1e-6, waiting: Waiting | None = None
 ) -> None:
-    """Raise where parameters or gradients differ between data lanes, or between tp ranks that hold them whole.
+    """Raise where parameters or gradients differ between replicas, or between tp ranks that hold them whole.
 
     Compares the norm of each, up to ``tolerance`` times the larger one: one read of parameters and gradients, a small
     all-reduce per group and one read by the host. Every rank of the groups calls it, after the reduction or after the
@@ -84,7 +84,7 @@ def require_equal_replicas(
 
     Raises:
         ReplicaError: on every rank of the group, with the parameters and by how much they differ.
-        GradientError: a group of data lanes is missing.
+        GradientError: a group of replicas is missing.
     """
     layout = GradientLayout.of(modules, collections)
     layout.require_groups()

@@ -32,7 +32,7 @@ class TieGroup:
 
 
 def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> tuple[TieGroup, ...]:
-    """Groups of a tied parameter with copies on ``stages``: one per tp rank, across stages and data lanes.
+    """Groups of a tied parameter with copies on ``stages``: one per tp rank, across stages and replicas.
 
     Modules whose grids agree in all dims but ``pp``, ``dp`` and ``cp`` have one group per shard. With different grids
     (tp 2 beside tp 1), every tp rank must hold the whole parameter: all copies are one group, in which the first tp
@@ -64,7 +64,7 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
 
 
 def shards_alike(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> bool:
-    """Whether the modules of ``stages`` shard a parameter alike: equal sizes of all dims but stages and data lanes."""
+    """Whether the modules of ``stages`` shard a parameter alike: equal sizes of all dims but stages and replicas."""
     kinds = [_shard_sizes(_grid_of(stage, graph, grids)) for stage in stages]
     return all(kind == kinds[0] for kind in kinds)
 
@@ -101,6 +101,6 @@ def _grid_of(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Any:
 
 
 def _shard_sizes(grid: Any) -> dict[str, int]:
-    """Dims that shard or replicate a parameter on one stage of one data lane, with their sizes."""
+    """Dims that shard or replicate a parameter on one stage of one replica, with their sizes."""
     sizes = zip(grid.dim_names, grid.shape, strict=True)
     return {dim: size for dim, size in sizes if size > 1 and dim not in (*_LANE_DIMS, _STAGE_DIM)}

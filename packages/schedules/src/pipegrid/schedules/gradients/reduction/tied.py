@@ -1,8 +1,8 @@
 """Tied parameters: copies of one parameter on several stages, equal when tied, with one summed gradient.
 
-The copies (an embedding and the head that shares its weight) are on every data lane of their stages. Their gradient
-must be bitwise equal, or they drift apart: so one all-reduce sums over stages and data lanes together, and the
-data-parallel reduction only divides, whatever the numbers of lanes.
+The copies (an embedding and the head that shares its weight) are on every replica of their stages. Their gradient
+must be bitwise equal, or they drift apart: so one all-reduce sums over stages and replicas together, and the
+data-parallel reduction only divides, whatever the numbers of replicas.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def tie_parameters(
     (``tied_parameters``), or to a plan and a runtime: ``with_reduce(plan, {tied.name: tied.stages})`` and
     ``reducers={tied.name: tied.reduce}``.
 
-    With ``grids``, one all-reduce in a new group sums over stages and data lanes (dp x cp) together, and
-    `reduce_gradients` only divides. With ``group``, it sums over the stages of one data lane, and `reduce_gradients`
-    then over lanes: for wrappers that reduce over lanes, and for existing groups.
+    With ``grids``, one all-reduce in a new group sums over stages and replicas (dp x cp) together, and
+    `reduce_gradients` only divides. With ``group``, it sums over the stages of one replica, and `reduce_gradients`
+    then over replicas: for wrappers that reduce over replicas, and for existing groups.
 
     Args:
         name: a group name, unique in the plan.
@@ -95,7 +95,7 @@ def tie_parameters(
         stages: global numbers of all stages with a copy.
         grids: the grid of each module, or the one grid of a pipeline of one module.
         graph: the modules; or the number of stages of a pipeline of one module. Default: the pp size of the one grid.
-        group: instead of ``grids``: the ranks with a copy on this data lane and tp rank (``embd`` or ``pos_embd`` of a
+        group: instead of ``grids``: the ranks with a copy on this replica and tp rank (``embd`` or ``pos_embd`` of a
             collection), in the order of stages; None on a rank without a copy.
         timeout: of the group's creation and its operations; None is the backend's default.
 
@@ -145,7 +145,7 @@ def _over_grids(
     grids: Mapping[str, HyperCommGrid],
     timeout: timedelta | None,
 ) -> TiedParameters:
-    """This rank's part of a sum over stages and data lanes together."""
+    """This rank's part of a sum over stages and replicas together."""
     rank = dist.get_rank()
     found = tie_groups(name, stages, graph, grids)
     sharded = any(marks_of(copy).sharded for copy in copies.values())

@@ -69,13 +69,17 @@ def test_ranks_connect_their_pairs_in_that_order(ranks, monkeypatch):
     monkeypatch.setattr(opening._Connector, "_compare", noted)
     specs = [LaneSpec(a, b) for a, b in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3), (0, 3)]]
     mine = [spec for spec in specs if ranks.rank in spec.pair]
-    with open_lanes(mine, config=config()) as lanes:
+    standing = dict.fromkeys(mine, torch.empty(2, device="meta"))
+    with open_lanes(mine, config=config(), standing=standing) as lanes:
         assert connected == sorted((spec.pair for spec in mine), key=opening_key)
         assert list(lanes) == sorted(mine)
-        for spec in mine:
-            if ranks.rank == spec.source:
-                lanes[spec].isend(torch.full((2,), float(spec.source)))
-        for spec in mine:
-            if ranks.rank == spec.destination:
-                assert lanes[spec].irecv().result().tolist() == [spec.source] * 2
+        received = {}
+        with lanes.batch(by_lane=True):  # a ring of sends that come first would be stuck on a serial stream
+            for spec in mine:
+                if ranks.rank == spec.source:
+                    lanes[spec].isend(torch.full((2,), float(spec.source)))
+                else:
+                    received[spec] = lanes[spec].irecv()
+        for spec, transfer in received.items():
+            assert transfer.result().tolist() == [spec.source] * 2
         ranks.barrier()

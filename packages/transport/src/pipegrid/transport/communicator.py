@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from pipegrid.transport.config import as_config
+from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.control.blocking import NeighbourTransfers
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
@@ -23,13 +23,6 @@ from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.messages.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.messages.payload import is_single_shape
 from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
-from pipegrid.transport.spec import LaneSpec
-
-_RECEIVES = ("recv_prev", "recv_next")
-# In the order in which they are started and waited for. Receives first: the other side, too, has posted everything
-# before it waits, and the first message of a receive should not wait behind a send.
-_NAMES = (*_RECEIVES, "send_next", "send_prev")
-_UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 class P2PCommunicator(LaneCommunicator):
@@ -75,20 +68,12 @@ class P2PCommunicator(LaneCommunicator):
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         backend, self.device = resolve_device(None, device, group)
         specs = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
-        standing = None if tensor_shape is None else dict.fromkeys(specs, self._example(tensor_shape))
+        standing = None if tensor_shape is None else dict.fromkeys(specs, _example(tensor_shape, self.config))
         self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self.device, standing=standing)
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
-
-    def _example(self, shape: Sequence[int]) -> torch.Tensor:
-        """A message of the one ``tensor_shape``."""
-        dtype, mode = self.config.pipeline_dtype, self.config.shape_mode
-        if not is_single_shape(shape):
-            raise P2PConfigError(f"tensor_shape is {shape!r}; it must be one shape, of sizes of at least 0")
-        if mode not in ("agreed", "given"):
-            raise P2PConfigError(f"tensor_shape is {shape!r}, but shapes are {mode!r}, which vary")
-        if dtype is None:
-            raise P2PConfigError(f"tensor_shape is {shape!r}, but pipeline_dtype is None; a fixed message has a dtype")
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._neighbours = NeighbourTransfers(
+            self.lanes, self.config, ranks=self._ranks, place=self.current_stage, placement=self._placement
+        )
 
     # ---- This rank among the stages
 
@@ -214,11 +199,11 @@ class P2PCommunicator(LaneCommunicator):
             P2PPeerError: the previous rank died, or ended the lane.
             P2PLaneDeadError: the lane has failed before.
         """
-        return None if is_first_stage else self._transfer("forward-recv", "recv_prev", tensor_shapes)
+        return None if is_first_stage else self._neighbours.transfer("forward-recv", "recv_prev", tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
         """Receive the next gradient from the next rank; None on the last stage. Otherwise as `recv_forward`."""
-        return None if is_last_stage else self._transfer("backward-recv", "recv_next", tensor_shapes)
+        return None if is_last_stage else self._neighbours.transfer("backward-recv", "recv_next", tensor_shapes)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
         """Send an activation to the next rank; nothing on the last stage.
@@ -233,12 +218,12 @@ class P2PCommunicator(LaneCommunicator):
             P2PError: otherwise, as for `recv_forward`.
         """
         if not is_last_stage:
-            self._transfer("forward-send", "send_next", output_tensors)
+            self._neighbours.transfer("forward-send", "send_next", output_tensors)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
         """Send a gradient to the previous rank; nothing on the first stage. Otherwise as `send_forward`."""
         if not is_first_stage:
-            self._transfer("backward-send", "send_prev", input_tensor_grads)
+            self._neighbours.transfer("backward-send", "send_prev", input_tensor_grads)
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
@@ -250,8 +235,8 @@ class P2PCommunicator(LaneCommunicator):
         """
         if is_last_stage:
             return None
-        with self._timed("forward-send-backward-recv"):
-            return self._exchange(send_next=(output_tensors,), recv_next=(tensor_shapes,))["recv_next"]
+        parts = {"send_next": (output_tensors,), "recv_next": (tensor_shapes,)}
+        return self._neighbours.exchange("forward-send-backward-recv", **parts)["recv_next"]
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
@@ -262,8 +247,8 @@ class P2PCommunicator(LaneCommunicator):
         """
         if is_first_stage:
             return None
-        with self._timed("backward-send-forward-recv"):
-            return self._exchange(send_prev=(input_tensor_grads,), recv_prev=(tensor_shapes,))["recv_prev"]
+        parts = {"send_prev": (input_tensor_grads,), "recv_prev": (tensor_shapes,)}
+        return self._neighbours.exchange("backward-send-forward-recv", **parts)["recv_prev"]
 
     def send_forward_recv_forward(
         self,
@@ -288,10 +273,9 @@ class P2PCommunicator(LaneCommunicator):
             "send_next": None if output_tensor is None else (output_tensor,),
             "recv_prev": (tensor_shape,) if recv_prev else None,
         }
-        with self._timed("forward-send-forward-recv"):
-            if overlap_p2p_comm:
-                return self._overlapped("recv_prev", **parts)
-            return self._exchange(**parts).get("recv_prev")
+        if overlap_p2p_comm:
+            return self._neighbours.overlapped("forward-send-forward-recv", "recv_prev", **parts)
+        return self._neighbours.exchange("forward-send-forward-recv", **parts).get("recv_prev")
 
     def send_backward_recv_backward(
         self,
@@ -309,10 +293,9 @@ class P2PCommunicator(LaneCommunicator):
             "send_prev": None if input_tensor_grad is None else (input_tensor_grad,),
             "recv_next": (tensor_shape,) if recv_next else None,
         }
-        with self._timed("backward-send-backward-recv"):
-            if overlap_p2p_comm:
-                return self._overlapped("recv_next", **parts)
-            return self._exchange(**parts).get("recv_next")
+        if overlap_p2p_comm:
+            return self._neighbours.overlapped("backward-send-backward-recv", "recv_next", **parts)
+        return self._neighbours.exchange("backward-send-backward-recv", **parts).get("recv_next")
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -327,111 +310,14 @@ class P2PCommunicator(LaneCommunicator):
         Returns:
             ``(activation, gradient)``, each None where it is not received.
         """
-        with self._timed("forward-backward-send-forward-backward-recv"):
-            received = self._exchange(
-                send_next=None if output_tensor is None else (output_tensor,),
-                send_prev=None if input_tensor_grad is None else (input_tensor_grad,),
-                recv_prev=(tensor_shape,) if recv_prev else None,
-                recv_next=(tensor_shape,) if recv_next else None,
-            )
+        received = self._neighbours.exchange(
+            "forward-backward-send-forward-backward-recv",
+            send_next=None if output_tensor is None else (output_tensor,),
+            send_prev=None if input_tensor_grad is None else (input_tensor_grad,),
+            recv_prev=(tensor_shape,) if recv_prev else None,
+            recv_next=(tensor_shape,) if recv_next else None,
+        )
         return received.get("recv_prev"), received.get("recv_next")
-
-    # ---- Below the verbs: transfers by the names of their handles
-
-    def _transfer(self, label: str, name: str, value: Any) -> Any:
-        """Start a transfer and wait for it; the payload of a receive."""
-        if self.config.timers is None:  # an empty context is a part of a small message's latency
-            return self._finish(self._start(name, value))
-        with self._timed(label):
-            return self._finish(self._start(name, value))
-
-    def _exchange(self, **parts: tuple[Any] | None) -> dict[str, Any]:
-        """Start transfers and wait for them; the payloads of the receives."""
-        started = self._start_all(**parts)
-        return {name: self._finish(started[name]) for name in _NAMES if name in started}
-
-    def _overlapped(self, receive: str, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
-        started = self._start_all(**parts)
-        tensor = started[receive].lane.transfers.provide(started[receive]) if receive in started else None
-        return tensor, started
-
-    def _start_all(self, **parts: tuple[Any] | None) -> dict[str, Any]:
-        """Start transfers, each given as a one-tuple of the payload or the shapes; as one batch, if so configured.
-
-        Nothing is posted before all of them are known to be valid, as one batch or not.
-        """
-        given = {name: part[0] for name in _NAMES if (part := parts.get(name)) is not None}
-        if len(given) < 2:
-            return {name: self._start(name, value) for name, value in given.items()}
-        with self.lanes.batch(together=self.config.batch_p2p_comm, by_lane=self.lanes.on_device):
-            return {name: self._start(name, value) for name, value in given.items()}
-
-    def _start(self, name: str, value: Any) -> Any:
-        lane = self._of_name.get(name)
-        if lane is None:
-            spec = self._spec(name)
-            left_out = spec in pipeline_lanes(self._ranks, placement=self._placement)
-            why = "the argument traffic left out" if left_out else f"the placement {self._placement} does not have"
-            raise P2PUsageError(f"{name} needs lane {spec}, which {why}; isend and irecv take an edge")
-        if name not in _RECEIVES:
-            return lane.isend(value)
-        if not self._takes_any_receive:
-            self._require_receivable(value, name)
-        return lane.irecv(value, attended=True)
-
-    def _finish(self, transfer: Any) -> Any:
-        """Wait for a transfer; the payload of a receive."""
-        received = None
-        if transfer.sending:
-            transfer.wait()
-        else:
-            received = transfer.result()
-        if self.config.batch_p2p_sync:
-            transfer.synchronize()
-        return received
-
-    @cached_property
-    def _of_name(self) -> dict[str, Lane]:
-        """The lanes to and from both neighbours, as far as they were opened."""
-        specs = {name: self._spec(name) for name in _NAMES}
-        return {name: self.lanes[spec] for name, spec in specs.items() if spec in self.lanes}
-
-    def _spec(self, name: str) -> LaneSpec:
-        me, following, previous = self.rank, self.next_rank, self.prev_rank
-        source, destination, direction = {
-            "recv_prev": (previous, me, Direction.FORWARD),
-            "recv_next": (following, me, Direction.BACKWARD),
-            "send_next": (me, following, Direction.FORWARD),
-            "send_prev": (me, previous, Direction.BACKWARD),
-        }[name]
-        return LaneSpec(source, destination, direction.name.lower())
-
-    def _require_receivable(self, shapes: Any, flag: str) -> None:
-        """Raise for a receive without the dtype or shape that it needs, before anything is sent."""
-        if self.config.pipeline_dtype is None:
-            raise P2PConfigError(f"pipeline_dtype must be provided if {flag} is True, or variable_seq_lengths=True")
-        if shapes is None:
-            common = "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
-            raise P2PUsageError(f"tensor_shape must be specified if {flag} is True. {common}")
-
-    @cached_property
-    def _takes_any_receive(self) -> bool:
-        """Whether every receive is valid: dtypes are known, or agreed with the shapes, and shapes need not be given."""
-        mode = self.config.shape_mode
-        return mode in ("header", "manifest") or (self.config.pipeline_dtype is not None and mode != "given")
-
-    def _timed(self, name: str) -> AbstractContextManager[None]:
-        timers = self.config.timers
-        return _UNTIMED if timers is None else _running(timers, name)
-
-
-@contextmanager
-def _running(timers: Any, name: str) -> Iterator[None]:
-    timers(name, log_level=2).start()
-    try:
-        yield
-    finally:
-        timers(name).stop()
 
 
 def _group(given: Any) -> ProcessGroup:
@@ -439,3 +325,15 @@ def _group(given: Any) -> ProcessGroup:
     if isinstance(group, ProcessGroup):
         return group
     raise P2PConfigError(f"pp_group is {given!r}; it must be None or a group that this rank {dist.get_rank()} is in")
+
+
+def _example(shape: Sequence[int], config: P2PConfig) -> torch.Tensor:
+    """A message of the one ``tensor_shape``."""
+    dtype, mode = config.pipeline_dtype, config.shape_mode
+    if not is_single_shape(shape):
+        raise P2PConfigError(f"tensor_shape is {shape!r}; it must be one shape, of sizes of at least 0")
+    if mode not in ("agreed", "given"):
+        raise P2PConfigError(f"tensor_shape is {shape!r}, but shapes are {mode!r}, which vary")
+    if dtype is None:
+        raise P2PConfigError(f"tensor_shape is {shape!r}, but pipeline_dtype is None; a fixed message has a dtype")
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

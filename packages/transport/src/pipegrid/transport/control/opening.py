@@ -53,8 +53,8 @@ from pipegrid.transport.errors import (
 )
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
+from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.messages.message import Signature
 from pipegrid.transport.messages.payload import flatten, signature_of
 from pipegrid.transport.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import current_device, new_stream
@@ -111,19 +111,18 @@ def open_lanes(
         connections = connector.connect(remote) if kind_of(backend).peers else connector.stand_alone(remote)
         for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
             connection = Connection(LocalMover(place)) if spec.is_local else connections[spec]
-            lane = Lane(
-                spec,
+            end = Endpoint(
+                spec=spec,
                 rank=here,
                 device=place,
                 config=settings,
                 connection=connection,
-                submit=submitter,
+                index=len(connection.lanes),
                 standing=fixed.get(spec),
             )
+            lanes[spec] = Lane(end, submitter)
             if connection.wire is not None:
-                said = (declared or {}).get(spec, "")
-                _prove(lane, connection.wire, len(connection.lanes) - 1, fixed.get(spec), said)
-            lanes[spec] = lane
+                _prove(end, connection.wire, (declared or {}).get(spec, ""))
     except BaseException:
         discard_groups(connector.groups)
         raise
@@ -329,9 +328,9 @@ def _group_spec(bundle: Sequence[LaneSpec], use: str) -> GroupSpec:
     return GroupSpec(bundle[0].pair, f"transport/{names}/{use}", shared=False)
 
 
-def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None, declared: str) -> None:
+def _prove(end: Endpoint, wire: Wire, declared: str) -> None:
     """Compare the settings of both sides, then carry one message over the way that payloads go."""
-    config, spec, rank, peer = lane.config, lane.spec, lane.rank, lane.peer
+    config, spec, rank, peer, standing = end.config, end.spec, end.rank, end.peer, end.standing
     told: dict[str, str] = {
         "lane": str(spec),
         "shapes": config.shape_mode,
@@ -344,11 +343,11 @@ def _prove(lane: Lane, wire: Wire, index: int, standing: Signature | None, decla
     seconds = config.open_deadline
     start = time.monotonic()
     try:
-        theirs = json.loads(wire.exchange(json.dumps(told).encode(), index, timedelta(seconds=seconds)))
+        theirs = json.loads(wire.exchange(json.dumps(told).encode(), end.index, timedelta(seconds=seconds)))
         wire.expect_end_notice()
         _require_same(told, theirs, f"ranks {rank} and {peer} open lane {spec}")
-        token = torch.zeros(1, dtype=torch.uint8, device=lane.device)
-        (ticket,) = lane.mover.start([(rank == spec.source, [token], index, 0)])
+        token = torch.zeros(1, dtype=torch.uint8, device=end.device)
+        (ticket,) = end.connection.mover.start([(rank == spec.source, [token], end.index, 0)])
         ticket.hold(timedelta_of(start + seconds - time.monotonic()))
     except P2PMismatchError:
         raise

@@ -19,10 +19,10 @@ from pipegrid.transport.errors import (
     text_of,
 )
 from pipegrid.transport.lane.connection import Connection
+from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.messages.handle import State, Transfer
-from pipegrid.transport.spec import LaneSpec
 from pipegrid.transport.waits.aborts import device_aborts
 from pipegrid.transport.waits.wait_lock import WaitLock
 
@@ -50,19 +50,16 @@ class LaneEnding:
 
     def __init__(
         self,
-        spec: LaneSpec,
+        end: Endpoint,
         *,
-        rank: int,
-        peer: int,
-        connection: Connection,
         outgoing: Outgoing,
         incoming: Incoming,
         queue: deque[Transfer],
         wait_lock: WaitLock,
     ) -> None:
-        self.spec, self.rank, self.connection, self.queue = spec, rank, connection, queue
+        self.spec, self.rank, self.connection, self.queue = end.spec, end.rank, end.connection, queue
         self.error: P2PError | None = None
-        self._peer, self._outgoing, self._incoming = peer, outgoing, incoming
+        self._peer, self._outgoing, self._incoming = end.peer, outgoing, incoming
         self._wait_lock, self._states = wait_lock, wait_lock.states
         self._last_queue: list[str] = []  # under way when the lane ended
 

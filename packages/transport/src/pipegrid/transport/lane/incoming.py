@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipegrid.transport.backends import Ticket
-from pipegrid.transport.backends.wire import Wire
-from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
+from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.messages.handle import ReceiveTransfer
 from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode
 from pipegrid.transport.messages.payload import (
@@ -24,7 +22,6 @@ from pipegrid.transport.messages.payload import (
     plain_message,
     receive_buffers,
 )
-from pipegrid.transport.spec import LaneSpec, Tally
 from pipegrid.transport.streams import working_on
 
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
@@ -33,49 +30,43 @@ _BUFFERS_KEPT = 64  # signatures, where shapes vary
 class Incoming:
     """Headers, shapes and buffers of a lane's messages, at its destination.
 
-    Args:
-        peer: the global rank of the source.
-        index: the lane's index on its wire.
-        wire: brings headers; None where both ends are one rank, and in a dry run, where a receive has the
-            shapes that its caller gives.
-        one_by_one: as of `Outgoing`.
-
     Attributes:
         contract: what has been announced.
-        dtype: the dtype that floating-point tensors must have; None allows any.
+        dtype: as of `Endpoint`.
         deferred: receives whose header has not come.
         ahead: receives that the backend has and that no caller has asked for yet.
         header: waits for the next header, where its receive was posted.
         plain: the one message of the lane, where it is plain and each is started alone; and its buffers.
     """
 
-    def __init__(
-        self,
-        spec: LaneSpec,
-        config: P2PConfig,
-        *,
-        peer: int,
-        device: torch.device,
-        index: int,
-        wire: Wire | None,
-        tally: Tally,
-        standing: Signature | None,
-        one_by_one: bool,
-    ) -> None:
-        self.contract = ShapeContract(spec, config.shape_mode, standing)
-        # Where dtypes are agreed with the shapes, any is valid.
-        self.dtype = config.pipeline_dtype if config.shape_mode in ("agreed", "given") else None
+    def __init__(self, end: Endpoint) -> None:
+        self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
         self.deferred: deque[ReceiveTransfer] = deque()
         self.ahead: deque[tuple[Sequence[Tensor], Ticket]] = deque()
         self.header: Callable[[timedelta], bytes] | None = None
         self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None
-        self._one_by_one = one_by_one
-        self._spec, self._peer, self._device, self._tally = spec, peer, device, tally
-        self._index, self._wire = index, wire
-        self._dry, self._pipeline_dtype = wire is None and not spec.is_local, config.pipeline_dtype
+        self._end, self._spec, self._wire, self._tally = end, end.spec, end.wire, end.tally
+        self._device, self.dtype = end.device, end.dtype
+        self._one_by_one = end.one_by_one
+        # No rank announces anything: a receive has the shapes that its caller gives.
+        self._dry = end.wire is None and not end.spec.is_local
         self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
         # Receives ahead, of shapes given up since: nothing is sent to them, and gloo cannot take them back.
         self._given_up: list[Any] = []
+
+    def expect(self, transfer: ReceiveTransfer, shapes: Any) -> None:
+        """Note what the caller of a receive expects, before it has a number.
+
+        Raises:
+            P2PUsageError: no shapes, or shapes are missing where the lane was opened with ``shapes="given"``.
+        """
+        if shapes is not None:
+            transfer.expected = ExpectedShape.of(shapes)
+        elif self._end.config.shape_mode == "given":
+            raise P2PUsageError(
+                f"lane {self._spec} was opened with shapes='given': tensor_shape must be specified on a receive. "
+                f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+            )
 
     def admit(self, transfer: ReceiveTransfer) -> None:
         """Give a numbered receive its buffers, or defer it until its header comes.
@@ -102,9 +93,9 @@ class Incoming:
 
     def _given(self, expected: ExpectedShape) -> Signature:
         """The message that a receive of a dry run gets."""
-        if self._pipeline_dtype is None:
+        if self._end.config.pipeline_dtype is None:
             raise P2PUsageError(f"a receive on lane {self._spec} in a dry run needs pipeline_dtype; it is None")
-        dtype = str(self._pipeline_dtype).removeprefix("torch.")
+        dtype = str(self._end.config.pipeline_dtype).removeprefix("torch.")
         tensors = [TensorSpec(dtype, shape) for shape in expected.shapes if shape is not None]
         if expected.single:
             return Signature(0, tensors)
@@ -118,7 +109,7 @@ class Incoming:
             and len(self.deferred) > self.contract.outstanding
             and not self.contract.standing
         ):
-            self.header = self._wire.receive_header(self._index)
+            self.header = self._wire.receive_header(self._end.index)
 
     def take_header(self, timeout: timedelta, lock: Any) -> None:
         """Wait for the next header. Only for the leader.
@@ -143,7 +134,7 @@ class Incoming:
             if sequence != first.sequence:
                 raise P2PMismatchError(
                     f"rank {self._spec.destination} waits for message {first.sequence} of lane {self._spec}, but rank "
-                    f"{self._peer} announced message {sequence}; call renew() on both sides at the same message"
+                    f"{self._end.peer} announced message {sequence}; call renew() on both sides at the same message"
                 )
             self.contract.announce(signatures, standing=standing)
 
@@ -164,7 +155,7 @@ class Incoming:
     def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
         """Give a receive its buffers, for the stream that was current when it was started."""
         self._fill(transfer, self._buffers_of(transfer, signature))
-        message = plain_message(self.contract.standing, self.dtype) if self.plain is None else None
+        message = plain_message(self.contract.standing, self.dtype, self._device) if self.plain is None else None
         if message is not None and self._one_by_one:
             self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
 
@@ -198,7 +189,7 @@ class Incoming:
                 wanted = "any shape" if transfer.expected is None else f"shape {transfer.expected}"
                 raise P2PMismatchError(
                     f"rank {self._spec.destination} expects message {transfer.sequence} of lane {self._spec} to be of "
-                    f"{wanted}{kind}, but rank {self._peer} announced {signature}; "
+                    f"{wanted}{kind}, but rank {self._end.peer} announced {signature}; "
                     f"give the same shapes and pipeline_dtype on both sides"
                 )
             if len(self._buffers) >= _BUFFERS_KEPT:

@@ -12,7 +12,6 @@ bookkeeping is done while the message travels.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -22,11 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends import Operation, Ticket
-from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.ending import abort_lanes
+from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.host_waits import HostWaits
 from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.lane.local_waits import LocalWaits
@@ -34,9 +33,8 @@ from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.stream_waits import StreamWaits
 from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.messages.message import Signature, encode
-from pipegrid.transport.messages.payload import ExpectedShape, PlainMessage, ReceiveBuffers, carried
-from pipegrid.transport.spec import LaneSpec, LaneStats, Tally
+from pipegrid.transport.messages.payload import ReceiveBuffers, carried
+from pipegrid.transport.spec import LaneStats
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
@@ -59,67 +57,29 @@ class Lane:
         incoming: what messages are, at the destination.
     """
 
-    def __init__(
-        self,
-        spec: LaneSpec,
-        *,
-        rank: int,
-        device: torch.device,
-        config: P2PConfig,
-        connection: Connection,
-        submit: Submitter,
-        standing: Signature | None,
-    ) -> None:
-        self.spec = spec
-        self.rank = rank
-        self.peer = spec.destination if rank == spec.source else spec.source
-        self.device = device
-        self.config = config
-        self.connection = connection
+    def __init__(self, end: Endpoint, submit: Submitter) -> None:
+        connection = end.connection
+        self.spec, self.rank, self.peer = end.spec, end.rank, end.peer
+        self.device, self.config, self.connection, self.tally = end.device, end.config, connection, end.tally
         self.mover, self.wire = connection.mover, connection.wire
-        self._start = connection.mover.start
-        self.tally = Tally()
         self.sent = 0
         self.received = 0
-        self._index = len(connection.lanes)
-        self._submit = submit
-        one_by_one = config.communicators == "separate" and not config.strict and self.wire is not None
-        self.outgoing = Outgoing(spec, config, device=device, standing=standing, one_by_one=one_by_one, tell=self._tell)
-        self.incoming = Incoming(
-            spec,
-            config,
-            peer=self.peer,
-            device=device,
-            index=self._index,
-            wire=self.wire,
-            tally=self.tally,
-            standing=standing,
-            one_by_one=one_by_one,
-        )
-        self.transfers: LaneTransfers = _waits_of(connection)(
-            spec,
-            rank=rank,
-            peer=self.peer,
-            device=device,
-            config=config,
-            connection=connection,
-            submit=submit,
-            outgoing=self.outgoing,
-            incoming=self.incoming,
-            tally=self.tally,
-        )
+        self.incoming = Incoming(end)
+        self.outgoing = Outgoing(end, there=self.incoming.contract)
+        self.transfers = _waits_of(connection)(end, submit=submit, outgoing=self.outgoing, incoming=self.incoming)
         self.ending = self.transfers.ending
         connection.lanes.append(self.ending)
-        self.queue: deque[Transfer] = self.transfers.queue
-        self._needs_shapes = config.shape_mode == "given"
+        self.queue = self.transfers.queue
+        self._start, self._submit, self._index = connection.mover.start, submit, end.index
+        self._needs_shapes = end.config.shape_mode == "given"
         self._epoch = 0  # of renewals
         self._ahead = self.incoming.ahead
-        self._receives_ahead = 0 if self.mover.streams else config.receives_ahead
-        self._streamed = has_streams(device)
+        self._receives_ahead = 0 if self.mover.streams else end.config.receives_ahead
+        self._streamed = has_streams(end.device)
         self._receive_stream = connection.receive_stream
         # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
         with working_on(self._receive_stream):
-            self._nothing = torch.empty(1, dtype=torch.uint8, device=device)
+            self._nothing = torch.empty(1, dtype=torch.uint8, device=end.device)
 
     @property
     def error(self) -> P2PError | None:
@@ -173,7 +133,7 @@ class Lane:
             P2PLaneDeadError: the lane has failed before.
         """
         plain, submit = self.outgoing.plain, self._submit
-        if plain is not None and note is None and self._fits(payload, plain):
+        if plain is not None and note is None and self.ending.error is None and plain.fits(payload):
             tensors = [payload.detach() if payload.requires_grad else payload]
             if get_ident() not in submit.pending:
                 with submit.lock:
@@ -242,23 +202,12 @@ class Lane:
             if submit.asleep:
                 submit.wake.set()
             return transfer
-        return self._checked_receive(shapes, attended=attended)
-
-    def _fits(self, payload: Any, plain: PlainMessage) -> bool:
-        """Whether a payload is the plain message, and needs no other check."""
-        try:
-            return (
-                type(payload) is Tensor
-                and self.ending.error is None
-                and payload.shape == plain.shape
-                and payload.dtype is plain.dtype
-                and payload.device == self.device
-                and payload.is_contiguous()
-                and not payload.is_neg()
-                and payload.untyped_storage().nbytes() >= plain.nbytes
-            )
-        except RuntimeError:  # a nested or a sparse tensor has no such properties
-            return False
+        self._require_usable(sending=False)
+        transfer = ReceiveTransfer(self)
+        transfer.attended = attended
+        self.incoming.expect(transfer, shapes)
+        submit(transfer)
+        return transfer
 
     def _post(self, buffers: ReceiveBuffers) -> tuple[Sequence[Tensor], Ticket]:
         """Post the receive of a plain message."""
@@ -270,19 +219,6 @@ class Lane:
                 tensors = buffers.take()
                 (ticket,) = self._start(((False, tensors, self._index, self._epoch),))
         return tensors, ticket
-
-    def _checked_receive(self, shapes: Any, *, attended: bool) -> ReceiveTransfer:
-        self._require_usable(sending=False)
-        if shapes is None and self._needs_shapes:
-            raise P2PUsageError(
-                f"lane {self.spec} was opened with shapes='given': tensor_shape must be specified on a receive. "
-                f"Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
-            )
-        transfer = ReceiveTransfer(self)
-        transfer.attended = attended
-        transfer.expected = None if shapes is None else ExpectedShape.of(shapes)
-        self._submit(transfer)
-        return transfer
 
     def _require_usable(self, *, sending: bool) -> None:
         if self.rank != (self.spec.source if sending else self.spec.destination):
@@ -383,14 +319,6 @@ class Lane:
             self.ending.not_started(transfer, error)
         transfer.state = _ACTIVE
         self.queue.append(transfer)
-
-    def _tell(self, first: int, signatures: Sequence[Signature], standing: bool) -> list[Any]:
-        """See `Outgoing`."""
-        self.tally.headers += 1
-        if self.wire is None:
-            self.incoming.contract.announce(signatures, standing=standing)
-            return []
-        return self.wire.send_header(encode(sequence=first, standing=standing, signatures=signatures), self._index)
 
     def operation(self, transfer: Transfer) -> Operation:
         """What the mover is to move for a transfer that is ready, counted."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.messages.handle import Transfer
-from pipegrid.transport.messages.message import ShapeContract, Signature
+from pipegrid.transport.messages.message import ShapeContract, Signature, encode
 from pipegrid.transport.messages.payload import (
     PlainMessage,
     carried,
@@ -20,7 +20,6 @@ from pipegrid.transport.messages.payload import (
     plain_message,
     signature_of,
 )
-from pipegrid.transport.spec import LaneSpec
 
 # Works of headers that outlive their transfers: NCCL ends a small send before its receive is posted, and so before its
 # header is read. Its buffers, which have 8 slots, take fewer sends.
@@ -31,38 +30,24 @@ class Outgoing:
     """Checks, announcements and shapes of a lane's messages, at its source.
 
     Args:
-        one_by_one: each message is started alone, and a plain one may go without a check of its own.
-        tell: tells the other end of messages, by the number of the first and their signatures, and whether the one
-            holds for all later messages; returns the works that must be kept until it has read them.
+        end: of the lane.
+        there: what has been announced to the destination, where that is this rank.
 
     Attributes:
         contract: what has been announced.
-        dtype: the dtype that floating-point tensors must have; None allows any.
+        dtype: as of `Endpoint`.
         header_works: of the last headers that were sent.
         plain: the one message of the lane, where it is plain and each is started alone.
     """
 
-    def __init__(
-        self,
-        spec: LaneSpec,
-        config: P2PConfig,
-        *,
-        device: torch.device,
-        standing: Signature | None,
-        one_by_one: bool,
-        tell: Callable[[int, Sequence[Signature], bool], list[Any]],
-    ) -> None:
-        self.contract = ShapeContract(spec, config.shape_mode, standing)
-        # Where dtypes are agreed with the shapes, any is valid.
-        self.dtype = config.pipeline_dtype if config.shape_mode in ("agreed", "given") else None
+    def __init__(self, end: Endpoint, *, there: ShapeContract) -> None:
+        self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
         self.header_works: deque[Any] = deque(maxlen=_HEADERS_KEPT)
-        self._spec = spec
         self.plain: PlainMessage | None = None
-        self._one_by_one = one_by_one
-        self._mode = config.shape_mode
-        self._device = device
-        self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
-        self._tell = tell
+        self._end, self._there = end, there
+        self._spec, self._device, self.dtype = end.spec, end.device, end.dtype
+        self._one_by_one = end.one_by_one
+        self._nothing = torch.zeros(1, dtype=torch.uint8, device=end.device)
         self._manifests: list[Any] = []  # works of manifests; the next send takes them along
 
     def fill(self, transfer: Transfer, payload: Any, note: str | None) -> None:
@@ -97,7 +82,7 @@ class Outgoing:
         """
         if self.contract.stands:
             raise P2PUsageError(
-                f"lane {self._spec} has shapes={self._mode!r}, fixed by its first message; "
+                f"lane {self._spec} has shapes={self._end.config.shape_mode!r}, fixed by its first message; "
                 f"use shapes='manifest' (or 'header') to announce"
             )
 
@@ -115,10 +100,19 @@ class Outgoing:
             works = self._announce(transfer.sequence, (signature,), standing=self.contract.standing is not None)
             transfer.header_works = [*transfer.header_works, *works]
         if self._one_by_one and self.plain is None:
-            self.plain = plain_message(self.contract.standing, self.dtype)
+            self.plain = plain_message(self.contract.standing, self.dtype, self._device)
 
     def _announce(self, first: int, signatures: Sequence[Signature], *, standing: bool) -> list[Any]:
-        works = self._tell(first, signatures, standing)
+        """Tell the other end of messages ``first``, ...; ``standing``: the one holds for all later messages.
+
+        The works must be kept until the other end has read them.
+        """
+        self._end.tally.headers += 1
+        if self._end.wire is None:
+            self._there.announce(signatures, standing=standing)
+            return []
+        header = encode(sequence=first, standing=standing, signatures=signatures)
+        works = self._end.wire.send_header(header, self._end.index)
         self.header_works.extend(works)
         return works
 

@@ -14,19 +14,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from pipegrid.transport.backends.wire import timedelta_of
-from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.batch import Submitter
-from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.ending import LaneEnding
+from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
-from pipegrid.transport.spec import LaneSpec, Tally
 from pipegrid.transport.streams import has_streams, mark
 from pipegrid.transport.waits.wait_lock import WaitLock
 
@@ -50,34 +46,19 @@ class LaneTransfers(ABC):
 
     def __init__(
         self,
-        spec: LaneSpec,
+        end: Endpoint,
         *,
-        rank: int,
-        peer: int,
-        device: torch.device,
-        config: P2PConfig,
-        connection: Connection,
         submit: Submitter,
         outgoing: Outgoing,
         incoming: Incoming,
-        tally: Tally,
     ) -> None:
-        self.config, self.connection = config, connection
+        self.config, self.connection = end.config, end.connection
         self.queue: deque[Transfer] = deque()
-        self._submit, self._outgoing, self._incoming, self._tally = submit, outgoing, incoming, tally
-        self._device, self._on_device = device, has_streams(device)
-        self._wait_lock = WaitLock(f"pipegrid-lane-{spec}", self._step, self._has_work)
-        self._patience = timedelta(seconds=config.deadline + BACKSTOP_SECONDS)
-        self.ending = LaneEnding(
-            spec,
-            rank=rank,
-            peer=peer,
-            connection=connection,
-            outgoing=outgoing,
-            incoming=incoming,
-            queue=self.queue,
-            wait_lock=self._wait_lock,
-        )
+        self._submit, self._outgoing, self._incoming, self._tally = submit, outgoing, incoming, end.tally
+        self._device, self._on_device = end.device, has_streams(end.device)
+        self._wait_lock = WaitLock(f"pipegrid-lane-{end.spec}", self._step, self._has_work)
+        self._patience = timedelta(seconds=end.config.deadline + BACKSTOP_SECONDS)
+        self.ending = LaneEnding(end, outgoing=outgoing, incoming=incoming, queue=self.queue, wait_lock=self._wait_lock)
 
     # ---- What handles ask: see `Waiter`
 

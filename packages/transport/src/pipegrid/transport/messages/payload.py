@@ -199,10 +199,26 @@ class PlainMessage:
     signature: Signature
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
     nbytes: int
 
+    def fits(self, payload: Any) -> bool:
+        """Whether a payload is this message, and needs no other check."""
+        try:
+            return (
+                type(payload) is Tensor
+                and payload.shape == self.shape
+                and payload.dtype is self.dtype
+                and payload.device == self.device
+                and payload.is_contiguous()
+                and not payload.is_neg()
+                and payload.untyped_storage().nbytes() >= self.nbytes
+            )
+        except RuntimeError:  # a nested or a sparse tensor has no such properties
+            return False
 
-def plain_message(signature: Signature | None, dtype: torch.dtype | None) -> PlainMessage | None:
+
+def plain_message(signature: Signature | None, dtype: torch.dtype | None, device: torch.device) -> PlainMessage | None:
     """The message of a signature, if it is plain, and of the ``dtype`` that floating-point tensors must have."""
     if signature is None or signature.tree != 0:
         return None
@@ -211,7 +227,7 @@ def plain_message(signature: Signature | None, dtype: torch.dtype | None) -> Pla
     fits = dtype is None or own is dtype or not own.is_floating_point
     if not fits or own not in _WIRE_DTYPES or not shape.numel():
         return None
-    return PlainMessage(signature, shape, own, shape.numel() * own.itemsize)
+    return PlainMessage(signature, shape, own, device, shape.numel() * own.itemsize)
 
 
 class ReceiveBuffers:

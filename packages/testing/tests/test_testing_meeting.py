@@ -70,10 +70,9 @@ def test_a_deadline_of_hours_is_over_when_the_clock_has_moved(ranks, mode):
 
         if ranks.rank == 0:
             connecting = running(connect)
-            clock.move(2 * 3600.0)
-            assert not ended(connecting, 0.2)
-            clock.move(2 * 3600.0)
-            assert ended(connecting)
+            while not ended(connecting, 0.05) and clock.passed < 1000 * 3600:
+                clock.move(1800.0)
+            assert clock.passed >= 3 * 3600
             (text,) = texts
             assert "ranks [1] did not come to connect within 10800 s" in text
         ranks.barrier()

@@ -47,6 +47,7 @@ def make_world(job: Job, channel: Channel) -> Ranks:
         mode = job.fake_nccl
         nccl2 = Nccl2Rules() if mode in ("nccl2", "lazy") else None
         fake_device = FakeDevice(serial=mode == "serial", nccl2=nccl2, lazy=mode == "lazy")
+        fake_device.watchdog.store = store
         register(fake_device)
     backend = _BACKENDS.get(job.backend, job.backend)
     dist.init_process_group(backend, store=PrefixStore("world", store), rank=job.rank, world_size=job.world_size)

@@ -8,7 +8,7 @@ from pipegrid.testing.fake_nccl.groups.group import FakeGroup
 from pipegrid.testing.fake_nccl.late import LateRun
 from pipegrid.testing.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.testing.fake_nccl.groups.nccl2 import Nccl2Group
-from pipegrid.testing.fake_nccl.rules import Nccl2Rules
+from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.testing.fake_nccl.groups.backend import register
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
 from pipegrid.testing.fake_nccl.host_syncs import HostSync
@@ -23,6 +23,7 @@ __all__ = [
     "LateRun",
     "Launch",
     "LazyGroup",
+    "LegacyRules",
     "Mark",
     "Moment",
     "Nccl2Group",

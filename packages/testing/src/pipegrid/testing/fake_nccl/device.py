@@ -8,7 +8,7 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
   ends with an error instead, as over a network.
 - `abort` ends the entries of one group, then blocks until every entry that this rank had launched has ended: freeing
   the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang. See `frees`.
-- The watchdog fails an entry that is older than its group's timeout, and the test with it.
+- The watchdog fails an entry that is older than its group's timeout, and the test with it; see `watchdog`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +28,10 @@ from pipegrid.testing.fake_nccl.frees import Frees
 from pipegrid.testing.fake_nccl.late import LateRun
 from pipegrid.testing.fake_nccl.memory import Clock
 from pipegrid.testing.fake_nccl.player import PATIENCE_SECONDS, Player
-from pipegrid.testing.fake_nccl.rules import Nccl2Rules
+from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.testing.fake_nccl.streams import Streams
 from pipegrid.testing.fake_nccl.virtual import VirtualStream
+from pipegrid.testing.fake_nccl.watchdog import Watchdog
 
 _WATCHDOG_SECONDS = 0.05
 
@@ -62,6 +62,7 @@ class FakeDevice:
         timeline: launches and marks, and the starts and ends of entries between them, in order.
         streams: virtual streams for the code under test; see `Streams`.
         violations: broken rules, as texts; they fail the test.
+        watchdog: of the device, with its settings.
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
     """
 
@@ -85,6 +86,13 @@ class FakeDevice:
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
         self._frees = Frees(self.unfinished, self.violations)
+        self.watchdog = Watchdog(
+            self.unfinished,
+            self._frees.has_begun,
+            self._end_old,
+            self.violations,
+            LegacyRules() if nccl2 is None else None,
+        )
         self.streams.before_poll = self._frees.require_pollable
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
         self._group_streams: dict[str, VirtualStream] = {}
@@ -238,6 +246,7 @@ class FakeDevice:
             line.thread.put(None)
         for thread in self._threads:
             thread.join()
+        self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
     def _note(self, what: What, of: Launch | Mark) -> None:
@@ -296,21 +305,19 @@ class FakeDevice:
         except RuntimeError as error:
             if self.reports_peer_errors or isinstance(error, MismatchError):
                 entry.cancel(error)
+                if entry.error is error:
+                    self.watchdog.note(entry)
             entry.cancelled.wait()
         finally:
             entry.run = _nothing  # holds tensors
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCHDOG_SECONDS):
-            self._end_old(time.monotonic())
+            self.watchdog.look()
 
-    def _end_old(self, now: float) -> None:
-        for entry in self.unfinished():
-            if now - entry.launched_at > entry.timeout and not entry.cancelled.is_set():
-                text = f"{entry} was ended by the watchdog: not done after the group's timeout of {entry.timeout:g} s"
-                self.violations.append(text)
-                self._cancel(entry, RuntimeError(text))
-                self._cuts[entry.launch.group]()
+    def _end_old(self, entry: Entry, error: Exception) -> None:
+        self._cancel(entry, error)
+        self._cuts[entry.launch.group]()
 
 
 def _nothing() -> None:

@@ -43,6 +43,10 @@ class Frees:
         finally:
             self._draining.remove(group)
 
+    def has_begun(self, group: str) -> bool:
+        """Whether the abort of ``group`` has begun."""
+        return group in self._aborted
+
     def require_idle(self, group: str) -> None:
         """Note the end of a group that has an entry under way, and was not aborted."""
         left = () if group in self._aborted else self.unfinished(group)

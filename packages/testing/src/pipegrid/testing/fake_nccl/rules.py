@@ -1,4 +1,4 @@
-"""Settings of the watchdog of torch 2.15's ``nccl``; `pipegrid.testing.fake_nccl.groups.nccl2` keeps its rules."""
+"""Settings of torch's watchdogs: of ``nccl-legacy``, and of torch 2.15's ``nccl``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ from attrs import frozen
 
 
 @frozen
+class LegacyRules:
+    """Settings of the watchdog and the heartbeat monitor of ``nccl-legacy``; see `watchdog.Watchdog`.
+
+    Attributes:
+        grace: seconds from an error to the end of the process.
+        handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 an error ends nothing.
+        dump_grace: seconds from a look that finds the dump key in the store to the end of the process.
+    """
+
+    grace: float = 60.0
+    handling: int = 3
+    dump_grace: float = 480.0
+
+
+@frozen
 class Nccl2Rules:
-    """Settings of torch's watchdog.
+    """Settings of the watchdog of nccl2 and nccl-lazy; `groups.nccl2` keeps its rules.
 
     Attributes:
         tick: seconds between its looks.

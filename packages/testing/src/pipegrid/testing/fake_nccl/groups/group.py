@@ -165,7 +165,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     def _work_of(self, entry: Entry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
         del reads
-        return FakeWork(entry, self.device, holds=holds)
+        return FakeWork(entry, self.device, holds=holds, abort=self.abort)
 
     def abort(self) -> None:
         """End the group's entries with an error, then wait for the whole device."""

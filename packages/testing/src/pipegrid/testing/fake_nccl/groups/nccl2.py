@@ -35,7 +35,7 @@ class Nccl2Work(FakeWork):
     """The work of one entry."""
 
     def __init__(self, entry: Entry, device: FakeDevice, group: Nccl2Group, *, holds: bool) -> None:
-        super().__init__(entry, device, holds=holds)
+        super().__init__(entry, device, holds=holds, abort=group.abort)
         self._group = group
 
     def is_completed(self) -> bool:

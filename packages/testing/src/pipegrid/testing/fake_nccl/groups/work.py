@@ -20,12 +20,20 @@ class FakeWork(WorkBase):  # type: ignore[misc]
 
     `is_completed` is true for an entry that failed, too; then `exception` returns the error. `wait` raises nothing,
     as that of nccl-legacy; nccl2's raises an error that is known by then (`nccl2.Nccl2Work`). Its two forms: see
-    `FakeDevice`. With a timeout it holds the host in both, and raises past the timeout or what the entry failed with.
+    `FakeDevice`. With a timeout it holds the host in both; past it, it aborts the group and raises, and so it does
+    with what the entry failed with.
+
+    Args:
+        entry: of the work.
+        device: that it was launched on.
+        holds: whether a wait holds the host.
+        abort: that of the group.
     """
 
-    def __init__(self, entry: Entry, device: FakeDevice, *, holds: bool) -> None:
+    def __init__(self, entry: Entry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:
         super().__init__()
         self.entry = entry
+        self._abort = abort
         self._device = device
         self._holds = holds
 
@@ -49,6 +57,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
         if timeout is not None and timeout > timedelta(0):
             with streams.host_waiting():
                 if not comes(self.entry.ended, timeout.total_seconds()):
+                    self._abort()
                     raise dist.DistBackendError(f"{self.entry} is not done after {timeout.total_seconds():g} s")
             streams.host_waits("Work.wait(timeout)", self.entry.clock)
             if self.entry.error is not None:

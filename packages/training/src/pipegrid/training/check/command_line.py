@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from pipegrid.layout import LayoutError
-from pipegrid.training.check.check_stages import check_stages
 from pipegrid.training.check.made_batch import batch_for
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages import Names, prove_cut
+from pipegrid.training.stages import Names, check_stages, prove_cut
 from pipegrid.training.stages.building.build import whole_of
 
 USAGE, DIFFERENT = 2, 1

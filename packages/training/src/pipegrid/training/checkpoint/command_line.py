@@ -17,8 +17,8 @@ from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
 USAGE, FAULTY = 2, 1
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Declare ``show``, ``verify`` and ``export``."""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipegrid.training checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("show", "what a checkpoint holds"),
@@ -32,9 +32,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--module", help="only this module, with its own names")
             command.add_argument("--source", type=Path, help="a folder whose config and tokenizer files are copied")
             command.add_argument("--max-shard-size", default=SHARD_SIZE, help="of a file in the folder; %(default)s")
+    return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Run a command; 1 for a corrupt checkpoint."""
     path = found_at(arguments.path)
     if arguments.command == "show":
@@ -95,10 +96,9 @@ def shown(path: Path, found: Manifest) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command ``checkpoint`` with its arguments; 2 for a path without a checkpoint."""
-    parser = argparse.ArgumentParser(prog="python -m pipegrid.training checkpoint")
-    add_commands(parser)
+    parser = _parser()
     try:
-        return run(parser.parse_args(arguments))
+        return _run(parser.parse_args(arguments))
     except CorruptCheckpointError as error:
         print(error)  # noqa: T201
         return FAULTY

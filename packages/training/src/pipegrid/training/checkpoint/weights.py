@@ -42,7 +42,7 @@ def _load(state: TrainingState, path: Path) -> None:
 
     by_module: dict[str, list[Slot]] = {}
     for slot in state.slots():
-        by_module.setdefault(slot.module, []).append(slot)
+        by_module.setdefault(slot.held.module, []).append(slot)
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(each, framework="pt")) for each in paths]
@@ -56,13 +56,15 @@ def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: s
     """The name of each slot in a file."""
     for prefix in ("", f"{module}."):
         named = [
-            (slot, next((prefix + name for name in (slot.name, *slot.aliases) if prefix + name in there), None))
+            (slot, next((prefix + name for name in (slot.held.name, *slot.aliases) if prefix + name in there), None))
             for slot in slots
         ]
         found = [(slot, name) for slot, name in named if name is not None]
         if len(found) == len(slots):
             return found
-    missing = next(slot.name for slot in slots if not {slot.name, f"{module}.{slot.name}"} & there.keys())
+    missing = next(
+        slot.held.name for slot in slots if not {slot.held.name, f"{module}.{slot.held.name}"} & there.keys()
+    )
     raise CheckpointMismatchError(f"{file} has no {missing}, nor {module}.{missing}, for module {module!r}")
 
 
@@ -71,7 +73,7 @@ def _fill(slot: Slot, name: str, file: Any) -> None:
     shape = file.get_slice(name).get_shape()
     if list(tensor.shape) != list(shape):
         raise CheckpointMismatchError(
-            f"{name} has shape {list(shape)} in the file, and {list(tensor.shape)} in module {slot.module!r}"
+            f"{name} has shape {list(shape)} in the file, and {list(tensor.shape)} in module {slot.held.module!r}"
         )
     if not isinstance(tensor, DTensor):
         tensor.copy_(file.get_tensor(name))

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from pipegrid.schedules.errors import LossError
 from pipegrid.schedules.runtime import describe
-from pipegrid.training.pipeline.microbatches import IGNORED, Microbatch
+from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
 Counted = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
 """A sum, what it counts, and both again, detached."""

@@ -13,9 +13,7 @@ from attrs import frozen
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.topology.fields import Count, checked, shown
-
-IGNORED = -100
-"""The label of a token that counts in no loss, as in Hugging Face's models."""
+from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
 
 @frozen(eq=False)

@@ -20,6 +20,7 @@ from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
 from pipegrid.topology.fields import shown
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.training.stages.assignment import as_layout
+from pipegrid.training.stages.places import pp_size
 
 ModelFactory = Callable[[], nn.Module]
 
@@ -54,7 +55,7 @@ class PipelineModule:
 
     def places(self, schedule: str) -> tuple[int, ...]:
         """The pp rank of each stage: one each, or as ``schedule`` has several of a rank."""
-        pp = self.grid.dim_size("pp") if "pp" in self.grid.dim_names else 1
+        pp = pp_size(self.grid)
         chunks, rest = divmod(self.num_stages, pp)
         if rest or not chunks:
             raise StepArgumentError(

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.fields import Count, Index, Seconds, checked
+from pipegrid.training.errors import RestartError
 from pipegrid.training.gathering import gather_plain
-from pipegrid.training.restart.exits import PREEMPTED, RestartError
 from pipegrid.training.restart.neighbours import Neighbours
-from pipegrid.training.restart.record import AttemptLine, AttemptRecord, read_attempts, reason_to_stop
+from pipegrid.training.restart.record import PREEMPTED, AttemptLine, AttemptRecord, read_attempts, reason_to_stop
 from pipegrid.training.restart.signals import StopSignals
 from pipegrid.training.restart.torchelastic import launch_name, restart_count, stop_restarts
 

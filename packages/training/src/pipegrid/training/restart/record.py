@@ -17,8 +17,12 @@ from attrs import asdict, define, evolve, frozen
 
 from pipegrid.layout.strict_json import read_json
 from pipegrid.topology.fields import Index, checked_fields, instance, integer
-from pipegrid.training.restart.exits import NO_PROGRESS, PREEMPTED, RestartError
+from pipegrid.training.errors import RestartError
 
+PREEMPTED: Final = 75
+"""Exit code of every rank after a signal: saved, start the run again (``EX_TEMPFAIL`` of sysexits.h)."""
+NO_PROGRESS: Final = 70
+"""Exit code of every rank of a run that fails at one step again and again (``EX_SOFTWARE`` of sysexits.h)."""
 FILE: Final = "attempts.jsonl"
 _WIDTH: Final = 160  # bytes of a line
 

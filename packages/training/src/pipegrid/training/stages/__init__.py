@@ -3,7 +3,7 @@
 from pipegrid.training.stages.assignment import Assignment, Tie, assign
 from pipegrid.training.stages.comparison import Compared, StageComparison
 from pipegrid.training.stages.compile import compile_layers
-from pipegrid.training.stages.cutting import cut, pipeline_stage
+from pipegrid.training.stages.cutting import check_stages, cut, pipeline_stage
 from pipegrid.training.stages.dropout import DropoutMasks
 from pipegrid.training.stages.names import Names, find_names
 from pipegrid.training.stages.proof import Boundary, CutProof, prove_cut
@@ -22,6 +22,7 @@ __all__ = [
     "StageComparison",
     "Tie",
     "assign",
+    "check_stages",
     "compile_layers",
     "cut",
     "find_names",

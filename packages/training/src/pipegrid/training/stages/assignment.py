@@ -63,6 +63,14 @@ class Assignment:
         """Number of layers on earlier stages."""
         return sum(number < stage for number in self.stage_of_layer.values())
 
+    def has_layers(self, path: str) -> bool:
+        """Whether the part ``path`` of the model, "" is all of it, has layers in it."""
+        return not path or any(within(layer, [path]) for layer in self.layers)
+
+    def owners(self, path: str) -> set[int]:
+        """The stages with parameters of the part ``path``; none of all of the model, which is ""."""
+        return {stage for name, stage in self.stage_of_parameter.items() if within(name, [path])}
+
     def parameters(self, stage: int) -> tuple[str, ...]:
         """The names of a stage's parameters in the whole model."""
         return tuple(name for name, number in self.stage_of_parameter.items() if number == stage)
@@ -161,6 +169,11 @@ def _stages_of(
             found[name] = stage_of_layer[layer]
             passed = next(i for i, layers in enumerate(lists) if layer in layers) + 1
     return found
+
+
+def joined(path: str, key: str) -> str:
+    """The name of a child of the part ``path``."""
+    return f"{path}.{key}" if path else key
 
 
 def _parent(path: str) -> str:

@@ -1,9 +1,9 @@
-"""Stages out of a model: which ones, their parameters, the proof of the cut."""
+"""Stages out of a model: which ones, their parameters, the proof of the cut; and all of them against the model."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -17,10 +17,11 @@ from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, as_layout, assign, require_no_shared_memory
 from pipegrid.training.stages.building.build import planned, require_not_compiled, require_sizes, require_values
+from pipegrid.training.stages.calls import called_with
 from pipegrid.training.stages.comparison import StageComparison, compare
 from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.places import places_on
-from pipegrid.training.stages.proof import Proofs, called_with
+from pipegrid.training.stages.proof import Proofs
 from pipegrid.training.stages.stage import Stage
 
 
@@ -146,7 +147,7 @@ def pipeline_stage(
             config=config,
             carry=carry,
             proofs=proofs,
-            compared=partial(_require_equal, make, layout, names, carry),
+            check=partial(_checked, make, layout, names, carry),
         )
         for number in numbers
     ]
@@ -212,18 +213,40 @@ def _proved(whole: nn.Module, assignment: Assignment, layout: PipelineParallelLa
     return proofs
 
 
-def compare_stages(
+def check_stages(
     make: Callable[[], nn.Module] | nn.Module,
     layout: str | PipelineParallelLayerLayout,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    batch: Any,
     *,
     names: Names | None = None,
     carry: Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> StageComparison:
-    """All stages of a cut and the whole model on one call, in this process: arguments as of `check_stages`."""
+    """Compare the stages of a cut with the whole model: one microbatch, its loss and every gradient, in this process.
+
+        print(check_stages(lambda: LlamaForCausalLM(tiny_config), "Et*2|t*2L", batch))
+
+    First the cut is proved (`prove_cut`). Then both run: the whole model by autograd alone; each stage as on a rank of
+    its own, with what the stage before has sent. Random numbers are the same in both. Several
+    copies of the model are in memory, so give a small config of the same family.
+
+    Args:
+        make: a function that makes the whole model: stages are made as on ranks, and their initial values are
+            compared as well. Or the model, which is copied, and stays as it is.
+        layout: as in `pipeline_stage`.
+        batch: what the model is called with: a dict of arguments by name, or a tuple of positional ones. Tensors are
+            moved to the device of the model.
+        names: as in `pipeline_stage`.
+        carry: as in `pipeline_stage`; stages behind the first are called without these arguments.
+        loss: of what the model returns. None: the model's own loss, or a weighted sum of all that it returns.
+        dtype: compute in this dtype, such as ``torch.float64``; None: as made.
+
+    Raises:
+        CutError: the cut is not proved, or values differ by more than rounding: the text names the parameters, the
+            stages that hold them, and by how much.
+    """
+    args, kwargs = called_with(batch)
 
     def made() -> nn.Module:
         return copy.deepcopy(make) if isinstance(make, nn.Module) else make()
@@ -232,21 +255,22 @@ def compare_stages(
         model = made() if isinstance(make, nn.Module) else make
         return pipeline_stage(model, layout, number, names=names, carry=carry, allow_empty=True)
 
-    return compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype)
+    found = compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype)
+    found.require()
+    return found
 
 
-def _require_equal(
+def _checked(
     make: Callable[[], nn.Module] | None,
     layout: PipelineParallelLayerLayout,
     names: Names | None,
     carry: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    batch: Any,
 ) -> None:
-    """Raise unless the stages compute what the whole model computes for a call: ``config.check``."""
+    """`check_stages` for the first call of a stage whose ``config.check`` is set."""
     if make is None:
         raise CutError(
             "config.check compares the stages with the whole model, which is not kept; give pipeline_stage a "
             "function that makes it, or call check_stages(model, layout, batch) before"
         )
-    compare_stages(make, layout, args, kwargs, names=names, carry=carry).require()
+    check_stages(make, layout, batch, names=names, carry=carry)

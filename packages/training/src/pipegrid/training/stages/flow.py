@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
-from pipegrid.training.stages.proof import PIXELS
+from pipegrid.training.stages.calls import PIXELS, accepted_by, without_cache
 from pipegrid.training.stages.stubs import Leave, Run, blank, first_tensor
 
 _STATES = ("hidden_states", "attentions")
@@ -33,7 +32,7 @@ class Flow:
         self.before = assignment.before(number)
         self.after = self.before + len(held)
         self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
-        self.accepted = tuple(inspect.signature(whole.forward).parameters)
+        self.accepted = accepted_by(whole)
         self.empty = not held and not self.last and next(whole.parameters(), None) is None
         # The last layer, until its first forward:
         self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
@@ -49,9 +48,7 @@ class Flow:
             self.leaves = None
         run.received, run.entered, run.left = self._hidden_of(received), False, None
         run.encoded = None if received is None else self._begin(received, kwargs)
-        if "use_cache" in self.accepted:
-            kwargs = {"use_cache": False, **kwargs}
-        result, left, encoded = self._forward(run, args, kwargs)
+        result, left, encoded = self._forward(run, args, without_cache(self.accepted, kwargs))
         if self.last:
             return result if received is None else self._in_place(result)
         if not self.encoders or self.after < self.encoders:

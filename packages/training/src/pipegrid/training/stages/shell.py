@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Assignment, within
+from pipegrid.training.stages.assignment import Assignment, joined
 from pipegrid.training.stages.stubs import Foreign, ForeignLayer, ForeignPart, Run, blank
 from pipegrid.training.stages.torch_compat import memory_of, tree_leaves
 from pipegrid.training.stages.tree import TABLES, copied
@@ -32,19 +32,17 @@ def _part(part: nn.Module, path: str, assignment: Assignment, stage: int, run: R
             return copied(part)
         sends = assignment.layers[: assignment.before(stage)][-1:] == (path,)
         return ForeignLayer(path, part, run, earlier=owner < stage, sends=sends)
-    inside = (
-        [layer for layer in assignment.stage_of_layer if within(layer, [path])] if path else list(assignment.layers)
-    )
-    owners = {owner for name, owner in assignment.stage_of_parameter.items() if within(name, [path])}
-    if path and not inside and (not owners or owners == {stage}):
-        return part  # without parameters (rotary tables, dropout), or all on this stage
-    if path and not inside and stage not in owners:
-        return ForeignPart(path, part, run, earlier=max(owners) < stage)
+    owners = assignment.owners(path)
+    if not assignment.has_layers(path):
+        if owners <= {stage}:
+            return part  # without parameters (rotary tables, dropout), or all on this stage
+        if stage not in owners:
+            return ForeignPart(path, part, run, earlier=max(owners) < stage)
     made = copied(part)
     for key, child in part.named_children():
-        made.add_module(key, _part(child, _joined(path, key), assignment, stage, run))
+        made.add_module(key, _part(child, joined(path, key), assignment, stage, run))
     for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-        if assignment.stage_of_parameter[_joined(path, key)] != stage:
+        if assignment.stage_of_parameter[joined(path, key)] != stage:
             delattr(made, key)
             made.register_buffer(key, blank(parameter, torch.device("cpu")), persistent=False)
     return made
@@ -69,13 +67,9 @@ def _require_no_hidden_parts(model: nn.Module, shell: nn.Module, assignment: Ass
         for key, value in vars(module).items():
             for name in () if key in TABLES else filter(None, map(hidden, tree_leaves(value))):
                 raise CutError(
-                    f"{_joined(path, key)} is a plain attribute that holds {name}, a parameter of another stage; make "
+                    f"{joined(path, key)} is a plain attribute that holds {name}, a parameter of another stage; make "
                     "it a parameter or a submodule"
                 )
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 def _entering(run: Run) -> Any:

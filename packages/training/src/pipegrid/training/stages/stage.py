@@ -11,6 +11,7 @@ from torch import nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie
+from pipegrid.training.stages.calls import by_name
 from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.proof import Proofs, without
 from pipegrid.training.stages.shell import shell_of
@@ -52,7 +53,7 @@ class Stage(nn.Module):
         config: Any = None,
         carry: Sequence[str] = (),
         proofs: Proofs | None = None,
-        compared: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None,
+        check: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
         self._run = Run()
@@ -65,7 +66,7 @@ class Stage(nn.Module):
         self.kv_caches: Sequence[Any] | None = None
         self.current_microbatch = 0
         self.current_slice: Slice | None = None
-        self._output, self.assignment, self.proofs, self._compared = output, assignment, proofs, compared
+        self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
         self._flow = Flow(whole, assignment, number)
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
@@ -128,7 +129,7 @@ class Stage(nn.Module):
         received: Any = None if self.is_first else self._arrived()
         part = None if self.current_slice is None or self._slices_itself else self.current_slice
         if received is not None or self._carry or self.kv_caches is not None or part is not None:
-            kwargs, args = {**dict(zip(self._flow.accepted, args, strict=False)), **kwargs}, ()
+            kwargs, args = by_name(self._flow.accepted, args, kwargs), ()
         carried: list[Any] = []
         if self._carry and received is None:
             carried = [self._to_carry(name, kwargs) for name in self._carry]
@@ -136,9 +137,9 @@ class Stage(nn.Module):
             received, *carried = received
             given = zip(self._carry, carried, strict=True)
             kwargs |= {name: value for name, value in given if value is not None}
-        if received is None and self._compared is not None and getattr(self.config, "check", False):
-            self._compared(args, kwargs)
-            self._compared = None
+        if received is None and self._check is not None and getattr(self.config, "check", False):
+            self._check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
+            self._check = None
         absent: Sequence[str] = ()
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None

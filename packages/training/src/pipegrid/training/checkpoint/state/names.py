@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from pipegrid.topology.fields import shown
 from pipegrid.topology.world import resolve_rank
+from pipegrid.training.checkpoint.agreement import Held
+from pipegrid.training.checkpoint.stored.plain import dtype_name
 from pipegrid.training.errors import CheckpointError
 from pipegrid.training.stages.assignment import Tie
 
@@ -23,25 +25,14 @@ class Slot:
     """Where a stored tensor of the model is on this rank: ``leaf`` of the submodule ``owner``.
 
     Attributes:
-        name: in the whole module.
-        tied: the name is declared for several stages.
-        parameter: whether it is a parameter, or a buffer.
+        held: what other ranks know of it.
         aliases: its other names on this stage.
     """
 
-    module: str
-    name: str
-    stage: int
-    tied: bool
+    held: Held
     owner: nn.Module
     leaf: str
-    parameter: bool
     aliases: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The name in the checkpoint."""
-        return f"model/{self.module}/{self.name}"
 
     def tensor(self) -> Tensor:
         """The tensor as it is now."""
@@ -106,22 +97,22 @@ def slots_of(
             "it a buffer"
         )
     tied = {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == number}
-    by_id: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
-    for name, owner, leaf, tensor, parameter in _tensors(stage):
-        if name in saved:
-            by_id.setdefault(id(tensor), []).append((name, owner, leaf, parameter))
+    by_id: dict[int, list[tuple[str, nn.Module, str, Tensor, bool]]] = {}
+    for found in _tensors(stage):
+        if found[0] in saved:
+            by_id.setdefault(id(found[3]), []).append(found)
     made: dict[str, Slot] = {}
-    for held in by_id.values():
-        whole = [name if names is None else names.get(name, name) for name, *_ in held]
+    for places in by_id.values():
+        whole = [name if names is None else names.get(name, name) for name, *_ in places]
         declared = next((name for name in whole if name in tied), None)
         name = whole[0] if declared is None else tied[declared]
-        _, owner, leaf, parameter = held[0]
-        slot = Slot(
-            module, name, number, declared is not None, owner, leaf, parameter, tuple(n for n in whole if n != name)
+        _, owner, leaf, tensor, parameter = places[0]
+        held = Held(
+            module, name, number, declared is not None, parameter, tuple(tensor.shape), dtype_name(tensor.dtype)
         )
         if name in made:
             raise CheckpointError(f"module {module!r} stage {number} has two tensors with the name {name!r}")
-        made[name] = slot
+        made[name] = Slot(held, owner, leaf, tuple(other for other in whole if other != name))
     return list(made.values())
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.state.names import TrainingState, identities
-from pipegrid.training.checkpoint.stored.plain import dtype_name
 
 
 class StateTensors:
@@ -20,21 +18,10 @@ class StateTensors:
     """
 
     def __init__(self, state: TrainingState) -> None:
-        self._slots = [(slot.key, slot) for slot in state.slots()]
-        tensors = [(slot, slot.tensor()) for _, slot in self._slots]
-        self.owners = {id(tensor): (slot.module, slot.name) for slot, tensor in tensors if slot.parameter}
-        self.held = tuple(
-            Held(
-                slot.module,
-                slot.name,
-                slot.stage,
-                slot.tied,
-                slot.parameter,
-                tuple(tensor.shape),
-                dtype_name(tensor.dtype),
-            )
-            for slot, tensor in tensors
-        )
+        self._slots = state.slots()
+        self.held = tuple(slot.held for slot in self._slots)
+        tensors = [(slot.held, slot.tensor()) for slot in self._slots]
+        self.owners = {id(tensor): (held.module, held.name) for held, tensor in tensors if held.parameter}
         devices = (tensor.device for _, tensor in tensors)
         self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         self._identities = identities(state)
@@ -45,4 +32,4 @@ class StateTensors:
 
     def now(self) -> dict[str, Tensor]:
         """The tensors as they are now, by key."""
-        return {key: slot.tensor() for key, slot in self._slots}
+        return {slot.held.key: slot.tensor() for slot in self._slots}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.generators import capture, generators_as_before, restore
+from pipegrid.training.stages.calls import accepted_by, by_name, without_cache
 from pipegrid.training.stages.comparison.chain import Draws, Turn, forwards, gradients, trained
 from pipegrid.training.stages.comparison.differences import Compared, StageComparison
 from pipegrid.training.stages.proof.operators import named_leaves
@@ -60,14 +60,14 @@ def compare(
         args, kwargs = _placed(whole, (tuple(args), dict(kwargs)), dtype)
         carry = (carry,) if isinstance(carry, str) else carry
         if carry:
-            args, kwargs = (), {**dict(zip(inspect.signature(whole.forward).parameters, args, strict=False)), **kwargs}
+            args, kwargs = (), by_name(accepted_by(whole), args, kwargs)
         for stage in stages:
             stage.proofs = stages[0].proofs
         proof, _ = stages[0].proofs.found(whole, args, kwargs)
         proof.require()
         draws = Draws(stages[0].assignment.layers)
         with draws.noted(whole):
-            output = whole(*args, **_without_cache(whole, kwargs))
+            output = whole(*args, **without_cache(accepted_by(whole), kwargs))
         turns = forwards(stages, args, kwargs, carry, draws)
         weigh = _loss_like(turns[-1].sent) if loss is None else loss
         losses = weigh(output), weigh(turns[-1].sent)
@@ -104,12 +104,6 @@ def _placed(whole: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
         return leaf.detach().clone().to(device, dtype if leaf.is_floating_point() else None)
 
     return tree_map(placed, batch)
-
-
-def _without_cache(whole: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """As stages are run."""
-    cached = "use_cache" in inspect.signature(whole.forward).parameters
-    return {"use_cache": False, **kwargs} if cached else dict(kwargs)
 
 
 def _loss_like(output: Any) -> Loss:

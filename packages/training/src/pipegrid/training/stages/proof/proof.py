@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign, within
+from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign, joined
 from pipegrid.training.stages.building.build import whole_of
+from pipegrid.training.stages.calls import accepted_by, called_with, without_cache
 from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.proof.crossing import Crossing, crossings, place, returned
 from pipegrid.training.stages.proof.trace import Forward, trace
@@ -155,8 +155,7 @@ def proof_of(
         loss: of what the model returns.
     """
     encoder, layers = _encoder(whole, assignment), assignment.layers
-    if "use_cache" in inspect.signature(whole.forward).parameters:
-        kwargs = {"use_cache": False, **kwargs}  # as stages are run
+    kwargs = without_cache(accepted_by(whole), kwargs)
     given = {name: value for name, value in kwargs.items() if name not in dropped}
     compared = len(given) < len(kwargs) and not encoder
 
@@ -260,14 +259,13 @@ def _parts(part: nn.Module, path: str, assignment: Assignment) -> Iterator[str]:
     """The outermost submodules beside the layers that belong to one stage."""
     if path in assignment.stage_of_layer:
         return
-    inside = not path or any(within(layer, [path]) for layer in assignment.layers)
-    owners = {owner for name, owner in assignment.stage_of_parameter.items() if within(name, [path])}
-    if not inside and len(owners) <= 1:
+    owners = assignment.owners(path)
+    if not assignment.has_layers(path) and len(owners) <= 1:
         if owners:
             yield path
         return
     for key, child in part.named_children():
-        yield from _parts(child, f"{path}.{key}" if path else key, assignment)
+        yield from _parts(child, joined(path, key), assignment)
 
 
 def _encoder(whole: nn.Module, assignment: Assignment) -> tuple[str, int] | None:
@@ -277,13 +275,6 @@ def _encoder(whole: nn.Module, assignment: Assignment) -> tuple[str, int] | None
     encoder = whole.get_encoder()  # type: ignore[operator]
     name = next(name for name, module in whole.named_modules() if module is encoder)
     return name, len(assignment.lists[0])
-
-
-def called_with(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional arguments of a call, and those by name."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
 
 
 def _asked(whole: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:

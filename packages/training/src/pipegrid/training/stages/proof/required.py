@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
+from pipegrid.training.stages.calls import PIXELS, accepted_by
 from pipegrid.training.stages.proof.operators import mapped_by_place
 from pipegrid.training.stages.proof.proof import CutProof, proof_of
 from pipegrid.training.stages.torch_compat import tree_leaves
 from pipegrid.training.stages.tree import meta_copy
-
-PIXELS = ("pixel_values", "input_features")
-"""Arguments that parts before the layers read; stages behind the first are not called with them."""
-
 
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
@@ -32,7 +28,7 @@ class Proofs:
 
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
         self._outline, self._assignment, self._layout = meta_copy(model, buffers=False), assignment, layout
-        self._dropped = PIXELS if "inputs_embeds" in inspect.signature(model.forward).parameters else ()
+        self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
         self._found: dict[object, tuple[CutProof, tuple[str, ...]]] = {}
 
     def cast(self, function: Callable[[Tensor], Tensor]) -> None:

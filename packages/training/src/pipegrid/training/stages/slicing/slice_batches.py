@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from pipegrid.topology.fields import Count, checked
 from pipegrid.training.errors import CutError
 
-_IGNORED = -100
+IGNORED = -100
+"""The label of a token that counts in no loss, as in Hugging Face's models."""
 
 
 def sequence_slices(
@@ -40,9 +41,9 @@ def sequence_slices(
     given = {name: value for name, value in batch.items() if value is not None}
     if "labels" in given:
         labels = given.pop("labels")
-        given["shift_labels"] = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        given["shift_labels"] = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if num_items_in_batch is None:
-            num_items_in_batch = (given["shift_labels"] != _IGNORED).sum()
+            num_items_in_batch = (given["shift_labels"] != IGNORED).sum()
     cut = {name: value.split(parts, dim=1) for name, value in given.items()}
     count = {"num_items_in_batch": num_items_in_batch} if "shift_labels" in given else {}
     return [{name: pieces[i] for name, pieces in cut.items()} | count for i in range(len(parts))]

@@ -1,4 +1,4 @@
-"""An encoder before a language model, on their own numbers of data lanes; on ranks, and in one process."""
+"""An encoder before a language model, on their own numbers of replicas; on ranks, and in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def microbatch(index):
 
 
 def weights(index):
-    """Tokens that count, per sample: uneven between microbatches and lanes."""
+    """Tokens that count, per sample: uneven between microbatches and replicas."""
     return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index))
 
 

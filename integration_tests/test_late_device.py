@@ -25,6 +25,7 @@ from pipegrid.testing.fake_nccl import Mark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 
+from .kit.grids import grids_of
 from .kit.models import Model, call
 from .kit.stages import Stage, in_one_process
 
@@ -196,10 +197,7 @@ def between_modules(graph):
         communicator = VTPCommunicator(topology, config)
         return communicator, topology.placement, communicator.close
     places, flow = GRAPHS[graph]
-    grids = {
-        name: HyperCommGrid(list(dims.values()) or [1], list(dims) or ["dp"], rank_offset=offset)
-        for name, (offset, dims) in places.items()
-    }
+    grids = grids_of(places)
     edges = {("enc", "llm"): EdgeOptions(strategy=strategy)} if strategy else None
     topology = {name: flow.get(name, []) for name in grids}
     communicator = MultiModulePipelineCommunicator(grids, topology, config, edges=edges)

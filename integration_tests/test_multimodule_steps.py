@@ -9,8 +9,9 @@ from torch import nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, step_plan, verify
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
+from pipegrid.topology import ProcessGroupCollection, replica_samples
 
+from .kit.grids import grids_of
 from .kit.models import Model, call
 
 STEPS, MICROBATCHES, BATCH, LENGTH, WIDTH = 3, 5, 4, 2, 5
@@ -195,12 +196,10 @@ def step_of(job, comm, grids, step, device, *, per_token):
 def train(job, ranks, *, per_token, strict):
     """Three steps on this rank's stages; the communicator, and the stages."""
     device = ranks.device
-    grids = {}
-    for name, (offset, dims) in job.places.items():
-        sizes = {dim: dims.get(dim, 1) for dim in ("tp", "dp", "pp")}
-        grids[name] = HyperCommGrid(list(sizes.values()), list(sizes), rank_offset=offset)
+    grids = grids_of(job.places, ("tp", "dp", "pp"))
+    for grid in grids.values():
         for dim in ("tp", "dp"):
-            grids[name].create_pg(dim)
+            grid.create_pg(dim)
     config = config_for(job, per_token=per_token, strict=strict, staged=ranks.backend == "staged")
     edges = {(s, d): EdgeOptions(backward=False) for s in job.frozen for d in job.flow[s]}
     comm = MultiModulePipelineCommunicator(grids, {name: job.flow.get(name, []) for name in grids}, config, edges=edges)

@@ -13,6 +13,7 @@ from pipegrid.schedules import ActionKind, Costs, PipelineRuntime, greedy, lower
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PConfig
 
+from .kit.grids import grids_of
 from .kit.stages import Scale, Stage, in_one_process
 
 MICROBATCHES, STEPS = 6, 3
@@ -143,10 +144,7 @@ SHARED = [
 )
 def test_weights_after_three_steps_are_those_of_one_process(ranks, job, strict):
     _, places, flow, *chunks = JOBS[job]
-    grids = {
-        name: HyperCommGrid(list(dims.values()), list(dims), rank_offset=offset)
-        for name, (offset, dims) in places.items()
-    }
+    grids = grids_of(places)
     staged = ranks.backend == "staged"
     config = P2PConfig(deadline=30.0, open_deadline=30.0, strict=strict, staged=staged)
     comm = MultiModulePipelineCommunicator(

@@ -10,6 +10,7 @@ from pipegrid.bridges import Axes, EdgeOptions, MultiModulePipelineCommunicator,
 from pipegrid.schedules import PipelineConfig, PipelineError, get_forward_backward_func
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
+from .kit.grids import grids_of
 from .kit.models import Model, call
 
 MICROBATCHES, BATCH, PATCHES, WIDTH = 3, 4, 2, 5
@@ -91,10 +92,10 @@ def masks(index, device):
 
 
 PLACES = {
-    "fan in": ({"vision": (2, 1, 0), "language": (1, 2, 2)}, 4),
-    "fan out": ({"vision": (1, 1, 0), "language": (2, 1, 1)}, 3),
-    "colocated": ({"vision": (4, 1, 0), "language": (2, 2, 0)}, 4),
-    "in place": ({"vision": (2, 1, 0), "language": (2, 1, 0)}, 2),
+    "fan in": ({"vision": (0, {"dp": 2}), "language": (2, {"pp": 2})}, 4),
+    "fan out": ({"vision": (0, {"dp": 1}), "language": (1, {"dp": 2})}, 3),
+    "colocated": ({"vision": (0, {"dp": 4}), "language": (0, {"dp": 2, "pp": 2})}, 4),
+    "in place": ({"vision": (0, {"dp": 2}), "language": (0, {"dp": 2})}, 2),
 }
 
 
@@ -117,17 +118,10 @@ JOBS = [
 ]
 
 
-def grids_of(place):
-    return {
-        name: HyperCommGrid([dp, pp], ["dp", "pp"], rank_offset=offset)
-        for name, (dp, pp, offset) in PLACES[place][0].items()
-    }
-
-
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
 @pytest.mark.parametrize(("place", "schedule"), JOBS)
 def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_token):
-    grids = grids_of(place)
+    grids = grids_of(PLACES[place][0], ("dp", "pp"))
     here = [name for name, grid in grids.items() if ranks.rank in grid.ranks]
     for name, grid in grids.items():
         if name in here:
@@ -143,7 +137,7 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
     communicator = MultiModulePipelineCommunicator(
         grids, {"vision": ["language"]}, config, edges={("vision", "language"): EdgeOptions(payload=DECLARED)}
     )
-    depth = PLACES[place][0]["language"][1]
+    depth = grids["language"].dim_size("pp")
     parts = {"vision": [Vision], "language": [First, Second]}
     seeds = {Vision: 0, First: 1, Second: 2}
 
@@ -209,7 +203,7 @@ def ragged(index):
 @pytest.mark.ranks(3)
 def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
     """An encoder of one lane over a language model of two: each lane gets the rows of its own samples."""
-    grids = grids_of("fan out")
+    grids = grids_of(PLACES["fan out"][0], ("dp", "pp"))
     name = "vision" if ranks.rank == 0 else "language"
     grids[name].create_pg("dp")
     config = PipelineConfig(pipeline_dtype=torch.float64, deadline=30, variable_seq_lengths=True)

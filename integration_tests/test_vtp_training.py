@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.layout import PipelineParallelLayerLayout
@@ -16,7 +15,7 @@ from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import P2PConfig
 
-from .kit.models import call, forward_step
+from .kit.models import call, chain_in_one_process, forward_step
 from .kit.stages import Stage
 from .kit.tensor_parallel import Block
 
@@ -70,12 +69,8 @@ def loss_of(y):
 def in_one_process(num_stages, device, replica=0):
     """The losses of all microbatches, and the whole blocks with their gradients."""
     blocks = [Block(stage, WIDTH, device=device) for stage in range(num_stages)]
-    losses = []
-    for index in range(MICROBATCHES):
-        loss = loss_of(nn.Sequential(*blocks)(microbatch(index, replica, device)))
-        loss.backward()
-        losses.append(loss.item())
-    return losses, blocks
+    data = [microbatch(index, replica, device) for index in range(MICROBATCHES)]
+    return chain_in_one_process(blocks, data, 1, lambda y: (loss_of(y), loss_of(y).item())), blocks
 
 
 def stage_of(comm, number, group, device, losses):

@@ -22,7 +22,7 @@ def microbatch(index):
 
 
 def weights(index):
-    """Tokens that count, per sample: uneven between microbatches and lanes."""
+    """Tokens that count, per sample: uneven between microbatches and replicas."""
     return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index))
 
 

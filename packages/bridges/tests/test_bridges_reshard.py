@@ -33,6 +33,7 @@ from pipegrid.bridges.reshard.cuts import local_shape
 from pipegrid.topology import HyperCommGrid, replica_samples, replica_sizes
 
 from .grids import grid
+from .pairs import DIMS, SHAPES
 
 BSH = axis_names(3)
 
@@ -167,13 +168,6 @@ def inner(side, spans, left, right):
 
 # -- all pairs of small grids -----------------------------------------------------------------------
 
-DIMS = ("tp", "cp", "dp", "pp", "ep")
-
-
-def small_shapes(limit=8):
-    return [shape for shape in itertools.product(range(1, limit + 1), repeat=len(DIMS)) if math.prod(shape) <= limit]
-
-
 VARIANTS = [
     {"ep": Shard("b")},
     {"ep": Replicate(), "tp": Shard("s")},
@@ -181,7 +175,7 @@ VARIANTS = [
     {"ep": Shard("h"), "cp": Partial(), "tp": Shard("s")},
     {"ep": Shard("b"), "tp": Shard("s"), "cp": Shard("s", order="zigzag")},
 ]
-PAIRS = list(itertools.product(small_shapes(), repeat=2))
+PAIRS = list(itertools.product(SHAPES, repeat=2))
 
 
 def random_case(pair, seed):

@@ -86,6 +86,12 @@ def apart(parts, expected):
     return difference(gradients_of(parts.values()), wanted, among=gradients_of(expected))
 
 
+def tied_word(parts, first_and_last, group):
+    """The copies of the word table that this rank holds, of the first and of the last stage, tied over ``group``."""
+    copies = {stage: parts[stage].head if stage else parts[stage].word for stage in first_and_last if stage in parts}
+    return tie_parameters("word", copies, stages=first_and_last, group=group if copies else None)
+
+
 def check(ranks, name, positions, microbatches, *, per_token):
     """A step of a schedule whose first and last stage hold copies of one weight; ranks beyond are replicas."""
     lanes = ranks.world_size // positions
@@ -101,12 +107,7 @@ def check(ranks, name, positions, microbatches, *, per_token):
         pipeline_dtype=torch.float64, strict=ranks.strict_sends, variable_seq_lengths=True, deadline=60
     )
     parts = {stage: Part(stage, computes.num_stages, config) for stage in computes.stages_at[position]}
-    copies = {}
-    if 0 in parts:
-        copies[0] = parts[0].word
-    if first_and_last[1] in parts:
-        copies[first_and_last[1]] = parts[first_and_last[1]].head
-    tied = tie_parameters("word", copies, stages=first_and_last, group=embeddings[lane] if copies else None)
+    tied = tied_word(parts, first_and_last, embeddings[lane])
     plan = lower(computes, tied=dict(tied_stages([tied])))
     counted = []
 
@@ -166,13 +167,8 @@ def test_the_step_functions_finish_weighed_tokens_by_default(ranks, chunks):
     """The gradients are left to the default: no finalize_model_grads_func, no wrapper."""
     num_stages = 2 * chunks
     holder = dist.new_group([0, 1])
-    copies = {}
     parts = {stage: Part(stage, num_stages) for stage in range(ranks.rank, num_stages, 2)}
-    if 0 in parts:
-        copies[0] = parts[0].word
-    if num_stages - 1 in parts:
-        copies[num_stages - 1] = parts[num_stages - 1].head
-    tied = tie_parameters("word", copies, stages=(0, num_stages - 1), group=holder)
+    tied = tied_word(parts, (0, num_stages - 1), holder)
     config = PipelineConfig(
         pipeline_dtype=torch.float64,
         strict=ranks.strict_sends,

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, TypeAlias
 
 from attrs import define, evolve, field, frozen
@@ -20,8 +21,7 @@ from pipegrid.planner.grids import Arrangement, Part, arrangements
 from pipegrid.planner.job import GivenBytes, Job
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape, Wiring
-from pipegrid.schedules import SCHEDULES, Plan, PlanError, fitting_schedules, lower, verify
-from pipegrid.schedules.generators import looped_placement, v_placement
+from pipegrid.schedules import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
 from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Count, checked_arguments, instance
 
@@ -33,6 +33,8 @@ MOST_SAMPLES = 4
 
 MOST_MICROBATCHES = 65_536
 """Microbatches of a step, at most."""
+
+_places = cache(stage_places)
 
 
 @frozen
@@ -150,7 +152,7 @@ class _Search:
             for name in fitting_schedules(chunks):
                 known = SCHEDULES[name].chunks
                 if name in allowed and (known == chunks or (known is None and chunks in training.chunks)):
-                    yield name, v_placement(main.pp) if known == 2 else looped_placement(main.pp, main.pp * chunks)
+                    yield name, _places(name, main.pp, chunks)
 
     def planned(self, candidate: Candidate) -> tuple[Plan, tuple[int, ...]] | None:
         """The plan of a candidate and its microbatches in flight; None where the schedule is not for it."""

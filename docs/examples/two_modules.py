@@ -10,9 +10,13 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, data_lane
 dist.init_process_group("gloo")
 images = HyperCommGrid([2, 1], ["dp", "pp"])  # ranks 0 and 1: two data lanes
 language = HyperCommGrid([1, 2], ["dp", "pp"], rank_offset=2)  # ranks 2 and 3: two stages
-name, grid = ("images", images) if images.is_current_rank_in_grid() else ("language", language)
+if images.is_current_rank_in_grid():
+    name, grid = "images", images
+else:
+    name, grid = "language", language
 images.create_pg("dp")
-groups, (lane, lanes) = ProcessGroupCollection.from_grid(grid), data_lane(grid)
+groups = ProcessGroupCollection.from_grid(grid)
+lane, lanes = data_lane(grid)
 config = PipelineConfig(pipeline_dtype=torch.float32)
 pipe = MultiModulePipelineCommunicator({"images": images, "language": language}, {"images": ["language"]}, config)
 
@@ -22,9 +26,16 @@ class Stage(torch.nn.Linear):
         self.received = list(received.values())
 
 
+def loss_func(y):
+    loss = y.square().mean()
+    return loss, loss.item()
+
+
 def forward_step(batches, stage):
-    y = torch.tanh(stage(stage.received[0] if stage.received else next(batches)))
-    return (y if pipe.is_pp_last_stage else {name: y}), lambda y: (y.square().mean(), y.square().mean().item())
+    x = stage.received[0] if stage.received else next(batches)
+    y = torch.tanh(stage(x))
+    output = y if pipe.is_pp_last_stage else {name: y}  # for the next module, by the name of this one
+    return output, loss_func
 
 
 torch.manual_seed(0)  # replicas start alike

@@ -21,7 +21,7 @@ from pipegrid.schedules.orders.play import Wait
 from pipegrid.schedules.orders.prove import Played, model_named, play_orders, prove_order
 from pipegrid.schedules.plan import Lane, Plan
 from pipegrid.schedules.plan.dataflow import dataflow_of
-from pipegrid.transport.order import OrderModel
+from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 _STEPS = 200_000  # of one search for a placing; past them one more communicator is tried
 
@@ -34,14 +34,14 @@ class SharedCommunicators:
 
     Attributes:
         plan: the plan, lowered.
-        model: the order model of the proof.
+        models: the order models of the proof.
         drains: whether computes may wait for the whole device.
         numbers: of each lane the number of its communicator, which has all positions at the ends of its lanes.
         is_fewest: whether no placing has fewer on its fullest position; otherwise the search for one was cut short.
     """
 
     plan: Plan = field(repr=False)
-    model: OrderModel
+    models: tuple[OrderModel, ...]
     drains: bool
     numbers: Mapping[Lane, int]
     is_fewest: bool
@@ -64,24 +64,26 @@ class SharedCommunicators:
         most, alone = max(self.per_position), max(_lanes_at(self.plan, self.numbers))
         waits = ", also with waits for the whole device" if self.drains else ""
         fewest = "the fewest" if self.is_fewest else "the fewest found"
-        lines = [f"{most} per rank, {fewest} under {self.model.name}{waits}; with one for each lane {alone}"]
+        names = [model.name for model in self.models]
+        under = "every order model" if set(ORDER_MODELS) <= set(names) else ", ".join(names)
+        lines = [f"{most} per rank, {fewest} under {under}{waits}; with one for each lane {alone}"]
         for number, positions in enumerate(self.members):
             lanes = " ".join(str(lane) for lane in sorted(self.numbers) if self.numbers[lane] == number)
             lines.append(f"  {number}: positions {', '.join(map(str, positions))}: {lanes}")
         return "\n".join(lines)
 
 
-def fewest_communicators(plan: Plan, order: OrderModel | str, *, drains: bool = True) -> SharedCommunicators:
+def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = True) -> SharedCommunicators:
     """Place the lanes of a lowered plan on the fewest communicators per rank with which it is proved to end.
 
-    A batch is one call for each communicator in it, as `orders_of_plan` has it; groups of collectives stay as they are.
-    ``drains``: see `prove_order`. What is fewest need not be fastest: messages on one communicator wait for each other.
+    ``orders``: the order models of the proof; by default all. A batch is one call for each communicator in it, as
+    `orders_of_plan` has it; groups of collectives stay as they are. ``drains``: see `prove_order`; not of a model whose
+    host waits. What is fewest need not be fastest: messages on one communicator wait for each other.
 
     Raises:
         PlanError: a plan of computes alone; or one that gets stuck even with a communicator for each lane.
     """
-    model = model_named(order)
-    drains = drains and not model.host_waits
+    models = tuple(model_named(order) for order in orders or ORDER_MODELS)
     apart = orders_of_plan(plan, lanes="separate")
     lanes = sorted(lane for lane in dataflow_of(plan).lanes)
     named = {str(lane): lane for lane in lanes}
@@ -94,16 +96,20 @@ def fewest_communicators(plan: Plan, order: OrderModel | str, *, drains: bool = 
             is_fewest = is_fewest and is_whole
             most += 1
             continue
-        played = play_orders(_regrouped(apart, named, placed), model, drains=drains)
-        if not played.cycles:
-            return SharedCommunicators(plan, model, drains, placed, is_fewest)
-        found = {frozenset(_separable(apart, named, played, cycle, model)) for cycle in played.cycles}
+        regrouped = _regrouped(apart, named, placed)
+        found = set[frozenset[_Pair]]()
+        for model in models:
+            played = play_orders(regrouped, model, drains=drains and not model.host_waits)
+            found |= {frozenset(_separable(apart, named, played, cycle, model)) for cycle in played.cycles}
+        if not found:
+            return SharedCommunicators(plan, models, drains, placed, is_fewest)
         if frozenset() in found:  # no lanes of this cycle share a communicator
             break
         clauses |= found
-    prove_order(apart, model, drains=drains)  # with the cycle in its error
+    for model in models:
+        prove_order(apart, model, drains=drains and not model.host_waits)  # with the cycle in its error
     separate = {lane: number for number, lane in enumerate(lanes)}
-    return SharedCommunicators(plan, model, drains, separate, False)
+    return SharedCommunicators(plan, models, drains, separate, False)
 
 
 def _lanes_at(plan: Plan, lanes: Sequence[Lane] | Mapping[Lane, int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipegrid.testing.fake_nccl.capture import FakeGraph
 from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import Launch, Mark, Moment, Operation
 from pipegrid.testing.fake_nccl.groups.group import FakeGroup
@@ -17,6 +18,7 @@ from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
 
 __all__ = [
     "FakeDevice",
+    "FakeGraph",
     "FakeGroup",
     "FakeWork",
     "HostSync",

@@ -14,35 +14,26 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from attrs import define, field
 from torch import Tensor
 
+from pipegrid.testing.fake_nccl.capture import FakeGraph
 from pipegrid.testing.fake_nccl.entries import Entry, Launch, Mark, MismatchError, Moment, Operation, What
 from pipegrid.testing.fake_nccl.frees import Frees
 from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.lines import Lines
 from pipegrid.testing.fake_nccl.memory import Clock
-from pipegrid.testing.fake_nccl.player import PATIENCE_SECONDS, Player
+from pipegrid.testing.fake_nccl.player import DONE, PATIENCE_SECONDS
 from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.testing.fake_nccl.streams import Streams
 from pipegrid.testing.fake_nccl.virtual import VirtualStream
 from pipegrid.testing.fake_nccl.watchdog import Watchdog
 
 _WATCHDOG_SECONDS = 0.05
-
-
-@define(eq=False)
-class _Line:
-    """The entries of one stream: those that wait, the one under way, and the queue of the thread that plays it."""
-
-    waiting: deque[Entry] = field(factory=deque)
-    playing: Entry | None = None
-    thread: queue.SimpleQueue[Entry | None] = field(factory=queue.SimpleQueue)
 
 
 class FakeDevice:
@@ -64,6 +55,11 @@ class FakeDevice:
         violations: broken rules, as texts; they fail the test.
         watchdog: of the device, with its settings.
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
+        eager_bytes: sends end before their receives have come, up to so many bytes for each peer of a communicator, as
+            NCCL may buffer. 0: none, which is what a proof has to assume.
+        drains_at_compute: every operation inside `Streams.watch` first waits for all entries launched so far, as a
+            call that loads a module or frees memory does.
+        graph: of the capture that is under way.
     """
 
     def __init__(
@@ -80,34 +76,34 @@ class FakeDevice:
         self.closing = threading.Event()
         self.waits_hold = waits_hold
         self.reports_peer_errors = False
+        self.eager_bytes = 0
+        self.drains_at_compute = False
+        self.graph: FakeGraph | None = None
         self.history: list[Launch | Mark] = []
         self._numbers = itertools.count()
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
         self._frees = Frees(self.unfinished, self.violations)
-        self.watchdog = Watchdog(
-            self.unfinished,
-            self._frees.has_begun,
-            self._end_old,
-            self.violations,
-            LegacyRules() if nccl2 is None else None,
-        )
+        legacy = LegacyRules() if nccl2 is None else None
+        self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, self._end_old, self.violations, legacy)
         self.streams.before_poll = self._frees.require_pollable
+        self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
-        self._open: dict[str, list[Entry]] = {}
-        self._lines: dict[str, _Line] = {}
-        self._threads: list[threading.Thread] = []
+        self._open: defaultdict[str, list[Entry]] = defaultdict(list)
+        self._lines = Lines(self._lock, self._play, self._starts, self._ends, self._ended)
         self._cuts: dict[str, Callable[[], None]] = {}
         self._closed = threading.Event()
 
     def add_group(self, group: str, cut: Callable[[], None]) -> None:
         """Make a group's stream; ``cut`` wakes an entry of the group that waits for a peer."""
+        if not self._cuts:
+            self._lines.start("fake watchdog", self._watch)
         self._cuts[group] = cut
         self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}")
-        self._line(group)
+        self._lines.open(self._line(group))
 
     @property
     def launches(self) -> list[Launch]:
@@ -144,15 +140,18 @@ class FakeDevice:
             self.streams.order(stream, self.streams.record(here))
             clock = self.streams.work(stream, f"entry {launch.number} ({kind})", reads=reads, writes=writes)
             self.streams.keep(stream, clock)
+            if self.graph is not None:
+                self.graph.record(
+                    lambda: self.launch(group, kind, operations, run, timeout, reads=reads, writes=writes)
+                )
+                return Entry(launch, run, timeout, clock, stream, signal=DONE, captured=True)
             after, kept = self.streams.here(here), [*reads, *writes]
             entry = Entry(launch, run, timeout, clock, stream, after, kept)
             self.streams.order(stream, clock, entry.signal)
             self.history.append(launch)
             self._note("launched", launch)
-            self._open.setdefault(group, []).append(entry)
-            line = self._line(group)
-            line.waiting.append(entry)
-            after.when_done(lambda: self._advance(line))
+            self._open[group].append(entry)
+            self._lines.append(self._line(group), entry)
         return entry
 
     def order(self, entry: Entry, *, relies: bool = True) -> None:
@@ -172,19 +171,21 @@ class FakeDevice:
         Args:
             patience: seconds without an operation, a wait or a poll by the host after which the device goes on.
         """
-        streams = self.streams
-        with streams.watch():
-            player = Player(self._lock, self.violations.append, patience)
-            run = streams.late = LateRun(player, streams.host_syncs, len(streams.host_syncs))
-            waits_hold, self.waits_hold = self.waits_hold, False
-            try:
+        waits_hold, self.waits_hold = self.waits_hold, False
+        try:
+            with self.streams.run_late(patience) as run:
                 yield run
-                streams.sweep()
-                run.player.finish()
-                streams.bring_back()
-            finally:
-                run.player.stop()
-                streams.late, self.waits_hold = None, waits_hold
+        finally:
+            self.waits_hold = waits_hold
+
+    @contextmanager
+    def capture(self) -> Iterator[FakeGraph]:
+        """Record the launches inside the block, which do not run; see `pipegrid.testing.fake_nccl.capture`."""
+        self.graph = FakeGraph()
+        try:
+            yield self.graph
+        finally:
+            self.graph = None
 
     @property
     def closed(self) -> bool:
@@ -235,17 +236,15 @@ class FakeDevice:
         """End every entry and every thread. For the end of a test."""
         self.closing.set()
         error = RuntimeError("the test ended")
-        groups = {entry.launch.group for entry in self.unfinished()}
+        # Sends that ended before their receives came may still be on their way.
+        groups = set(self._cuts) if self.eager_bytes else {entry.launch.group for entry in self.unfinished()}
         for entry in self.unfinished():
             self._cancel(entry, error)
         for group in groups:
             self._cuts[group]()
         self.drain()
         self._closed.set()
-        for line in self._lines.values():
-            line.thread.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._lines.close()
         self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
@@ -255,47 +254,24 @@ class FakeDevice:
     def _cancel(self, entry: Entry, error: Exception) -> None:
         """End an entry with ``error``, whatever it waits for."""
         entry.cancel(error)
-        self._advance(self._line(entry.launch.group))
+        self._lines.advance(self._line(entry.launch.group))
 
-    def _line(self, group: str) -> _Line:
-        with self._lock:
-            key = "serial" if self.serial else group
-            if key not in self._lines:
-                self._lines[key] = _Line()
-                self._start(f"fake stream {key}", self._play_all, self._lines[key])
-                if len(self._lines) == 1:
-                    self._start("fake watchdog", self._watch)
-            return self._lines[key]
+    def _line(self, group: str) -> str:
+        return "serial" if self.serial else group
 
-    def _advance(self, line: _Line) -> None:
-        """Start the next entry of a stream, unless one is under way or the next one waits for other work."""
-        with self._lock:
-            if line.playing is None and line.waiting:
-                entry = line.waiting[0]
-                if entry.after.done or entry.cancelled.is_set():
-                    line.playing = line.waiting.popleft()
-                    entry.started = True
-                    self._note("started", entry.launch)
-                    line.thread.put(entry)
+    def _starts(self, entry: Entry) -> None:
+        self._note("started", entry.launch)
 
-    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
-        self._threads[-1].start()
+    def _ends(self, entry: Entry) -> None:
+        self._open[entry.launch.group].remove(entry)
+        self._note("ended", entry.launch)
 
-    def _play_all(self, line: _Line) -> None:
-        while (entry := line.thread.get()) is not None:
-            self._play(entry)
-            with self._lock:
-                self._open[entry.launch.group].remove(entry)
-                self._note("ended", entry.launch)
-                line.playing = None
-                self._advance(line)  # before anything hears of the end, as on a GPU
-            entry.end()
-            if self.streams.late is not None:
-                self.streams.late.player.end(entry.signal)
-            else:
-                entry.signal.end()
-            del entry  # with its tensors, which the next one may be long in coming after
+    def _ended(self, entry: Entry) -> None:
+        entry.end()
+        if self.streams.late is not None:
+            self.streams.late.player.end(entry.signal)
+        else:
+            entry.signal.end()
 
     def _play(self, entry: Entry) -> None:
         if entry.cancelled.is_set():

@@ -88,6 +88,7 @@ class Entry:
         after: the end of the work that was queued before it on the stream that was current.
         kept: tensors whose memory the entry keeps, until a stream waits for it.
         signal: its end.
+        captured: it is in a graph, and does not run.
     """
 
     launch: Launch
@@ -99,6 +100,7 @@ class Entry:
     kept: list[Tensor] = field(factory=list)
     signal: Signal = field(factory=Signal)
     launched_at: float = field(factory=lambda: time.monotonic())  # noqa: PLW0108 -- a test may have moved the clock
+    captured: bool = False
     started: bool = False
     error: Exception | None = None
     cancelled: threading.Event = field(factory=threading.Event)

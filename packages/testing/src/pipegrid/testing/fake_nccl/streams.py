@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from pipegrid.testing.fake_nccl.host_syncs import HostSync
+from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.player import Player
 from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
 from pipegrid.testing.fake_nccl.watching import Calls, Operations
 from pipegrid.testing.fake_nccl.work import StreamWork
@@ -78,3 +80,18 @@ class Streams(StreamWork):
             self._watching = 0
             self.sweep()
             seen += self.host_syncs[before:]
+
+    @contextmanager
+    def run_late(self, patience: float) -> Iterator[LateRun]:
+        """Watch, with a late device inside; see `pipegrid.testing.fake_nccl.device.FakeDevice.late`."""
+        with self.watch():
+            player = Player(self.lock, self._violations.append, patience)
+            run = self.late = LateRun(player, self.host_syncs, len(self.host_syncs))
+            try:
+                yield run
+                self.sweep()
+                player.finish()
+                self.bring_back()
+            finally:
+                player.stop()
+                self.late = None

@@ -103,6 +103,7 @@ class Order:
         host_syncs: every point inside `Streams.watch` at which the host would wait for the GPU, in order.
         late: the late device, while there is one.
         before_poll: called before each poll of the device.
+        before_compute: called before each operation inside `Streams.watch`.
         lock: of the whole device.
     """
 
@@ -110,6 +111,7 @@ class Order:
         self.host_syncs: list[HostSync] = []
         self.late: LateRun | None = None
         self.before_poll: Callable[[], None] = lambda: None
+        self.before_compute: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._made: list[VirtualStream] = []

@@ -59,6 +59,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         streams, kwargs, name = self._streams, kwargs or {}, name_of(operation)
         if streams.is_paused or is_view(operation):  # a view touches no memory
             return operation(*args, **kwargs)
+        streams.before_compute()
         streams.sweep()
         arguments = arguments_of(operation, args, kwargs)
         waits = reads_values(operation, arguments)

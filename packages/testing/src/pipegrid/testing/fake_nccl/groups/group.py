@@ -55,7 +55,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self._ranks = global_ranks(options)
         self._joining = Meeting("connect", options)
         Meeting("make", options).connect(self.timeout)
-        self._hidden = HiddenGroup(options, self._ranks, device.violations)
+        self._hidden = HiddenGroup(options, self._ranks, device)
         self._batch: list[tuple[Transfer, Tensor]] | None = None
         device.add_group(self._name, self._hidden.cut)
 
@@ -103,7 +103,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         return None
 
     def _launch_transfers(self, batch: Sequence[tuple[Transfer, Tensor]]) -> FakeWork:
-        transfers, late = [transfer for transfer, _ in batch], self.device.streams.late is not None
+        transfers, late = [transfer for transfer, _ in batch], self._runs_later()
         operations = tuple(
             Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
             for each in transfers
@@ -129,7 +129,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
         written = _tensors(arguments[0]) if name in _WRITES_FIRST else tensors
         streams = self.device.streams
-        late = streams.late is not None
+        late = self._runs_later()
         with streams.paused():
             there = tree_map(lambda value: streams.on_device(value) if isinstance(value, Tensor) else value, arguments)
             unread = _tensors(there[0]) if name in _WRITES_FIRST else []
@@ -158,6 +158,10 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self._require_not_aborted()
         entry = self.device.launch(self._name, kind, operations, run, self.timeout, reads=reads, writes=writes)
         return self._work_of(entry, reads, holds=holds or self.device.waits_hold)
+
+    def _runs_later(self) -> bool:
+        """Whether tensors get their values after the launch: on a late device, and in a graph."""
+        return self.device.streams.late is not None or self.device.graph is not None
 
     def _require_not_aborted(self) -> None:
         if self.aborted:

@@ -7,6 +7,7 @@
 - An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive.
 - The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
+- A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a wait.
 - A shutdown meets the other members. One with unfinished entries never returns: a violation.
 """
 
@@ -53,6 +54,8 @@ class Nccl2Work(FakeWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order later work of the current stream after the entry, then raise what is known of it."""
+        if self.entry.captured:
+            return super().wait()
         if timeout is not None and timeout > timedelta(0):
             left = self.entry.launched_at + timeout.total_seconds() - time.monotonic()
             if not comes(self.entry.ended, left):
@@ -109,9 +112,17 @@ class Nccl2Group(FakeGroup):
     def _complete(self) -> CompleteWork:
         return CompleteWork()
 
+    def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
+        work = super()._collective(name, arguments, options)
+        if not all(getattr(each, "asyncOp", True) for each in (*arguments, *options.values())):
+            FakeWork.wait(work)  # it runs on the caller's stream
+        return work
+
     def _work_of(self, entry: Entry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
         if self.failure is not None:
             self.kill(f"{entry} was launched on group {self._name}, which had failed")
+        if entry.captured:  # its graph keeps it
+            return Nccl2Work(entry, self.device, self, holds=holds)
         entry.kept[:] = reads
         with self._lock:
             ended = [one for one in self._idle if one.ended.is_set()]

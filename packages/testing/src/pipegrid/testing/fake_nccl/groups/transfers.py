@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from attrs import define
 from torch import Tensor
 
+from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import MismatchError
 
 BACKEND = "fake_nccl"
@@ -40,13 +43,15 @@ class HiddenGroup:
     Args:
         options: of the communicator's group, as torch gives them to a backend.
         ranks: the members' global ranks.
-        violations: where broken rules are reported.
+        device: that the communicator's entries are launched on.
     """
 
-    def __init__(self, options: Any, ranks: Sequence[int], violations: list[str]) -> None:
+    def __init__(self, options: Any, ranks: Sequence[int], device: FakeDevice) -> None:
         self._name: str = options.group_id
         self._here: int = options.group_rank
-        self._ranks, self._violations = ranks, violations
+        self._ranks, self._device, self._violations = ranks, device, device.violations
+        self._lock = threading.Lock()
+        self._buffered: Counter[int] = Counter()  # bytes of eager sends on their way, by peer
         self.gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(BACKEND, options.store),  # type: ignore[attr-defined]
             options.group_rank,
@@ -89,11 +94,32 @@ class HiddenGroup:
                 there = transfer.copy if torch.equal(kind, other) else torch.empty(_nbytes(other), dtype=torch.uint8)
                 hidden.recv([there], transfer.peer, _DATA).wait(NEVER)
                 works.append(hidden.send([kind], transfer.peer, _ANSWER))
-        for works in posted:
-            for work in works:
-                if not isinstance(work, Tensor):
-                    work.wait(NEVER)
+        for index, (transfer, works) in enumerate(zip(transfers, posted, strict=True)):
+            if transfer.sending and self._buffer(transfer):
+                self._end_later(transfer, [*works, others[index]])
+                others[index] = kinds[index]  # the receive compares them
+            else:
+                _wait_all(works)
         return kinds, others
+
+    def _buffer(self, transfer: Transfer) -> bool:
+        """Whether a send ends before its receive has come: its bytes fit into what may be buffered."""
+        with self._lock:
+            fits = self._buffered[transfer.peer] + transfer.tensor.nbytes <= self._device.eager_bytes
+            eager = self._device.eager_bytes > 0 and fits
+            self._buffered[transfer.peer] += transfer.tensor.nbytes if eager else 0
+        return eager
+
+    def _end_later(self, transfer: Transfer, works: Sequence[Any]) -> None:
+        """Wait for a buffered send in a thread of its own: torch has no poll of gloo's transfers."""
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):  # its connection was cut
+                _wait_all(works)
+            with self._lock:
+                self._buffered[transfer.peer] -= transfer.tensor.nbytes
+
+        threading.Thread(target=wait, name="fake eager send", daemon=True).start()
 
     def _mismatch(self, transfer: Transfer, here: str, there: str) -> MismatchError:
         verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
@@ -111,6 +137,13 @@ class HiddenGroup:
                 with contextlib.suppress(RuntimeError):
                     work = self.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNSENT)
                     work.wait(timedelta(milliseconds=1))
+
+
+def _wait_all(works: Sequence[Any]) -> None:
+    """Wait for the works among what a transfer keeps."""
+    for work in works:
+        if not isinstance(work, Tensor):
+            work.wait(NEVER)
 
 
 def make_unreadable(tensor: Tensor) -> None:

@@ -27,9 +27,14 @@ class Part:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, the fastest first."""
+        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+
     def grid(self, rank_offset: int = 0) -> Grid:
         """The grid, from rank ``rank_offset`` on."""
-        return Grid((self.tp, self.cp, self.dp, self.pp), ("tp", "cp", "dp", "pp"), rank_offset)
+        return Grid(tuple(self.sizes.values()), tuple(self.sizes), rank_offset)
 
 
 @frozen(slots=False)
@@ -55,10 +60,10 @@ class Arrangement:
 
     def __str__(self) -> str:
         """Each grid by its sizes above 1."""
-        texts = []
-        for part in self.parts:
-            sizes = [(name, getattr(part, name)) for name in ("tp", "cp", "dp", "pp")]
-            texts.append(" ".join([f"{name}={size}" for name, size in sizes if size > 1] or ["1 rank"]))
+        texts = (
+            " ".join(f"{name}={size}" for name, size in part.sizes.items() if size > 1) or "1 rank"
+            for part in self.parts
+        )
         return (" & " if self.colocated else " | ").join(texts)
 
 

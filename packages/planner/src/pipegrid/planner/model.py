@@ -75,13 +75,8 @@ class CostModel:
         if layer.seconds is not None:
             whole = (layer.seconds.F, layer.seconds.I, layer.seconds.W)
         else:
-            flops = layer.flops or 0.0
-            parts = (flops, flops + layer.attention_flops, flops - layer.attention_flops)
-            whole = (
-                parts[0] / self.job.device.flops,
-                parts[1] / self.job.device.flops,
-                parts[2] / self.job.device.flops,
-            )
+            flops, attention, rate = layer.flops or 0.0, layer.attention_flops, self.job.device.flops
+            whole = (flops / rate, (flops + attention) / rate, (flops - attention) / rate)
         forward, inputs, weights = (seconds / (tp * cp) for seconds in whole)
         if tp > 1:
             moved = layer.reductions * 2 * (tp - 1) / tp * module.message / cp

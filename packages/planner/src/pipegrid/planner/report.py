@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipegrid.planner.choice import Choice
+from attrs import astuple, fields
+
+from pipegrid.planner.choice import Choice, Memory
 from pipegrid.planner.search import Planned
 from pipegrid.planner.what_if import WhatIf
 from pipegrid.schedules.timeline import position_name, time_text
@@ -67,24 +69,10 @@ def explanation(planned: Planned) -> str:
     winner, grids = planned.winner, planned.winner.arrangement.grids
     lines = [f"{module}: {grids[module]}, layout {layout}" for module, layout in winner.layouts.items()]
     rows = [
-        (
-            position_name(winner.plan, position),
-            *(
-                f"{part / 1e9:.2f}"
-                for part in (
-                    memory.parameters,
-                    memory.gradients,
-                    memory.optimizer,
-                    memory.activations,
-                    memory.communicators,
-                    memory.reserved,
-                    memory.total,
-                )
-            ),
-        )
+        (position_name(winner.plan, position), *(f"{part / 1e9:.2f}" for part in (*astuple(memory), memory.total)))
         for position, memory in enumerate(winner.memory)
     ]
-    names = ("position", "parameters", "gradients", "optimizer", "activations", "communicators", "reserved", "total GB")
+    names = ("position", *(part.name for part in fields(Memory)), "total GB")
     lines += ["", text_table(names, rows, right=range(1, len(names))), "", *_losers(planned), _extent(planned)]
     return "\n".join([*lines, str(planned.proof)]) + "\n"
 
@@ -150,10 +138,7 @@ def _as_data(choice: Choice) -> dict[str, Any]:
     return {
         "modules": {
             part.module: {
-                "tp": part.tp,
-                "cp": part.cp,
-                "dp": part.dp,
-                "pp": part.pp,
+                **part.sizes,
                 "first_rank": grids[part.module].rank_offset,
                 "layout": choice.layouts[part.module],
             }

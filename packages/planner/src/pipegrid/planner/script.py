@@ -118,7 +118,7 @@ def training_script(choice: Choice) -> str:
     ends = (LayerType.embedding, LayerType.loss)
     values = {
         "SCHEDULE": choice.schedule,
-        "GRIDS": {name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in grids.items()},
+        "GRIDS": {part.module: part.sizes for part in shape.parts},
         "FIRST_RANKS": {name: grid.rank_offset for name, grid in grids.items()},
         "TOPOLOGY": topology,
         "FROZEN": [module.name for module in shape.job.modules if module.frozen],

@@ -201,7 +201,7 @@ class _Search:
             if layout is None:
                 return None
             layouts.append(layout)
-        return evolve(candidate, shape=Shape(self.model, shape.arrangement, shape.places, tuple(layouts)))
+        return evolve(candidate, shape=evolve(shape, layouts=tuple(layouts)))
 
     def _leanest(self) -> Choice | None:
         """The candidate that needs the least memory; None where no schedule and microbatch size is for any grids."""

@@ -8,32 +8,23 @@ import pytest
 import pipegrid.training
 
 NAMES = {
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "Checkpoints",
-    "DropoutMasks",
-    "Names",
-    "Pipeline",
-    "PipelineModule",
-    "Sampling",
-    "Stage",
-    "TrainingState",
-    "check_stages",
-    "compile_layers",
-    "export_safetensors",
-    "generate",
-    "load_safetensors",
-    "pipeline_stage",
-    "prove_cut",
-    "sequence_slices",
-    "tie_stage_parameters",
-    "whole_names",
-    *{"NO_PROGRESS", "PREEMPTED", "Attempt", "RestartError", "attempt_store", "balance_samples"},
+    *("Attempt", "CheckpointError", "Checkpoints", "DropoutMasks", "Names", "Pipeline", "PipelineModule", "Sampling"),
+    *("Stage", "TrainingState", "balance_samples", "check_stages", "generate", "load_safetensors", "pipeline_stage"),
+    *("prove_cut", "sequence_slices", "tie_stage_parameters"),
 }
 # Imported from the package as well; outside of __all__.
 FURTHER = {
-    *("CorruptCheckpointError", "CutError", "GenerationError", "LoadedCheckpoint", "Spread", "SpreadError", "Tie"),
-    *("Boundary", "Compared", "CutProof", "StageComparison", "stop_restarts", "ties_of"),
+    *(
+        "CheckpointMismatchError",
+        "CorruptCheckpointError",
+        "CutError",
+        "GenerationError",
+        "RestartError",
+        "SpreadError",
+    ),
+    *("Boundary", "Compared", "CutProof", "LoadedCheckpoint", "Spread", "StageComparison", "Tie"),
+    *("NO_PROGRESS", "PREEMPTED", "attempt_store", "compile_layers", "export_safetensors", "stop_restarts", "ties_of"),
+    "whole_names",
 }
 
 

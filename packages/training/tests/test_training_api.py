@@ -8,28 +8,16 @@ import pytest
 import pipegrid.training
 
 NAMES = {
-    "CheckpointError",
-    "Checkpoints",
-    "DropoutMasks",
-    "Names",
-    "Pipeline",
-    "PipelineModule",
-    "Sampling",
-    "Stage",
-    "TrainingState",
-    "check_stages",
-    "compile_layers",
-    "generate",
-    "pipeline_stage",
+    *("Attempt", "CheckpointError", "Checkpoints", "DropoutMasks", "Names", "Pipeline", "PipelineModule", "Sampling"),
+    *("Stage", "TrainingState", "balance_samples", "check_stages", "generate", "pipeline_stage"),
     "tie_stage_parameters",
-    *{"Attempt", "attempt_store", "balance_samples"},
 }
 # Imported from the package as well; outside of __all__.
 FURTHER = {
-    *("CorruptCheckpointError", "CutError", "GenerationError", "LoadedCheckpoint", "Spread", "SpreadError", "Tie"),
-    *("Boundary", "Compared", "CutProof", "StageComparison", "stop_restarts", "ties_of"),
-    *("NO_PROGRESS", "PREEMPTED", "CheckpointMismatchError", "RestartError", "export_safetensors", "load_safetensors"),
-    *("prove_cut", "sequence_slices", "whole_names"),
+    *("CheckpointMismatchError", "CorruptCheckpointError", "CutError", "GenerationError", "RestartError"),
+    *("SpreadError", "Boundary", "Compared", "CutProof", "LoadedCheckpoint", "Spread", "StageComparison", "Tie"),
+    *("NO_PROGRESS", "PREEMPTED", "attempt_store", "compile_layers", "export_safetensors", "load_safetensors"),
+    *("prove_cut", "sequence_slices", "stop_restarts", "ties_of", "whole_names"),
 }
 
 

@@ -1,6 +1,7 @@
 """Train existing models as one pipeline: what a training script needs above plans, lanes and step functions.
 
-Names outside ``__all__`` (rarer errors, the results of some functions) are imported from here as well.
+Names outside ``__all__`` (rarer functions and errors, exit codes, the results of some functions) are imported from here
+as well.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pipegrid.training.errors import (
     CorruptCheckpointError as CorruptCheckpointError,
     CutError as CutError,
     GenerationError as GenerationError,
+    RestartError as RestartError,
     SpreadError as SpreadError,
 )
 
 if TYPE_CHECKING:
-    from pipegrid.training.check import check_stages
     from pipegrid.training.checkpoint import (
         Checkpoints,
         LoadedCheckpoint as LoadedCheckpoint,
@@ -34,20 +35,20 @@ if TYPE_CHECKING:
         NO_PROGRESS as NO_PROGRESS,
         PREEMPTED as PREEMPTED,
         Attempt,
-        RestartError as RestartError,
-        attempt_store,
+        attempt_store as attempt_store,
         stop_restarts as stop_restarts,
     )
     from pipegrid.training.stages import (
-        DropoutMasks,
-        Names,
-        Stage,
-        Tie as Tie,
         Boundary as Boundary,
         Compared as Compared,
         CutProof as CutProof,
+        DropoutMasks,
+        Names,
+        Stage,
         StageComparison as StageComparison,
-        compile_layers,
+        Tie as Tie,
+        check_stages,
+        compile_layers as compile_layers,
         cut as cut,
         pipeline_stage,
         prove_cut as prove_cut,
@@ -68,10 +69,8 @@ __all__ = [
     "Sampling",
     "Stage",
     "TrainingState",
-    "attempt_store",
     "balance_samples",
     "check_stages",
-    "compile_layers",
     "generate",
     "pipeline_stage",
     "tie_stage_parameters",

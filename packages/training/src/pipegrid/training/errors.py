@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CutError(ValueError):
     """A model that cannot be cut so: layers not found, a layout that does not fit, a part in the wrong place."""
@@ -36,3 +38,8 @@ class RestartError(RuntimeError):
 
 
 SpreadError = ValueError  # the former name of that of `balance_samples`, for this version
+
+
+def few(texts: Sequence[str], most: int = 3) -> list[str]:
+    """For the text of an error: the first ``most``, and how many more there are."""
+    return [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]

@@ -16,13 +16,19 @@ States = dict[str, Any]
 
 def capture(device: torch.device | None = None) -> States:
     """The states now; of ``device``, or of the current CUDA device where CUDA is in use."""
-    states: States = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states = capture_torch(device) | {"python": random.getstate()}
+    if "numpy.random" in sys.modules:
+        states["numpy"] = sys.modules["numpy.random"].get_state()
+    return states
+
+
+def capture_torch(device: torch.device | None = None) -> States:
+    """Those of torch alone: on the host and on the device."""
+    states: States = {"torch": torch.get_rng_state()}
     if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
     if device is not None and device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    if "numpy.random" in sys.modules:
-        states["numpy"] = sys.modules["numpy.random"].get_state()
     return states
 
 
@@ -32,7 +38,8 @@ def restore(states: States, device: torch.device | None = None) -> None:
     ``device``: the one whose generator is set, where it is of the kind that was captured; None is the current one.
     """
     torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    if "python" in states:
+        random.setstate(states["python"])
     for kind in states.keys() - {"torch", "python", "numpy"}:
         if device is None or device.type == kind:
             torch.get_device_module(kind).set_rng_state(states[kind], device or kind)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import cattrs
 import torch.distributed as dist
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
-from pipegrid.training.checkpoint import agreement
+from pipegrid.training.checkpoint.state.names import Held
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from pipegrid.training.gathering import gather_plain
 
@@ -35,8 +36,36 @@ class Job:
             return gather_plain(value, self.group)
 
     def require_equal(self, outcome: str, values: Mapping[str, Any], hint: str = "") -> None:
-        """Raise on every rank unless those that have a value under a name have the same; see `agreement`."""
-        agreement.require_equal(outcome, self.gather(values), hint)
+        """Raise on every rank unless those that have a value under a name have the same.
+
+        Args:
+            outcome: of a difference, the first words of its text.
+            values: of this rank, by name.
+            hint: the end of the text.
+        """
+        _require_equal(outcome, self.gather(values), hint)
+
+    def tables(self, outcome: str, held: Sequence[Held]) -> list[tuple[Held, ...]]:
+        """What each rank holds; every name is that of one tensor of the whole model, on one stage or tied on several.
+
+        Raises:
+            CheckpointMismatchError: names are local to a stage, or shapes differ; on every rank.
+        """
+        found = [cattrs.structure(table, tuple[Held, ...]) for table in self.gather(held)]
+        forms = [
+            {
+                f"{one.name!r} of module {one.module!r}": (
+                    "tied" if one.tied else f"stage {one.stage}",
+                    list(one.shape),
+                    one.dtype,
+                )
+                for one in table
+            }
+            for table in found
+        ]
+        hint = "; names are those of the whole model: give names=whole_names(...), or ties=..."
+        _require_equal(outcome, forms, hint)
+        return found
 
     def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank; its results, in order of ranks, as `gather` has them.
@@ -72,6 +101,18 @@ class Job:
         """Destroy the group."""
         if self.group is not None:
             destroy_groups([self.group])
+
+
+def _require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str) -> None:
+    known: dict[str, tuple[int, Any]] = {}
+    for rank, values in enumerate(of_ranks):
+        for name, value in values.items():
+            first, other = known.setdefault(name, (rank, value))
+            if value != other:
+                raise CheckpointMismatchError(
+                    f"{outcome}: {name} must be equal on all ranks; it is {other!r:.200} on rank {first} and "
+                    f"{value!r:.200} on rank {rank}{hint}"
+                )
 
 
 @contextmanager

@@ -7,22 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cattrs
 import torch
 from attrs import frozen
 
-from pipegrid.training.checkpoint import agreement
-from pipegrid.training.checkpoint.agreement import Held, stages_of
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.saving import PLAN
 from pipegrid.training.checkpoint.state import optimizer, random_state
 from pipegrid.training.checkpoint.state.groups import LoadedGroup, loaded_groups
-from pipegrid.training.checkpoint.state.names import TrainingState
-from pipegrid.training.checkpoint.state.tensors import StateTensors
+from pipegrid.training.checkpoint.state.names import StateTensors, TrainingState, stages_of
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
-from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, few
 from pipegrid.training.generators import restore
 
 
@@ -99,8 +95,7 @@ def verified(job: Job, path: Path) -> Manifest:
 def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
     what = f"{path.name} is not loaded"
     own, groups, plan = job.each(what, lambda: _fitting(state, path, found))
-    tables = [cattrs.structure(table, tuple[Held, ...]) for table in job.gather(own.held)]
-    agreement.require_whole_names(what, tables)
+    tables = job.tables(what, own.held)
     held = {one.key for table in tables for one in table}
     unused = [key for key in found.tensors if key.startswith("model/") and key not in held]
     if unused:
@@ -109,9 +104,8 @@ def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: 
     changed = job.gather([text for group in groups for text in group.changed])
     job.each(what, lambda: _fill_rank(state, path, found, own, groups, job.rank, same_layout=same))
     if job.rank == 0 and (texts := list(dict.fromkeys(text for texts in changed for text in texts))):
-        more = f"; and {len(texts) - 3} others" if len(texts) > 3 else ""
         warnings.warn(
-            f"{'; '.join(texts[:3])}{more}: the checkpoint's are used; to use the script's, set them after the load",
+            f"{'; '.join(few(texts))}: the checkpoint's are used; to use the script's, set them after the load",
             stacklevel=4,
         )
     return LoadedCheckpoint(
@@ -188,5 +182,4 @@ def _plan(path: Path, found: Manifest) -> str | None:
 
 
 def _some(names: Iterable[str]) -> str:
-    listed = [name.removeprefix("model/") for name in names]
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} others" if len(listed) > 3 else "")
+    return ", ".join(few([name.removeprefix("model/") for name in names]))

@@ -12,11 +12,10 @@ from typing import Any, Literal
 import cattrs
 from attrs import evolve
 
-from pipegrid.training.checkpoint import agreement
-from pipegrid.training.checkpoint.agreement import Held, stages_of
 from pipegrid.training.checkpoint.job import Job, reached
 from pipegrid.training.checkpoint.state import groups as parameter_groups
 from pipegrid.training.checkpoint.state import random_state
+from pipegrid.training.checkpoint.state.names import stages_of
 from pipegrid.training.checkpoint.state.snapshot import Snapshot
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest
 from pipegrid.training.checkpoint.stored.manifest import Chunk, GroupEntry, Manifest, TensorEntry
@@ -74,8 +73,7 @@ class Saver:
             return
         settings = {"the plan": snapshot.plan, "the grids": snapshot.grids, "the layout": snapshot.layout}
         self._job.require_equal(what, settings)
-        tables = self._job.gather(snapshot.held)
-        agreement.require_whole_names(what, [cattrs.structure(held, tuple[Held, ...]) for held in tables])
+        self._job.tables(what, snapshot.held)
         self._agreed = forms
 
     def _begin(self, step: int, undo: ExitStack, what: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,54 +24,37 @@ from pipegrid.training.stages.places import places_on
 from pipegrid.training.stages.proof import Proofs
 from pipegrid.training.stages.stage import Stage
 
+Model = nn.Module | Callable[[], nn.Module]
+Layout = str | PipelineParallelLayerLayout
+
+
+class StageOptions(TypedDict, total=False):
+    """Arguments of `pipeline_stage` that have no part in the type of its result."""
+
+    names: Names | None
+    module: str | None
+    output: Callable[[Any], Any] | None
+    config: Any
+    carry: Sequence[str]
+    batch: Any
+    allow_empty: bool
+
 
 @overload
 def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: int | HyperCommGrid,
-    *,
-    schedule: None = ...,
-    names: Names | None = ...,
-    module: str | None = ...,
-    output: Callable[[Any], Any] | None = ...,
-    config: Any = ...,
-    carry: Sequence[str] = ...,
-    batch: Any = ...,
-    allow_empty: bool = ...,
+    model: Model, layout: Layout, stage: int | HyperCommGrid, *, schedule: None = ..., **options: Unpack[StageOptions]
 ) -> Stage: ...
 
 
 @overload
 def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: Sequence[int],
-    *,
-    schedule: None = ...,
-    names: Names | None = ...,
-    module: str | None = ...,
-    output: Callable[[Any], Any] | None = ...,
-    config: Any = ...,
-    carry: Sequence[str] = ...,
-    allow_empty: bool = ...,
+    model: Model, layout: Layout, stage: Sequence[int], *, schedule: None = ..., **options: Unpack[StageOptions]
 ) -> list[Stage]: ...
 
 
 @overload
 def pipeline_stage(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    stage: HyperCommGrid,
-    *,
-    schedule: str,
-    names: Names | None = ...,
-    module: str | None = ...,
-    output: Callable[[Any], Any] | None = ...,
-    config: Any = ...,
-    carry: Sequence[str] = ...,
-    batch: Any = ...,
-    allow_empty: bool = ...,
+    model: Model, layout: Layout, stage: HyperCommGrid, *, schedule: str, **options: Unpack[StageOptions]
 ) -> list[Stage]: ...
 
 

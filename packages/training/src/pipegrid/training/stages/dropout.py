@@ -16,6 +16,7 @@ from torch import nn
 
 from pipegrid.topology.fields import Index, checked_fields
 from pipegrid.training.errors import CutError
+from pipegrid.training.generators import States, capture_torch, restore
 from pipegrid.training.stages.names import Names, find_names, layers_of
 from pipegrid.training.stages.stage import Stage
 
@@ -74,12 +75,11 @@ class _Forwards:
 
     def __init__(self, masks: DropoutMasks) -> None:
         self._masks = masks
-        self._states: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._states: list[States] = []
 
     def begin(self, model: nn.Module, args: Any) -> None:
         del args
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._states.append((torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None))
+        self._states.append(capture_torch())
         if getattr(model, "current_slice", None) is not None:
             raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
         microbatch = model.current_microbatch if isinstance(model, Stage) else self._masks.microbatch
@@ -87,10 +87,7 @@ class _Forwards:
 
     def end(self, model: nn.Module, args: Any, result: Any) -> None:
         del model, args, result
-        state, of_device = self._states.pop()
-        torch.set_rng_state(state)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device)
+        restore(self._states.pop())
 
 
 def _seeding(number: int) -> Any:

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from attrs import Attribute, field, frozen
 from torch import Tensor, nn
 
 from pipegrid.topology.fields import shown
 from pipegrid.topology.world import resolve_rank
-from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.stored.plain import dtype_name
 from pipegrid.training.errors import CheckpointError
 from pipegrid.training.stages.assignment import Tie
 
 # Modules that only wrap another one: their part of a name is not one of the model's.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+@frozen
+class Held:
+    """A tensor of the model on a rank."""
+
+    module: str
+    name: str
+    stage: int
+    tied: bool
+    parameter: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """The name in the checkpoint."""
+        return f"model/{self.module}/{self.name}"
+
+
+def stages_of(held: Iterable[Held]) -> tuple[tuple[str, int], ...]:
+    """The stages of a rank."""
+    return tuple(dict.fromkeys((one.module, one.stage) for one in held))
 
 
 @frozen
@@ -191,6 +214,33 @@ class TrainingState:
                 ties = self.ties.get(module, getattr(stage, "ties", ()))
                 found.extend(slots_of(module, number, stage, self.names.get(stage), ties))
         return found
+
+
+class StateTensors:
+    """The tensors of the model that a state has, as read from its modules at one time.
+
+    Attributes:
+        held: each of them, for other ranks.
+        owners: module and name of each parameter, by its id.
+        device: of the rank: that of its first tensor off the CPU, else the CPU.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._slots = state.slots()
+        self.held = tuple(slot.held for slot in self._slots)
+        tensors = [(slot.held, slot.tensor()) for slot in self._slots]
+        self.owners = {id(tensor): (held.module, held.name) for held, tensor in tensors if held.parameter}
+        devices = (tensor.device for _, tensor in tensors)
+        self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        self._identities = identities(state)
+
+    def are_of(self, state: TrainingState) -> bool:
+        """Whether ``state`` has the modules and parameters that were read; another one may have the name of each."""
+        return identities(state) == self._identities
+
+    def now(self) -> dict[str, Tensor]:
+        """The tensors as they are now, by key."""
+        return {slot.held.key: slot.tensor() for slot in self._slots}
 
 
 def known_state(state: Any) -> TrainingState:

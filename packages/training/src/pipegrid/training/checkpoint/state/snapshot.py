@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.training.checkpoint.agreement import Held
 from pipegrid.training.checkpoint.state import groups, optimizer
-from pipegrid.training.checkpoint.state.names import TrainingState
-from pipegrid.training.checkpoint.state.tensors import StateTensors
+from pipegrid.training.checkpoint.state.names import Held, StateTensors, TrainingState
 from pipegrid.training.checkpoint.stored import dcp
 from pipegrid.training.checkpoint.stored.manifest import GroupEntry
 from pipegrid.training.checkpoint.stored.plain import raw_bytes, to_plain

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from pipegrid.training.errors import CutError
+from pipegrid.training.errors import CutError, few
 from pipegrid.training.safetensors_files import Stored, stored_in
 
 _MODULE, _OPEN = "transformers.modeling_utils", "safe_open"
@@ -149,5 +149,5 @@ def misfits(error: BaseException) -> str:
                 f"{name} is {list(there)} in the files and {list(here)} in the model"
                 for name, there, here in sorted(found)
             ]
-            return "; ".join(listed[:3]) + (f"; and {len(listed) - 3} more" if len(listed) > 3 else "")
+            return "; ".join(few(listed))
     return ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from pipegrid.training.errors import CutError
+from pipegrid.training.errors import CutError, few
 from pipegrid.training.stages.proof import CutProof
 
 _SHOWN = 4  # values per error
@@ -79,9 +79,7 @@ class StageComparison:
         if self.holds:
             return
         found = self.different
-        lines = [str(one) for one in found[:_SHOWN]]
-        if len(found) > _SHOWN:
-            lines.append(f"and {len(found) - _SHOWN} more")
+        lines = few([str(one) for one in found], _SHOWN)
         count = len(self.gradients) + len(self.buffers)
         raise CutError(
             f"the stages of layout {self.proof.layout} do not compute what the model computes: {self._losses()}; "

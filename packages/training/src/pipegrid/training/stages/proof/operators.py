@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
+
+from pipegrid.training.stages.proof.traced import traced_in
 
 _aten = torch.ops.aten
 
@@ -88,3 +91,22 @@ def _every_place(indices: list[Any]) -> list[Any]:
         else:
             found.append(index)
     return found
+
+
+class Lists(TorchFunctionMode):
+    """``torch.tensor`` of a list that holds traced tensors, which reads memory, becomes a stack of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        options = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and traced_in(args):
+            return _stacked(args[0]).to(dtype=options.get("dtype"), device=options.get("device"))
+        return func(*args, **options)
+
+
+def _stacked(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (list, tuple)) and traced_in(value):
+        return torch.stack([_stacked(one) for one in value])
+    return torch.tensor(value)

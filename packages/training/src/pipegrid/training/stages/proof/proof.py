@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.training.errors import CutError
+from pipegrid.training.errors import CutError, few
 from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign, joined
 from pipegrid.training.stages.building.build import whole_of
 from pipegrid.training.stages.calls import accepted_by, called_with, without_cache
@@ -23,7 +23,6 @@ from pipegrid.training.stages.proof.traced import Operation
 from pipegrid.training.stages.tree import meta_copy
 
 _NOTHING = Operation("", "", "", 0)
-_SHOWN = 3  # values per error
 
 
 @frozen
@@ -86,13 +85,12 @@ class CutProof:
         values = dict.fromkeys(str(value) for one in self.boundaries for value in one.crossing)
         faults = [*self.faults, *values]
         if faults:
-            shown = faults[:_SHOWN] + ([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])
             ends = f"A stage may end after {_named(self.alone)}; " if self.alone else ""
             ends += f"without {' and '.join(self.asked)} there may be less to send; " if self.asked else ""
             raise CutError(
                 f"the stages of layout {self.layout} would not compute what the model computes; a stage has what the "
                 "layer before it returned, and what it makes from the batch:\n  "
-                + "\n  ".join(shown)
+                + "\n  ".join(few(faults))
                 + f"\n{ends}print(prove_cut(model, layout, batch)) shows all"
             )
 

@@ -16,12 +16,12 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.generators import generators_as_before
 from pipegrid.training.stages.proof.operators import (
     OVERWRITING,
+    Lists,
     by_places,
     is_random,
     read,
@@ -222,25 +222,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.forward.passed += 1
 
 
-class _Lists(TorchFunctionMode):
-    """``torch.tensor`` of a list that holds traced tensors, which reads memory, becomes a stack of them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        options = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and traced_in(args):
-            return _stacked(args[0]).to(dtype=options.get("dtype"), device=options.get("device"))
-        return func(*args, **options)
-
-
-def _stacked(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, (list, tuple)) and traced_in(value):
-        return torch.stack([_stacked(one) for one in value])
-    return torch.tensor(value)
-
-
 def _inner(value: Any) -> Any:
     return value.behind if isinstance(value, Traced) else value
 
@@ -310,7 +291,7 @@ def trace(
         stack.enter_context(generators_as_before())
         given = tree_map(mode.outside, (tuple(args), dict(kwargs)))
         given[1].update({name: mode.placed(one) for name, one in hidden.items()})
-        with _Lists(), mode:
+        with Lists(), mode:
             mode.running = True
             stack.callback(mode.stop)
             result = functional_call(model, own, *given)

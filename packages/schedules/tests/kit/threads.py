@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from functools import partial
 
 import torch
 from attrs import define, field
@@ -75,6 +76,16 @@ class Network:
     def communicator(self, total_stages, current_stage, *graph):
         """The end of one position of a chain; with a graph of modules and its stages of one of that graph."""
         return self.kind(self, total_stages, current_stage, *graph)
+
+    def calls(self, function, models, **options):
+        """What ``function`` returns on each rank of a chain, with ``model`` of that rank and a communicator."""
+        count = len(models)
+        return in_threads(
+            [
+                partial(function, model=model, p2p_communicator=self.communicator(count, rank), **options)
+                for rank, model in enumerate(models)
+            ]
+        )
 
     def runtimes(self, plan, stages, *, hooks=None, **options):
         """One for each position, with ``hooks`` by position."""

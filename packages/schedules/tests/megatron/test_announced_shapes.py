@@ -132,21 +132,14 @@ class Part(Model):
 def run(function, models, network, *, length=6):
     """Stage 0 reads microbatches of ``length`` tokens of 2 samples; they are said to have 6."""
     chunked = function is forward_backward_pipelining_with_interleaving
-    sizes = {"seq_length": 6, "micro_batch_size": 2}
-    in_threads(
-        [
-            partial(
-                call,
-                function,
-                model=models[rank::2] if chunked else models[rank],
-                count=2,
-                forward_step_func=partial(forward_step, data=lambda _: torch.ones(length, 2, HIDDEN)),
-                p2p_communicator=network.communicator(2, rank),
-                pg_collection=SimpleNamespace(dp=None, cp=Group(1)),
-                **sizes,
-            )
-            for rank in range(2)
-        ]
+    network.calls(
+        partial(call, function),
+        [models[rank::2] if chunked else models[rank] for rank in range(2)],
+        count=2,
+        forward_step_func=partial(forward_step, data=lambda _: torch.ones(length, 2, HIDDEN)),
+        pg_collection=SimpleNamespace(dp=None, cp=Group(1)),
+        seq_length=6,
+        micro_batch_size=2,
     )
 
 

@@ -80,27 +80,17 @@ def build(case: Case) -> list[Part]:
 
 def run(case: Case, network, **options):
     """One pipelined step, a thread per stage; the parts with their gradients, and what each rank returned."""
-    parts = build(case)
-    chain = len(case.graph.modules) == 1
+    parts, loss = build(case), LOSSES[case.loss]
+    options["count"] = case.microbatches
+    if len(case.graph.modules) == 1:
+        return parts, network.calls(pipelined, parts, forward_step_func=partial(own_step, loss=loss), **options)
     functions = []
     for stage, part in enumerate(parts):
-        if chain:
-            communicator = network.communicator(case.graph.num_stages, stage)
-            step = partial(own_step, loss=LOSSES[case.loss])
-        else:
-            communicator = network.communicator(max(case.graph.distance_to_sink) + 1, 0, case.graph, (stage,))
-            outgoing = any(edge.source == stage for edge in case.graph.stage_edges)
-            module = case.graph.module_of(stage)[0] if outgoing else None
-            step = partial(graph_step, loss=LOSSES[case.loss], module=module)
+        communicator = network.communicator(max(case.graph.distance_to_sink) + 1, 0, case.graph, (stage,))
+        outgoing = any(edge.source == stage for edge in case.graph.stage_edges)
+        step = partial(graph_step, loss=loss, module=case.graph.module_of(stage)[0] if outgoing else None)
         functions.append(
-            partial(
-                pipelined,
-                model=part,
-                count=case.microbatches,
-                forward_step_func=step,
-                p2p_communicator=communicator,
-                **options,
-            )
+            partial(pipelined, model=part, forward_step_func=step, p2p_communicator=communicator, **options)
         )
     return parts, in_threads(functions)
 
@@ -191,21 +181,13 @@ def test_a_window_of_microbatches_checkpoints_partially(network):
     seen = []
 
     def step(iterator, model, checkpoint):
-        seen.append(checkpoint)
+        if model is parts[0]:
+            seen.append(checkpoint)
         return forward_step(iterator, model)
 
     config = PipelineConfig(num_microbatches_with_partial_activation_checkpoints=1)
-    in_threads(
-        [
-            partial(
-                pipelined,
-                model=Part(stage, config),
-                forward_step_func=step if stage == 0 else lambda i, m, c: forward_step(i, m),
-                p2p_communicator=network.communicator(2, stage),
-            )
-            for stage in range(2)
-        ]
-    )
+    parts = [Part(stage, config) for stage in range(2)]
+    network.calls(pipelined, parts, forward_step_func=step)
     assert seen == [False, True, False, True]
 
 
@@ -221,18 +203,7 @@ def test_announced_shapes_are_adjusted_from_those_of_the_config_and_checked(netw
     # As a sequence of 3 tokens of 1 sample.
     rows = torch.ones(3, 1, WIDTH, dtype=torch.float64)
     common = {"seq_length": 6, "forward_step_func": partial(forward_step, data=lambda _: rows)}
-    in_threads(
-        [
-            partial(
-                pipelined,
-                model=part,
-                p2p_communicator=network.communicator(3, stage),
-                adjust_tensor_shapes_fn=adjust,
-                **common,
-            )
-            for stage, part in enumerate(build(case))
-        ]
-    )
+    network.calls(pipelined, build(case), adjust_tensor_shapes_fn=adjust, **common)
     assert asked == [([(6, 1, WIDTH)], [(6, 1, WIDTH)])] * 3
     with pytest.raises(
         PipelineError, match=r"stage 0 sends tensors of shapes \[\(3, 1, 4\)\] for microbatch 0, but adj"

@@ -22,7 +22,6 @@ from pipegrid.transport.errors import P2PConfigError
 from ..kit.gradients import assert_same_gradients
 from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, token_loss, uneven
-from ..kit.threads import in_threads
 
 own_step = partial(forward_step, data=uneven)
 interleaved = partial(call, forward_backward_pipelining_with_interleaving, forward_step_func=own_step)
@@ -38,20 +37,9 @@ def reference(stages, microbatches, *, loss=mean_loss):
 def run(ranks, chunks, microbatches, network, *, config=None, **changes):
     config = config or PipelineConfig()
     parts = [Part(stage, config) for stage in range(ranks * chunks)]
-    own = [[parts[chunk * ranks + rank] for chunk in range(chunks)] for rank in range(ranks)]
-    returned = in_threads(
-        [
-            partial(
-                interleaved,
-                model=own[rank],
-                count=microbatches,
-                p2p_communicator=network.communicator(ranks, rank),
-                **changes,
-            )
-            for rank in range(ranks)
-        ]
+    return parts, network.calls(
+        interleaved, [parts[rank::ranks] for rank in range(ranks)], count=microbatches, **changes
     )
-    return parts, returned
 
 
 SHAPES = [(2, 2, 2), (2, 2, 6), (2, 3, 4), (3, 2, 3), (4, 2, 8), (2, 2, 5, 3), (2, 2, 7, 5), (3, 3, 9, 6)]
@@ -143,12 +131,7 @@ def synced(network, **options):
     quiet = PipelineConfig()
     watched = PipelineConfig(hooks=(Hook(before),), **{name: make(calls) for name, make in options.items()})
     parts = [Part(stage, watched if stage % 2 else quiet) for stage in range(4)]
-    in_threads(
-        [
-            partial(interleaved, model=parts[rank::2], count=2, p2p_communicator=network.communicator(2, rank))
-            for rank in range(2)
-        ]
-    )
+    network.calls(interleaved, [parts[0::2], parts[1::2]], count=2)
     return calls
 
 

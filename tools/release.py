@@ -1,6 +1,6 @@
 """Set the one version of all packages: `python tools/release.py 0.2.0`.
 
-Rewrites every packages/*/pyproject.toml (its own version, and what it requires of its siblings). The tests in
+Rewrites every packages/*/pyproject.toml (its own version, and what it requires of its siblings) and CITATION.cff. The tests in
 tools/tests/test_versions.py hold the packages, their requirements and the changelog together.
 """
 
@@ -26,6 +26,8 @@ def main() -> None:
     version: str = parser.parse_args().version
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
         parser.error(f"{version!r} is no version; expected MAJOR.MINOR.PATCH with an optional aN, bN or rcN")
+    citation = ROOT / "CITATION.cff"
+    citation.write_text(re.sub(r"(?m)^version: .*$", f"version: {version}", citation.read_text()))
     for path in sorted(ROOT.glob("packages/*/pyproject.toml")):
         path.write_text(set_version(path.read_text(), version))
         print(f"{path.relative_to(ROOT)}: {version}")

@@ -27,3 +27,7 @@ def test_siblings_are_required_at_that_version():
 def test_the_changelog_has_a_heading_for_the_version():
     version = PROJECTS["topology"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {PROJECTS['topology']['version']}\n" in (ROOT / "CITATION.cff").read_text()

@@ -1,7 +1,7 @@
 """Set the one version of all packages: `python tools/release.py 0.2.0`.
 
 Rewrites every packages/*/pyproject.toml (its own version, and what it requires of its siblings) and CITATION.cff.
-The tests in tools/tests/test_versions.py hold the packages, their requirements, the changelog and the citation together.
+The tests in tools/tests/test_versions.py hold the packages, their requirements, changelog and citation together.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def test_a_wait_that_orders_nothing_is_a_race(ranks, monkeypatch):
     device = ranks.fake_device
     monkeypatch.setattr(streams, "cuda", device.streams)
     monkeypatch.setattr(streams, "types", {"cpu"})
-    monkeypatch.setattr(FakeWork, "wait", lambda work, timeout=None: work.entry.ended.wait())
+    for kind in (FakeWork, *FakeWork.__subclasses__()):  # of every mode
+        monkeypatch.setattr(kind, "wait", lambda work, timeout=None: work.entry.ended.wait())
     plan = lower(one_f_one_b(STAGES, MICROBATCHES))
     communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, deadline=30.0))
     with device.streams.watch():

@@ -26,14 +26,12 @@ from pipegrid.bridges.reshard import (
     as_grid,
     axis_names,
     boundary_side,
-    dim_size,
-    place_of,
     plan_reshard,
-    ranks_of,
 )
 from pipegrid.bridges.steps import pack, start_completions, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.topology.grid import Grid
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
@@ -108,7 +106,8 @@ class ColocatedBridgeCommunicator:
         deadline: float = 300.0,
     ) -> None:
         check_every = checked(check_every, Index, "check_every", BridgeError)
-        self.src_grid, self.dest_grid = as_grid(src_grid, "src_grid"), as_grid(dest_grid, "dest_grid")
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self._boxes = as_grid(src_grid, "src_grid"), as_grid(dest_grid, "dest_grid")
         self.src_module_name = src_module_name
         self.dest_module_name = dest_module_name
         self.dim_mapping = {"b": 0, "s": 1, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
@@ -134,13 +133,12 @@ class ColocatedBridgeCommunicator:
     # -- what the two layouts are ---------------------------------------------------------------------
 
     def _validate_grids(self) -> None:
-        src, dst = ranks_of(self.src_grid), ranks_of(self.dest_grid)
-        if src != dst:
-            spans = [f"{ranks.start}..{ranks.stop - 1}" for ranks in (src, dst)]
+        src, dst = self._boxes
+        if src.ranks != dst.ranks:
+            spans = [f"{box.ranks.start}..{box.ranks.stop - 1}" for box in self._boxes]
             raise BridgeError(f"{self._label}: the source is on ranks {spans[0]}, the destination on {spans[1]}")
-        for grid, known in ((self.src_grid, KNOWN_DIMS[:-1]), (self.dest_grid, KNOWN_DIMS)):
-            dims = zip(grid.dim_names, grid.shape, strict=True)
-            other = {dim: size for dim, size in dims if dim not in known and size > 1}
+        for box, known in ((src, KNOWN_DIMS[:-1]), (dst, KNOWN_DIMS)):
+            other = {dim: size for dim, (size, _) in box.axes.items() if dim not in known and size > 1}
             if other:
                 raise BridgeError(
                     f"{self._label}: a grid has dims {other}, where {known} may be larger than 1; a BridgeCommunicator "
@@ -148,8 +146,9 @@ class ColocatedBridgeCommunicator:
                 )
 
     def _extract_parallelism_info(self) -> None:
-        self.src_tp_size, self.src_dp_size = dim_size(self.src_grid, "tp"), dim_size(self.src_grid, "dp")
-        self.dest_tp_size, self.dest_dp_size = dim_size(self.dest_grid, "tp"), dim_size(self.dest_grid, "dp")
+        src, dst = self._boxes
+        self.src_tp_size, self.src_dp_size = src.length("tp"), src.length("dp")
+        self.dest_tp_size, self.dest_dp_size = dst.length("tp"), dst.length("dp")
         wide, narrow = max(self.src_dp_size, self.dest_dp_size), min(self.src_dp_size, self.dest_dp_size)
         self.scale: int | None = wide // narrow if wide % narrow == 0 else None
         if self.src_dp_size > self.dest_dp_size:
@@ -160,8 +159,7 @@ class ColocatedBridgeCommunicator:
             self.direction = BridgeDirection.EQUAL
 
     def _build_rank_mappings(self) -> None:
-        self.rank_to_src_pos = _positions(self.src_grid)
-        self.rank_to_dest_pos = _positions(self.dest_grid)
+        self.rank_to_src_pos, self.rank_to_dest_pos = map(_positions, self._boxes)
         self._src = boundary_side(self.src_grid, "source", name=self.src_module_name)
         self._dst = boundary_side(self.dest_grid, "destination", name=self.dest_module_name)
         self.gather_group_ranks: list[list[int]] = []
@@ -179,8 +177,7 @@ class ColocatedBridgeCommunicator:
 
     def _is_slotted(self) -> bool:
         """Whether each rank's replica on one side lies inside of its replica on the other: slices are enough."""
-        grids = self.src_grid, self.dest_grid
-        if self.scale is None or any(dim_size(grid, dim) > 1 for grid in grids for dim in ("cp", "pp")):
+        if self.scale is None or any(box.length(dim) > 1 for box in self._boxes for dim in ("cp", "pp")):
             return False
         fan_in = self.src_dp_size // self.dest_dp_size or 1
         fan_out = self.dest_dp_size // self.src_dp_size or 1
@@ -212,13 +209,13 @@ class ColocatedBridgeCommunicator:
         # Slices need the gather groups only; a plan needs one group for its messages and its completions.
         specs = [self._spec(ranks, "gather") for ranks in self.gather_group_ranks]
         if not self._by_slots:
-            specs.append(self._spec(ranks_of(self.src_grid), "messages"))
+            specs.append(self._spec(self._boxes[0].ranks, "messages"))
             for side in (self._src, self._dst):
                 specs += [self._spec(r, "complete") for r in side.classes.values() if len(r) > 1]
         if check_replicated:
             specs += [self._spec(r, "check") for r in self._src.classes.values() if len(r) > 1]
         if check_replicated or not self._passes_through:
-            specs.append(self._spec(ranks_of(self.src_grid), "shapes"))
+            specs.append(self._spec(self._boxes[0].ranks, "shapes"))
         self._groups = own_groups(specs, backend=backend, deadline=deadline, timeout=timeout)
         self.gather_pg: dist.ProcessGroup | None = self._group("gather")
 
@@ -313,7 +310,7 @@ class ColocatedBridgeCommunicator:
 
     def _agree(self, tensor: torch.Tensor) -> None:
         """Compare the shape, the dtype and the axes of ``tensor`` among all ranks: another size would end a process."""
-        group, ranks = self._group("shapes"), ranks_of(self.src_grid)
+        group, ranks = self._group("shapes"), self._boxes[0].ranks
         assert group is not None
         mine = f"shape {tuple(tensor.shape)} of {tensor.dtype}, dim_mapping {self.dim_mapping}"
         found = difference(self._waits.gather_text(mine, ranks, group))
@@ -427,9 +424,9 @@ def _all_gather_along_batch_dim(
     return gathered if batch_dim == 0 else torch.cat(gathered.view(parts).unbind(0), dim=batch_dim)
 
 
-def _positions(grid: GridLike) -> dict[int, tuple[int, int]]:
+def _positions(box: Grid) -> dict[int, tuple[int, int]]:
     """(dp, tp) of every rank; where there is cp or pp too, of every rank all the same."""
-    return {rank: (place_of(grid, rank, "dp"), place_of(grid, rank, "tp")) for rank in ranks_of(grid)}
+    return {rank: (box.place(rank, "dp"), box.place(rank, "tp")) for rank in box.ranks}
 
 
 def _without_rows(plan: ReshardPlan, batch_axis: int) -> tuple[int, ...]:

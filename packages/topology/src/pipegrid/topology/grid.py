@@ -79,6 +79,18 @@ class Grid:
         (name,) = self.select([dim])
         return self.axes[name][0]
 
+    def length(self, dim: str) -> int:
+        """The size of a dim; 1 where the grid does not have it."""
+        return self.axes.get(dim, (1, 0))[0]
+
+    def stride(self, dim: str) -> int:
+        """Ranks between neighbours along a dim; 0 where the grid does not have it."""
+        return self.axes.get(dim, (1, 0))[1]
+
+    def place(self, rank: int, dim: str) -> int:
+        """The rank's coordinate in a dim; 0 where the grid does not have it."""
+        return self.coords(rank).get(dim, 0)
+
     def coords(self, rank: int) -> dict[str, int]:
         """The rank's coordinate in each dim."""
         local = self._local(rank)

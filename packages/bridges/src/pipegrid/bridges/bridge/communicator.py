@@ -23,7 +23,7 @@ from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import (
     GridLike,
 )
@@ -183,12 +183,6 @@ class BridgeCommunicator(BridgeEnds):
         """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
         return len(self._traffic.groups)
 
-    def takes_part(self, direction: Direction, *, sends: bool) -> bool:
-        """See `BridgeEnds.takes_part`; `DestroyedError` after `destroy`."""
-        if self._destroyed:
-            raise DestroyedError(f"{self} was destroyed; make a new one")
-        return super().takes_part(direction, sends=sends)
-
     # -- the asynchronous verbs -------------------------------------------------------------------------
 
     def isend_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Handle | None:
@@ -214,7 +208,7 @@ class BridgeCommunicator(BridgeEnds):
 
         With ``shape``, anything else that arrives is a ShapeError.
         """
-        if not self.takes_part(_FORWARD, sends=False):
+        if (self._destroyed or not self.is_destination) and not self.takes_part(_FORWARD, sends=False):
             return None
         return self.exchange.irecv_forward(shape)
 
@@ -298,8 +292,8 @@ class BridgeCommunicator(BridgeEnds):
         Raises:
             StageError: the edge has no backward; nothing is sent then.
         """
-        if self.is_source:
-            self._require_backward("send_forward_recv_backward")
+        if self.is_source and not self.carries_gradients:
+            raise self._no_backward("send_forward_recv_backward")
         with self.lanes.batch(by_lane=True):  # in the order of calls both sides would send first
             sending = self.isend_forward(tensor, samples=samples)
             receiving = self.irecv_backward()

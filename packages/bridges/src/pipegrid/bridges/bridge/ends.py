@@ -7,8 +7,8 @@ from typing import Any
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
-from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.reshard import End, GridLike, axis_names, is_in
+from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.reshard import End, GridLike, as_grid, axis_names
 from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction
 
@@ -28,9 +28,12 @@ class BridgeEnds:
         rank: this rank.
         is_source: whether this rank gives activations.
         is_destination: whether this rank gets activations.
+        carries_gradients: whether there are lanes for gradients: the edge has a backward, and its plan uses it.
         lane_specs: the lanes of this rank.
         declared: what both ends of each lane have alike, in words.
     """
+
+    _destroyed = False
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class BridgeEnds:
         has = tuple(Direction) if self.backward else (_FORWARD,)
         used = tuple(way for way in has if directions is None or way in set(directions))
         self._wiring = wiring_of(self.label, sides, self.axes, options, used, rank)
+        self.carries_gradients = _BACKWARD in used
         self.lane_specs = self._wiring.lane_specs
         on_wire = options.comm_dtype or "as it is"
         self.declared = dict.fromkeys(self.lane_specs, f"{self._wiring.declaration}; on the wire {on_wire}")
@@ -71,37 +75,35 @@ class BridgeEnds:
     def __str__(self) -> str:
         return f"bridge {self.label}"
 
-    @property
-    def carries_gradients(self) -> bool:
-        """Whether there are lanes for gradients: the edge has a backward, and its plan uses it."""
-        return self.backward and _BACKWARD in self._wiring.directions
-
     def takes_part(self, direction: Direction, *, sends: bool) -> bool:
         """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
 
         Raises:
+            DestroyedError: the bridge was destroyed.
             StageError: this rank is not in that side's grid, or there are no lanes for gradients.
         """
+        here = self.is_source if (direction is _FORWARD) is sends else self.is_destination
+        if here and not self._destroyed and (direction is _FORWARD or self.carries_gradients):
+            return True
+        if self._destroyed:
+            raise DestroyedError(f"{self} was destroyed; make a new one")
         end: End = "source" if (direction is _FORWARD) is sends else "destination"
         verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
-        if not (self.is_source if end == "source" else self.is_destination):
-            if is_in(self.src_grid if end == "source" else self.dest_grid, self.rank):
+        if not here:
+            if self.rank in as_grid(self.src_grid if end == "source" else self.dest_grid).ranks:
                 return False
             raise self._wrong_side(end, verb)
-        if direction is _BACKWARD:
-            self._require_backward(verb)
-        return True
+        raise self._no_backward(verb)
 
-    def _require_backward(self, verb: str) -> None:
-        if not self.carries_gradients:
-            why = "which its plan does not use" if self.backward else "being declared without backward"
-            raise StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+    def _no_backward(self, verb: str) -> StageError:
+        why = "which its plan does not use" if self.backward else "being declared without backward"
+        return StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
 
     def _wrong_side(self, end: End, verb: str) -> StageError:
         side, other, there = self.src, self.dst, self.dest_grid
         if end == "destination":
             side, other, there = self.dst, self.src, self.src_grid
-        elsewhere = f"the side of {other.name!r}" if is_in(there, self.rank) else "neither"
+        elsewhere = f"the side of {other.name!r}" if self.rank in as_grid(there).ranks else "neither"
         return StageError(
             f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
             f"on {elsewhere}"

@@ -16,11 +16,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from attrs import define, field, frozen
 
-from pipegrid.bridges.bridge.leaves import Leaves, Microbatch, peers_of, tensor_of
-from pipegrid.bridges.bridge.plans import LeafNote, PlanPair, decode, encode
+from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, peers_of, tensor_of
+from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
 from pipegrid.bridges.errors import CompletionError, ShapeError, StageError
+from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, broadcast_text
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.messages.handle import Transfer
@@ -91,19 +92,32 @@ class Incoming:
 
 @frozen
 class _Steady:
-    """What a message after the first needs on an edge of one tensor of fixed shape.
+    """What a message after the first needs on an edge of one tensor of fixed shape, in one direction.
 
     Attributes:
         shape: of the tensor.
-        view: with which it travels; None is its own shape.
-        plans: its plans.
+        dtype: of the tensor.
+        view: the shape with which it travels; None is its own.
+        part: this rank's in the plan.
+        wire_dtype: of the message.
         peers: who gets a message; None is every rank with a lane.
     """
 
     shape: torch.Size
+    dtype: torch.dtype
     view: tuple[int, ...] | None
-    plans: PlanPair
+    part: RankPart
+    wire_dtype: torch.dtype
     peers: Iterable[int] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, leaf: LeafTransfer, direction: Direction, *, every: bool) -> _Steady | None:
+        """From a message of ``tensor``; ``every``: to every rank with a lane. None where nothing travels."""
+        part = leaf.part(direction)
+        if part is None or leaf.plans is None:
+            return None
+        view = None if tensor.shape == part.source_shape else part.source_shape
+        return cls(tensor.shape, tensor.dtype, view, part, leaf.plans.wire_dtype, None if every else part.sends)
 
 
 class Exchange:
@@ -133,6 +147,7 @@ class Exchange:
         """Forget what was agreed: the next message announces anew."""
         self._announced: list[LeafNote] | None = None
         self._steady: _Steady | None = None
+        self._steady_gradient: _Steady | None = None
         self._arriving: Microbatch | None = None
         what = "activation" if self._is_tensor else "payload"
         self._sent: PendingGradients[Microbatch] = PendingGradients(
@@ -152,16 +167,13 @@ class Exchange:
             and samples is None
             and isinstance(payload, torch.Tensor)
             and payload.shape == steady.shape
-            and payload.dtype is steady.plans.dtype
+            and payload.dtype is steady.dtype
             and (self.backward or not payload.requires_grad)
         ):
-            plans = steady.plans
             given = payload.detach() if payload.requires_grad else payload
             if steady.view is not None:
                 given = given.reshape(steady.view)
-            return _one(
-                self.traffic.send(plans.forward_part, given, _FORWARD, dtype=plans.wire_dtype, peers=steady.peers)
-            )
+            return _one(self.traffic.send(steady.part, given, _FORWARD, dtype=steady.wire_dtype, peers=steady.peers))
         values = self._leaves.values(payload, samples)
         notes = self._leaves.notes(values)
         if self._announced is not None and not self.variable:
@@ -174,12 +186,8 @@ class Exchange:
         sending = self._send(leaves, [tensor_of(value) for value in values], _FORWARD, note=announced)
         # Only now: after a lane's error nothing was sent, and no gradient of it will come.
         self._announced = notes
-        agreed = leaves[0].plans
-        plain = self._is_tensor and isinstance(payload, torch.Tensor) and samples is None
-        if plain and not self.variable and agreed is not None:
-            part = agreed.forward_part
-            view = None if payload.shape == part.source_shape else part.source_shape
-            self._steady = _Steady(payload.shape, view, agreed, part.sends if self._skips_empty else None)
+        if self._is_tensor and isinstance(payload, torch.Tensor) and samples is None and not self.variable:
+            self._steady = _Steady.of(payload, leaves[0], _FORWARD, every=not self._skips_empty)
         self._sent.add(leaves, has_gradient=self._tied and torch.is_grad_enabled())
         return sending
 
@@ -261,9 +269,22 @@ class Exchange:
 
     def isend_backward(self, gradients: Any) -> Handle:
         """See `BridgeCommunicator.isend_backward`."""
+        steady = self._steady_gradient
+        if (
+            steady is not None
+            and isinstance(gradients, torch.Tensor)
+            and gradients.shape == steady.shape
+            and gradients.dtype is steady.dtype
+        ):
+            given = gradients.detach() if gradients.requires_grad else gradients
+            if steady.view is not None:
+                given = given.reshape(steady.view)
+            return _one(self.traffic.send(steady.part, given, _BACKWARD, dtype=steady.wire_dtype, peers=steady.peers))
         oldest = self._received.oldest
         leaves = oldest.leaves or oldest.wait()
         handle = self._send(leaves, self._leaves.due(leaves, gradients), _BACKWARD)
+        if self._is_tensor and isinstance(gradients, torch.Tensor) and not self.variable:
+            self._steady_gradient = _Steady.of(gradients, leaves[0], _BACKWARD, every=False)
         self._received.answer()  # only now: after an error the same activation still waits
         return handle
 

@@ -262,9 +262,13 @@ class EdgeTraffic:
         if out is None:
             if part.whole_from is not None and len(pieces) == 1 and wire_dtype is dtype:
                 return pieces[part.whole_from].detach(), ()
+            if part.joined_along is not None and wire_dtype is dtype:
+                return torch.cat([pieces[peer] for peer in part.receives_in_order], part.joined_along), ()
             out = torch.empty(part.destination_shape, dtype=dtype, device=self.device)
         for peer, boxes in part.receives.items():
             unpack(pieces[peer].detach(), boxes, out)
+        if not part.completions:
+            return out, ()
         return out, start_completions(
             part.completions,
             out,

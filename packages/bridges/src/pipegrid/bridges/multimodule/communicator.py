@@ -23,7 +23,7 @@ from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInf
 from pipegrid.bridges.reshard import (
     GridLike,
     Placement,
-    dim_size,
+    as_grid,
 )
 from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.config import as_config
@@ -144,7 +144,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             first, last = self._holds_end(name, 0), self._holds_end(name, -1)
             self.rank_module_map[name] = RankModuleInfo(
                 pp_rank=here,
-                pp_size=dim_size(grid, "pp"),
+                pp_size=as_grid(grid).length("pp"),
                 p2p_communicator=ModuleChain(
                     name,
                     grid,

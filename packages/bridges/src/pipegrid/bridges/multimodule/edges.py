@@ -11,7 +11,7 @@ from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, direct
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.multimodule.positions import alike, edge_between
-from pipegrid.bridges.reshard import GridLike, Placement, Side, dim_size, ranks_of
+from pipegrid.bridges.reshard import GridLike, Placement, Side, as_grid
 from pipegrid.topology.fields import checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
@@ -106,14 +106,15 @@ class ModuleEdges:
                 it, and so would wait for a tensor before it sends what that is made of.
         """
         needs: dict[str, set[str]] = {}
+        boxes = {name: as_grid(grid) for name, grid in self.grids.items()}
         for name in self.graph.order:
-            stages, places = len(self.stage_placement[name]), dim_size(self.grids[name], "pp")
+            stages, places = len(self.stage_placement[name]), boxes[name].length("pp")
             if stages > places:
                 raise StageError(f"module {name!r} has {stages} stages on {places} places: use isend with edges")
             feeding = {src for src, dst in self.graph.edges if dst == name}
             needs[name] = feeding.union(*(needs[src] for src in feeding))
             for source in sorted(needs[name]):
-                if shared := sorted({*ranks_of(self.grids[source])} & {*ranks_of(self.grids[name])}):
+                if shared := sorted({*boxes[source].ranks} & {*boxes[name].ranks}):
                     raise StageError(
                         f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
                         "itself: use isend and irecv with edges"

@@ -9,9 +9,6 @@ from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.reshard import (
     GridLike,
     as_grid,
-    dim_size,
-    is_in,
-    place_of,
 )
 from pipegrid.topology.fields import Name, checked
 
@@ -33,7 +30,7 @@ def module_graph(
     named = {*edges, *(dst for dsts in edges.values() for dst in dsts)}
     if named != set(grids):
         raise ModuleGraphError(f"the topology names modules {sorted(named)}, the grid map {sorted(grids)}")
-    depth = {name: dim_size(as_grid(grid, f"the grid of {name!r}"), "pp") for name, grid in grids.items()}
+    depth = {name: as_grid(grid, f"the grid of {name!r}").length("pp") for name, grid in grids.items()}
     depth |= {name: len(places) for name, places in (placement or {}).items()}
     return ModuleGraph(depth, {name: edges.get(name, ()) for name in grids})
 
@@ -56,7 +53,8 @@ def total_pipeline_stages(
     if rank is None:
         return max(before[name] + graph.depth(name) for name in graph.sinks)
     among = list(grids) if module_name is None else [module_name]
-    holding = [name for name in among if name in grids and is_in(grids[name], rank)]
+    boxes = {name: as_grid(grids[name]) for name in among if name in grids}
+    holding = [name for name, box in boxes.items() if rank in box.ranks]
     if not holding:
         raise StageError(f"rank {rank} is in none of the modules {among}")
-    return max(before[name] + place_of(grids[name], rank) + 1 for name in holding)
+    return max(before[name] + boxes[name].place(rank, "pp") + 1 for name in holding)

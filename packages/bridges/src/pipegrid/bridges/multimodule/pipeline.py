@@ -13,7 +13,7 @@ from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
-from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, axis_names, is_in, place_of
+from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
 from pipegrid.transport.edge import Direction, Edge
 
 
@@ -67,8 +67,8 @@ class ModulePipeline:
             self._named(placements, "placements"),
             checked_traffic(traffic, self.graph.stage_edges),
         )
-        grids = {name: self.module_to_grid_map[name] for name in self.graph.order}
-        self.places = {name: place_of(grid, rank) for name, grid in grids.items() if is_in(grid, rank)}
+        boxes = {name: as_grid(self.module_to_grid_map[name]) for name in self.graph.order}
+        self.places = {name: box.place(rank, "pp") for name, box in boxes.items() if rank in box.ranks}
 
     def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
         """Values by module, checked to name modules of the graph."""
@@ -160,7 +160,7 @@ class ModulePipeline:
 
     def is_current_rank_in_grid(self, grid: GridLike) -> bool:
         """Whether this rank is in ``grid``."""
-        return is_in(grid, self.rank)
+        return self.rank in as_grid(grid).ranks
 
     @property
     def stages(self) -> tuple[int, ...]:

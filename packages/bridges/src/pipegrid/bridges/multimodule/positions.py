@@ -12,7 +12,7 @@ from attrs import frozen
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.bridges.reshard import GridLike, Side, dim_size, place_of, ranks_of
+from pipegrid.bridges.reshard import GridLike, Side, as_grid
 from pipegrid.transport.edge import Edge
 
 
@@ -42,7 +42,7 @@ def check_places(
         if not by_module.keys() >= set(graph.order):
             raise BridgeError(f"{what} has modules {list(by_module)}; it must have those of the graph, {graph.order}")
     for name in graph.order:
-        places, depth = stage_placement[name], dim_size(grids[name], "pp")
+        places, depth = stage_placement[name], as_grid(grids[name]).length("pp")
         if set(places) != set(range(depth)) or len(places) != graph.depth(name):
             raise BridgeError(
                 f"module {name!r} has {graph.depth(name)} stages on places {tuple(places)}, not on 0 to {depth - 1}"
@@ -63,8 +63,9 @@ def positions_of(
         at_place: dict[int, list[int]] = {}
         for index, place in enumerate(stage_placement[name]):
             at_place.setdefault(place, []).append(graph.stage(name, index))
-        for rank in ranks_of(grids[name]):
-            held.setdefault(rank, []).extend(at_place[place_of(grids[name], rank)])
+        box = as_grid(grids[name])
+        for rank in box.ranks:
+            held.setdefault(rank, []).extend(at_place[box.place(rank, "pp")])
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(held):
         alike.setdefault(tuple(sorted(held[rank])), []).append(rank)

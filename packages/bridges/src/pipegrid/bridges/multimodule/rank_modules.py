@@ -9,7 +9,7 @@ from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.reshard import GridLike, dim_stride, place_of
+from pipegrid.bridges.reshard import GridLike, as_grid
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.lane.lane import Lane
@@ -33,12 +33,12 @@ class ModuleChain:
         directions: Mapping[Edge, Sequence[Direction]],
     ) -> None:
         self.name, self.placement, self.directions = name, tuple(placement), directions
-        self._here = place_of(grid, rank)
-        self._grid, self._rank = grid, rank
+        box = as_grid(grid)
+        self._here, self._stride, self._rank = box.place(rank, "pp"), box.stride("pp"), rank
         self._lanes: Lanes | None = None
 
     def _rank_of(self, stage: int) -> int:
-        return self._rank + (self.placement[stage] - self._here) * dim_stride(self._grid, "pp")
+        return self._rank + (self.placement[stage] - self._here) * self._stride
 
     def spec(self, edge: Edge, direction: Direction) -> LaneSpec:
         """The lane of one of the module's own edges, between this rank's copy of both stages."""

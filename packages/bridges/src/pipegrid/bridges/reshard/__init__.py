@@ -20,11 +20,6 @@ from pipegrid.bridges.reshard.side import (
     Side,
     as_grid,
     boundary_side,
-    dim_size,
-    dim_stride,
-    is_in,
-    place_of,
-    ranks_of,
 )
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes, as_axis_of, axis_names
 
@@ -55,11 +50,6 @@ __all__ = [
     "axis_names",
     "boundary_side",
     "check_plan",
-    "dim_size",
-    "dim_stride",
-    "is_in",
-    "place_of",
     "plan_reshard",
-    "ranks_of",
     "routes",
 ]

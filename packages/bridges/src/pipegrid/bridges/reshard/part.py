@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cached_property
 
 from attrs import frozen
@@ -44,6 +45,29 @@ class RankPart:
             return None
         ((peer, boxes),) = self.receives.items()
         return peer if len(boxes) == 1 and boxes[0].shape == self.destination_shape else None
+
+    @cached_property
+    def joined_along(self) -> int | None:
+        """The axis along which the pieces, in the order of `receives_in_order`, make up what this rank gets; or None.
+
+        None where copies complete it, or where the pieces lie in another way.
+        """
+        shape, boxes = self.destination_shape, [self.receives[peer] for peer in self.receives_in_order]
+        if self.completions or len(boxes) < 2 or any(len(own) != 1 for own in boxes):
+            return None
+        pieces = [own[0] for own in boxes]
+        for axis, extent in enumerate(shape):
+            others = (*shape[:axis], *shape[axis + 1 :])
+            ends = [0, *itertools.accumulate(piece.shape[axis] for piece in pieces)]
+            alike = all((*piece.shape[:axis], *piece.shape[axis + 1 :]) == others for piece in pieces)
+            if alike and ends[-1] == extent and [piece.start[axis] for piece in pieces] == ends[:-1]:
+                return axis
+        return None
+
+    @cached_property
+    def receives_in_order(self) -> tuple[int, ...]:
+        """The sending ranks in the order in which their first boxes lie in the rank's tensor."""
+        return tuple(sorted(self.receives, key=lambda peer: self.receives[peer][0].start))
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,7 @@ from attrs import field, frozen
 from pipegrid.bridges.errors import BridgeError, StageError
 from pipegrid.bridges.reshard.box import merge
 from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
+from pipegrid.topology.grid import Grid
 
 BATCH = "b"
 """The name of the batch axis. The shards of a side along it are its replicas."""
@@ -78,7 +79,7 @@ DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
 
 @runtime_checkable
 class GridLike(Protocol):
-    """The arithmetic of a grid: the first dim varies fastest."""
+    """What a `pipegrid.topology.grid.Grid` is made of: the first dim varies fastest."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -98,37 +99,6 @@ class GridLike(Protocol):
 
 _GRID = Annotated[Any, instance(GridLike, "a grid, such as HyperCommGrid")]
 _PLACEMENT = Annotated[Placement, instance(Placement, "Replicate(), Partial() or Shard(axis)")]
-
-
-def dim_size(grid: GridLike, name: str) -> int:
-    """Size of a dim; 1 where the grid does not have it."""
-    return dict(zip(grid.dim_names, grid.shape, strict=True)).get(name, 1)
-
-
-def dim_stride(grid: GridLike, name: str) -> int:
-    """Ranks between neighbours along a dim."""
-    stride = 1
-    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
-        if dim == name:
-            return stride
-        stride *= size
-    return 0
-
-
-def ranks_of(grid: GridLike) -> range:
-    """The ranks of the grid."""
-    return range(grid.rank_offset, grid.rank_offset + math.prod(grid.shape))
-
-
-def is_in(grid: GridLike, rank: int) -> bool:
-    """Whether the grid has the rank."""
-    return rank in ranks_of(grid)
-
-
-def place_of(grid: GridLike, rank: int, stage_dim: str = "pp") -> int:
-    """The coordinate of the rank along the pipeline dim."""
-    size = dim_size(grid, stage_dim)
-    return 0 if size == 1 else (rank - grid.rank_offset) // dim_stride(grid, stage_dim) % size
 
 
 @frozen
@@ -303,10 +273,10 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
     return pieces
 
 
-def as_grid(grid: Any, what: str) -> GridLike:
-    """``grid``, a `GridLike`."""
+def as_grid(grid: Any, what: str = "the grid") -> Grid:
+    """The arithmetic of ``grid``, a `GridLike`; without dims it is one rank."""
     found: GridLike = checked(grid, _GRID, what, BridgeError)
-    return found
+    return Grid(found.shape or (1,), found.dim_names or ("rank",), found.rank_offset)
 
 
 def boundary_side(
@@ -333,22 +303,19 @@ def boundary_side(
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end
-    grid = as_grid(grid, f"the grid of side {name!r}")
+    box = as_grid(grid, f"the grid of side {name!r}")
     placements = placements or {}
-    if unknown := sorted(set(placements) - set(grid.dim_names)):
-        raise BridgeError(f"side {name!r} has placements of dims {unknown}; its dims are {list(grid.dim_names)}")
-    depth = dim_size(grid, stage_dim)
+    if unknown := sorted(set(placements) - set(box.dim_names)):
+        raise BridgeError(f"side {name!r} has placements of dims {unknown}; its dims are {list(box.dim_names)}")
+    depth = box.length(stage_dim)
     if stage is None:
         stage = depth - 1 if end == "source" else 0
     if not 0 <= stage < depth:
         raise BridgeError(f"side {name!r} has no stage {stage}: {stage_dim!r} has size {depth}")
     known = {**DEFAULT_PLACEMENTS, **placements}
-    base, stride = grid.rank_offset, 1
     dims: list[SideDim] = []
-    for dim, size in zip(grid.dim_names, grid.shape, strict=True):
-        if dim == stage_dim:
-            base += stride * stage
-        elif size > 1:
+    for dim, (size, stride) in box.axes.items():
+        if dim != stage_dim and size > 1:
             if dim not in known:
                 raise BridgeError(
                     f"side {name!r}: what its ranks along dim {dim!r} (size {size}) hold is not declared; give "
@@ -357,7 +324,7 @@ def boundary_side(
                 )
             placement = checked(known[dim], _PLACEMENT, f"side {name!r}: the placement of {dim!r}", BridgeError)
             dims.append(SideDim(dim, size, stride, placement))
-        stride *= size
     slowest_first = sorted(dims, key=lambda d: (d.name == "tp", -d.stride))
     weights = None if lane_weights is None else tuple(lane_weights)
+    base = box.rank_offset + stage * box.stride(stage_dim)
     return Side(name, base, tuple(slowest_first), lane_weights=weights)

@@ -57,6 +57,11 @@ class Slot:
     leaf: str
     aliases: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> str:
+        """The name in the checkpoint."""
+        return self.held.key
+
     def tensor(self) -> Tensor:
         """The tensor as it is now."""
         found: Tensor = getattr(self.owner, self.leaf)
@@ -240,7 +245,7 @@ class StateTensors:
 
     def now(self) -> dict[str, Tensor]:
         """The tensors as they are now, by key."""
-        return {slot.held.key: slot.tensor() for slot in self._slots}
+        return {slot.key: slot.tensor() for slot in self._slots}
 
 
 def known_state(state: Any) -> TrainingState:

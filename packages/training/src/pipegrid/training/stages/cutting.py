@@ -111,20 +111,13 @@ def pipeline_stage(
     if output is not None and not callable(output):
         raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
     make = None if isinstance(model, nn.Module) else model
-    proofs: Proofs | None = None
-    if not isinstance(model, nn.Module):
-        first = planned(model)
-        assignment = _assigned(first.model, layout, names, numbers, allow_empty=allow_empty)
-        proofs = None if batch is None else _proved(first.model, assignment, layout, batch)
-        model = first.build(_own(assignment, numbers))
-    assignment = _assigned(model, layout, names, numbers, allow_empty=allow_empty)
-    require_values(model, _own(assignment, numbers))
-    proofs = proofs or _proved(model, assignment, layout, batch)
+    model, assignment, proofs = _built(model, layout, names, numbers, batch, allow_empty=allow_empty)
     made = [
         Stage(
             model,
             assignment,
             number,
+            placement=placement,
             module=module,
             output=output,
             config=config,
@@ -134,8 +127,6 @@ def pipeline_stage(
         )
         for number in numbers
     ]
-    for each in made:
-        each.placement = placement
     return made if several else made[0]
 
 
@@ -159,6 +150,27 @@ def _numbers(
     if max(numbers, default=0) >= len(layout.stages):
         raise CutError(f"stage is {stage}; layout {layout.short_text()} has the stages 0..{len(layout.stages) - 1}")
     return numbers, None
+
+
+def _built(
+    model: Model,
+    layout: PipelineParallelLayerLayout,
+    names: Names | None,
+    numbers: Sequence[int],
+    batch: Any,
+    *,
+    allow_empty: bool,
+) -> tuple[nn.Module, Assignment, Proofs]:
+    """The model with the parameters of the stages ``numbers``, its assignment, and the proofs of the cut."""
+    proofs: Proofs | None = None
+    if not isinstance(model, nn.Module):
+        first = planned(model)
+        assignment = _assigned(first.model, layout, names, numbers, allow_empty=allow_empty)
+        proofs = None if batch is None else _proved(first.model, assignment, layout, batch)
+        model = first.build(_own(assignment, numbers))
+    assignment = _assigned(model, layout, names, numbers, allow_empty=allow_empty)
+    require_values(model, _own(assignment, numbers))
+    return model, assignment, proofs or _proved(model, assignment, layout, batch)
 
 
 def _assigned(

@@ -48,6 +48,7 @@ class Stage(nn.Module):
         assignment: Assignment,
         number: int,
         *,
+        placement: tuple[int, ...] | None = None,
         module: str | None = None,
         output: Callable[[Any], Any] | None = None,
         config: Any = None,
@@ -61,7 +62,7 @@ class Stage(nn.Module):
         self.__dict__["whole"] = whole  # no submodule: parameters keep their names
         adopt(self, whole)
         self.number, self.module, self.config = number, module, config
-        self.placement: tuple[int, ...] | None = None
+        self.placement = placement
         self.received: Any = None
         self.kv_caches: Sequence[Any] | None = None
         self.current_microbatch = 0

@@ -6,15 +6,15 @@ from pipegrid.testing.fake_nccl.capture import FakeGraph
 from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import Launch, Mark, Moment, Operation
 from pipegrid.testing.fake_nccl.groups.group import FakeGroup
-from pipegrid.testing.fake_nccl.late import LateRun
+from pipegrid.testing.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.testing.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.testing.fake_nccl.groups.nccl2 import Nccl2Group
 from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.testing.fake_nccl.groups.backend import register
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
-from pipegrid.testing.fake_nccl.host_syncs import HostSync
-from pipegrid.testing.fake_nccl.streams import Streams
-from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
+from pipegrid.testing.fake_nccl.virtual_streams.host_syncs import HostSync
+from pipegrid.testing.fake_nccl.virtual_streams.streams import Streams
+from pipegrid.testing.fake_nccl.virtual_streams.virtual import VirtualEvent, VirtualStream
 
 __all__ = [
     "FakeDevice",

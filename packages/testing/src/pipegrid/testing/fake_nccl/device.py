@@ -24,13 +24,13 @@ from torch import Tensor
 from pipegrid.testing.fake_nccl.capture import FakeGraph
 from pipegrid.testing.fake_nccl.entries import Entry, Launch, Mark, MismatchError, Moment, Operation, What
 from pipegrid.testing.fake_nccl.frees import Frees
-from pipegrid.testing.fake_nccl.late import LateRun
 from pipegrid.testing.fake_nccl.lines import Lines
-from pipegrid.testing.fake_nccl.memory import Clock
-from pipegrid.testing.fake_nccl.player import DONE, PATIENCE_SECONDS
 from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
-from pipegrid.testing.fake_nccl.streams import Streams
-from pipegrid.testing.fake_nccl.virtual import VirtualStream
+from pipegrid.testing.fake_nccl.virtual_streams.late import LateRun
+from pipegrid.testing.fake_nccl.virtual_streams.memory import Clock
+from pipegrid.testing.fake_nccl.virtual_streams.player import DONE, PATIENCE_SECONDS
+from pipegrid.testing.fake_nccl.virtual_streams.streams import Streams
+from pipegrid.testing.fake_nccl.virtual_streams.virtual import VirtualStream
 from pipegrid.testing.fake_nccl.watchdog import Watchdog
 
 _WATCHDOG_SECONDS = 0.05
@@ -166,7 +166,7 @@ class FakeDevice:
 
     @contextmanager
     def late(self, *, patience: float = PATIENCE_SECONDS) -> Iterator[LateRun]:
-        """Inside, operations of this thread run late; see `pipegrid.testing.fake_nccl.late`.
+        """Inside, operations of this thread run late; see `pipegrid.testing.fake_nccl.virtual_streams.late`.
 
         Args:
             patience: seconds without an operation, a wait or a poll by the host after which the device goes on.

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 from attrs import define, field, frozen
 from torch import Tensor
 
-from pipegrid.testing.fake_nccl.memory import Clock
-from pipegrid.testing.fake_nccl.player import DONE, Signal
-from pipegrid.testing.fake_nccl.virtual import VirtualStream
+from pipegrid.testing.fake_nccl.virtual_streams.memory import Clock
+from pipegrid.testing.fake_nccl.virtual_streams.player import DONE, Signal
+from pipegrid.testing.fake_nccl.virtual_streams.virtual import VirtualStream
 
 What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
 

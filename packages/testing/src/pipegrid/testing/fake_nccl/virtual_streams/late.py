@@ -19,9 +19,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from pipegrid.testing.fake_nccl.host_syncs import HostSync
-from pipegrid.testing.fake_nccl.player import Player, Signal
 from pipegrid.testing.fake_nccl.torch_compat import tree_leaves, tree_map
+from pipegrid.testing.fake_nccl.virtual_streams.host_syncs import HostSync
+from pipegrid.testing.fake_nccl.virtual_streams.player import Player, Signal
 
 _UNREAD_BYTE = 0xFF
 

@@ -17,7 +17,7 @@ from pipegrid.testing.fake_nccl.torch_compat import (
     tensors_in,
     written_by,
 )
-from pipegrid.testing.fake_nccl.work import StreamWork
+from pipegrid.testing.fake_nccl.virtual_streams.work import StreamWork
 
 # Reads of a tensor by the host that no operation shows.
 _HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})

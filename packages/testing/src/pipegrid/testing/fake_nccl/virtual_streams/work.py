@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrid.testing.fake_nccl.late import (
+from pipegrid.testing.fake_nccl.torch_compat import WeakStorage, is_empty, living, name_of, tensors_in, tree_map
+from pipegrid.testing.fake_nccl.virtual_streams.late import (
     LateRun,
     computation,
     copy_of,
@@ -18,10 +19,9 @@ from pipegrid.testing.fake_nccl.late import (
     results_of,
     seen_through,
 )
-from pipegrid.testing.fake_nccl.memory import Access, Clock, Memory, extent, merge
-from pipegrid.testing.fake_nccl.player import DONE, Signal
-from pipegrid.testing.fake_nccl.torch_compat import WeakStorage, is_empty, living, name_of, tensors_in, tree_map
-from pipegrid.testing.fake_nccl.virtual import Order, VirtualStream
+from pipegrid.testing.fake_nccl.virtual_streams.memory import Access, Clock, Memory, extent, merge
+from pipegrid.testing.fake_nccl.virtual_streams.player import DONE, Signal
+from pipegrid.testing.fake_nccl.virtual_streams.virtual import Order, VirtualStream
 
 _MOST_RACES = 20
 _FREES = 0  # on a late device: the stream of nothing else, as no stream waits for a free

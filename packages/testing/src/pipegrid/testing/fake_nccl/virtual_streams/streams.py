@@ -7,7 +7,7 @@ stream. Two pieces that touch the same bytes, one of them writing, with neither 
 a violation, whatever the run happened to do. Entries of the fake NCCL are work on their group's stream.
 
 Also recorded: reads by the host, which would hold it up on a GPU, and how far the host is ahead of the work that it
-knows to be done. With a `LateRun` the work is late indeed: see `pipegrid.testing.fake_nccl.late`.
+knows to be done. With a `LateRun` the work is late indeed: see `pipegrid.testing.fake_nccl.virtual_streams.late`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from pipegrid.testing.fake_nccl.host_syncs import HostSync
-from pipegrid.testing.fake_nccl.late import LateRun
-from pipegrid.testing.fake_nccl.player import Player
-from pipegrid.testing.fake_nccl.virtual import VirtualEvent, VirtualStream
-from pipegrid.testing.fake_nccl.watching import Calls, Operations
-from pipegrid.testing.fake_nccl.work import StreamWork
+from pipegrid.testing.fake_nccl.virtual_streams.host_syncs import HostSync
+from pipegrid.testing.fake_nccl.virtual_streams.late import LateRun
+from pipegrid.testing.fake_nccl.virtual_streams.player import Player
+from pipegrid.testing.fake_nccl.virtual_streams.virtual import VirtualEvent, VirtualStream
+from pipegrid.testing.fake_nccl.virtual_streams.watching import Calls, Operations
+from pipegrid.testing.fake_nccl.virtual_streams.work import StreamWork
 
 
 class Streams(StreamWork):

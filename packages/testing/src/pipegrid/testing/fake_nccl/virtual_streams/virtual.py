@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import torch
 
-from pipegrid.testing.fake_nccl.host_syncs import HostSync, caller
-from pipegrid.testing.fake_nccl.late import LateRun
-from pipegrid.testing.fake_nccl.memory import Clock, merge
-from pipegrid.testing.fake_nccl.player import DONE, Signal
+from pipegrid.testing.fake_nccl.virtual_streams.host_syncs import HostSync, caller
+from pipegrid.testing.fake_nccl.virtual_streams.late import LateRun
+from pipegrid.testing.fake_nccl.virtual_streams.memory import Clock, merge
+from pipegrid.testing.fake_nccl.virtual_streams.player import DONE, Signal
 
 # As Any: a virtual stream's events and device are of other types than torch's.
 _Stream: Any = torch.Stream

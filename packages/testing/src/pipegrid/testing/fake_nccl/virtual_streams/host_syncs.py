@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-_NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @frozen

@@ -1,6 +1,7 @@
 """Backends by kind: what torch's names mean, resolved by what torch made."""
 
 import re
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from pipegrid.transport import P2PConfigError, open_lanes
 from pipegrid.transport.backends import NcclTicket, kind_of, nccl_options
+from pipegrid.transport.collectives.waiting import finish
 from pipegrid.transport.control import opening
 from pipegrid.transport.control.opening import resolve_device
 
@@ -168,6 +170,21 @@ def test_an_idle_lane_keeps_no_send_that_nobody_waits_for(ranks):
         else:
             assert lanes[THERE].irecv().result().tolist() == [1] * 4
         ranks.barrier()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
+def test_a_collective_that_is_late_is_polled_so_that_its_group_lives_on(ranks):
+    x = torch.ones(1)
+    work = dist.all_reduce(x, async_op=True) if ranks.rank == 0 else None
+    if ranks.rank == 0:
+        late = finish(work, None, on_device=False, end=time.monotonic() + 0.2)
+        assert late is not None
+        assert late.why == "late"
+        assert ranks.fake_device.violations == []  # a wait with a timeout would have ended the process
+    ranks.barrier()
+    work = work or dist.all_reduce(x, async_op=True)
+    assert finish(work, None, on_device=False) is None
+    assert x.item() == 2
 
 
 def strings(source):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -84,7 +85,7 @@ def test_nothing_but_activations_gradients_and_shapes_crosses(monkeypatch):
     assert sum(lane.stats.messages for lane in outgoing) == 2 * MICROBATCHES * len(outgoing) // 2
     assert len(sent) == sum(lane.stats.messages for lane in outgoing)
     for flat, note in sent:
-        assert note in (None, ",".join(map(str, STREAM)))  # the shape, where it is announced
+        assert note is None or json.loads(note) == [[list(STREAM), "float64", None]]  # what is announced: shape, dtype
         assert flat.dtype is F64
         assert flat.numel() == torch.Size(STREAM).numel() // 2  # one of two messages, to or from the cloud's two ranks
     # No other way leads from the edge to the cloud: strips and words are on the edge alone.

@@ -133,7 +133,7 @@ def late_messages(timeline):
             received.setdefault(moment.of.group, []).append(moment.of)
     reached = [(index, moment.of.text) for index, moment in enumerate(timeline) if moment.what == "reached"]
     for group, launches in received.items():
-        kind = "F" if "/F]" in group or "forward" in group else "B"
+        kind = "F" if ("/F]" in group or "forward" in group) and " gradients" not in group else "B"
         for microbatch, launch in enumerate(launches):
             place = next(n for n, (_, text) in enumerate(reached) if text.endswith(f"{kind}{microbatch} begins"))
             late += [launch] * (place > 0 and started[launch.number] > reached[place - 1][0])

@@ -67,7 +67,7 @@ class VTPBoundary:
 
     def wiring(self, label: str, rank: int, direction: Direction) -> BridgeWiring:
         """The lanes and groups of ``rank`` for that direction, named after ``label``."""
-        ways = {Direction.FORWARD: f"{self.edge}", Direction.BACKWARD: f"{self.edge.destination}>{self.edge.source}"}
+        ways = {Direction.FORWARD: f"{self.edge}", Direction.BACKWARD: f"{self.edge} gradients"}
         giver, taker = self.ends(direction)
         sides, axes = (giver.side, taker.side), self.tensor(direction).names
         return BridgeWiring(f"{label}/{ways[direction]}", *sides, axes, "direct", (Direction.FORWARD,), rank)

@@ -41,6 +41,7 @@ def test_no_live_queue_is_iterated(ranks, backend, live_queues):
         receives = [lanes[other].irecv() for _ in range(3)]
         with pytest.raises(P2PUsageError, match="3 receives under way"):
             lanes[other].renew()
+        ranks.barrier()  # nothing is sent before, so that all three are under way
         for receive in receives if ranks.rank else ():  # on a serial stream, two ranks that both send first are stuck
             receive.wait()
         sends = [lanes[mine].isend(torch.full((4,), float(number))) for number in range(3)]

@@ -93,7 +93,8 @@ def test_shares_that_do_not_fit_are_errors():
         replica_of(grid, 3)
 
 
-def test_the_former_names_are_the_same_functions():
-    former = {"data_lane": replica_of, "lane_bounds": replica_bounds, "lane_sizes": replica_sizes}
-    for name, function in (former | {"lane_samples": replica_samples}).items():
+def test_the_former_names_do_the_same_with_their_arguments():
+    for name, function in {"data_lane": replica_of, "lane_samples": replica_samples}.items():
         assert getattr(pipegrid.topology, name) is getattr(data_lanes, name) is function
+    assert pipegrid.topology.lane_bounds(num_samples=7, lanes=2) == replica_bounds(num_samples=7, replicas=2)
+    assert pipegrid.topology.lane_sizes(num_samples=7, lanes=2) == replica_sizes(num_samples=7, replicas=2)

@@ -239,6 +239,7 @@ def test_a_transfer_that_is_started_just_as_its_lane_ends_has_an_end_though_nobo
         lane, ended = lanes[THERE], threading.Event()
         if ranks.rank == 0:
             lane.isend(torch.ones(SHAPE)).wait()
+            ranks.barrier()  # the receiver is through: on a device a sender's wait does not tell
             start = lane._start
 
             def start_while_another_thread_aborts(operations):
@@ -254,6 +255,7 @@ def test_a_transfer_that_is_started_just_as_its_lane_ends_has_an_end_though_nobo
                 handle.wait()
         else:
             lane.irecv().result()
+            ranks.barrier()
         ranks.barrier()
 
 

@@ -211,9 +211,11 @@ def test_a_message_of_another_dtype_than_agreed(ranks, standing, sent):
         text = rf"message 2 of lane 0>1.there. is {str(sent)[6:]}\[2\], but float32\[2\] was announced to rank 1"
         if ranks.rank == 0:
             send_all(lane, torch.ones(2), torch.ones(2))
+            ranks.barrier()  # the receiver is through: on a device a sender's wait does not tell
             both_are_told(ranks, lane, lambda: lane.isend(torch.ones(2, dtype=sent)), text)
         else:
             receive_all(lane, (2,), (2,))
+            ranks.barrier()
             both_are_told(ranks, lane, lambda: lane.irecv((2,)).result(), text + r".*\(rank 0 ended lane 0>1.there.\)")
 
 

@@ -232,6 +232,23 @@ def test_verify_prints_the_fewest_communicators(tmp_path, capsys):
     assert second == "  0: positions 0, 1, 2: F0>1 B1>0 F1>2 B2>1"
 
 
+def test_verify_draws_what_it_plays(tmp_path, capsys):
+    plan, picture = tmp_path / "plan.txt", tmp_path / "plan.svg"
+    plan.write_text(str(lower(one_f_one_b(2, 2))))
+    assert main(["verify", str(plan), "--svg", str(picture)]) == 0  # of every model, as no order is given
+    assert picture.read_text().count("plan under ") >= 6
+    capsys.readouterr()
+    crossed = tmp_path / "crossed.json"
+    sends, receives = [{"send": name, "to": 1} for name in "xy"], [{"receive": name, "from": 0} for name in "yx"]
+    crossed.write_text(json.dumps({"ranks": [sends, receives]}))
+    picture.unlink()
+    assert main(["verify", str(crossed), "--svg", str(picture)]) == 1  # crossed messages cannot be played
+    assert "the other way round" in capsys.readouterr().err
+    assert not picture.exists()
+    assert main(["verify", str(crossed), "--communicators"]) == 2
+    assert "is for plans" in capsys.readouterr().err
+
+
 def test_verify_refuses_a_limit_that_is_none_as_it_refuses_a_plan(tmp_path, capsys):
     table = tmp_path / "plan.csv"
     table.write_text("0F0,0B0\n")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import Lane, PlanError, from_text, lower
+from pipegrid.schedules import Lane, PlanError, from_text, lower, one_f_one_b, seq1f1b_interleaved
 from pipegrid.schedules.orders import fewest_communicators, orders_of_plan, prove_order
 from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.transport.edge import Direction
@@ -15,6 +15,7 @@ from pipegrid.transport.order import ORDER_MODELS
 from ..kit.plans import GENERATORS
 from ..verify.test_order_models import FACING, mutated_plans
 
+EVERY = GENERATORS | {"seq1f1b_interleaved": lambda p, m: seq1f1b_interleaved(p, m, num_slices=2)}
 MODELS = [ORDER_MODELS[name] for name in ("nccl2", "nccl-serial", "nccl-connecting")]
 
 
@@ -62,12 +63,18 @@ def test_no_way_to_share_has_fewer(plan, model):
     assert max(found.per_position, default=0) == most_at_a_position(found.numbers) == fewest
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", EVERY)
 def test_one_is_enough_for_each_lowered_plan(name):
-    found = fewest_communicators(lower(GENERATORS[name](4, 8)))
-    assert [model.name for model in found.models] == list(ORDER_MODELS)
-    assert max(found.per_position) == 1
-    assert found.members == ((0, 1, 2, 3),)
+    for positions, microbatches in ((2, 4), (3, 3), (4, 8)):
+        found = fewest_communicators(lower(EVERY[name](positions, microbatches)))
+        assert [model.name for model in found.models] == list(ORDER_MODELS)
+        assert max(found.per_position) == 1
+        assert found.members == (tuple(range(positions)),)
+
+
+def test_a_position_alone_needs_none():
+    found = fewest_communicators(lower(one_f_one_b(1, 2)))
+    assert (found.per_position, found.is_fewest) == ((0,), True)
 
 
 def test_messages_that_face_each_other_need_one_each():

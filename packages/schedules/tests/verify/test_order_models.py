@@ -7,13 +7,14 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import PlanError, from_text, lower, verify
+from pipegrid.schedules import PlanError, from_text, lower, multi_module_1f1b, one_f_one_b, verify
 from pipegrid.schedules.orders import orders_of_plan, prove_order
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 from ..kit.plans import GENERATORS
-from .test_collectives import APART, BRIDGE, COLOCATED
+from .test_collectives import APART, BRIDGE, COLOCATED, GRAPH
 
+CARRIED = {BRIDGE: "bridge"}
 MODES = [("separate", "in_order"), ("separate", "simultaneous"), ("shared", "in_order")]
 
 # In the middle both positions send before they receive: no call waits for another where each lane has a stream.
@@ -71,6 +72,11 @@ microbatches 2
     )
 
 
+def test_computes_alone_are_proved_under_no_model():
+    assert verify(one_f_one_b(2, 2)).orders == verify(one_f_one_b(2, 2), order="nccl2").orders == ()
+    assert not verify(one_f_one_b(2, 2)).drains
+
+
 def test_a_model_of_ones_own():
     one_line_each_way = OrderModel(name="mine", batched="pair", lone="pair")
     assert verify(from_text(FACING), order=one_line_each_way).orders == ("mine",)
@@ -95,9 +101,12 @@ def test_the_start_of_a_compute_of_several_positions_is_on_a_line():
 
 @st.composite
 def mutated_plans(draw):
-    """A lowered plan of any generator whose steps were moved, joined into batches or cut out of them."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
-    plan = lower(GENERATORS[name](draw(st.integers(2, 3)), draw(st.integers(1, 4))))
+    """A lowered plan of any generator, or of modules that share ranks and have a collective, whose steps were moved."""
+    name = draw(st.sampled_from([*sorted(GENERATORS), "colocated"]))
+    if name == "colocated":
+        plan = lower(multi_module_1f1b(GRAPH, draw(st.integers(1, 4)), placement=[(0, 1), 0, 1]), collectives=CARRIED)
+    else:
+        plan = lower(GENERATORS[name](draw(st.integers(2, 3)), draw(st.integers(1, 4))))
     return moved(plan, random.Random(draw(st.integers(0, 2**32))), draw(st.integers(0, 3)))
 
 

@@ -24,7 +24,7 @@ from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
 from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simulate
-from pipegrid.schedules.timeline import ascii_timeline, order_timeline, timeline, write_perfetto, write_svg
+from pipegrid.schedules.timeline import Timeline, ascii_timeline, order_timeline, timeline, write_perfetto, write_svg
 from pipegrid.schedules.verify import as_limit, verify
 from pipegrid.topology.fields import Count, checked
 from pipegrid.transport.order import ORDER_MODELS
@@ -150,6 +150,8 @@ def show(arguments: argparse.Namespace) -> int:
 def verify_file(arguments: argparse.Namespace) -> int:
     """Prove one plan, or the orders of another program, or list their faults."""
     if is_orders(text := read_file(arguments.plan)):
+        if arguments.communicators:
+            raise PlanError(f"--communicators is for plans, whose lanes may be placed; {arguments.plan} has orders")
         return verify_orders(orders_from_json(text), arguments)
     plan = plan_of_table(text) or read_plan(arguments.plan)
     as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
@@ -168,23 +170,26 @@ def verify_file(arguments: argparse.Namespace) -> int:
     lowered = plan if plan.has_communication else lower(plan)
     if arguments.communicators:
         print(fewest_communicators(lowered, *(arguments.order or ())))
-    return verify_orders(orders_of_plan(lowered), arguments) if arguments.order else 0
+    return verify_orders(orders_of_plan(lowered), arguments) if arguments.order or arguments.svg else 0
 
 
 def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
     """Prove orders under each order model that is asked for; of other programs, by default, under all."""
     failed = 0
-    names = arguments.order or tuple(ORDER_MODELS)
-    if arguments.svg:
-        stuck = {"buffered": arguments.buffered, "drains": arguments.drains}
-        drawn = [order_timeline(orders, name, title=f"{arguments.plan.stem} under {name}", **stuck) for name in names]
-        write_svg(drawn, arguments.svg, arrows=True)
-    for name in names:
+    drawn: list[Timeline] = []
+    options = {"buffered": arguments.buffered, "drains": arguments.drains}
+    for name in arguments.order or ORDER_MODELS:
         try:
-            print(prove_order(orders, name, buffered=arguments.buffered, drains=arguments.drains))
+            print(prove_order(orders, name, **options))
+            is_played = True
         except PlanError as error:
             failed = FAULTY
             print(error, file=sys.stderr)
+            is_played = all(fault.rule == "cycle" for fault in error.faults)
+        if arguments.svg and is_played:
+            drawn.append(order_timeline(orders, name, title=f"{arguments.plan.stem} under {name}", **options))
+    if drawn:
+        write_svg(drawn, arguments.svg, arrows=True)
     return failed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,7 +20,7 @@ from pipegrid.transport.protocol import Handle, ReceiveHandle
 Way: TypeAlias = tuple[Edge, Direction]
 
 
-class EdgeCommunicator(LaneCommunicator):
+class EdgeCommunicator(LaneCommunicator, ABC):
     """A communicator over several edges: what crosses one is a lane's message, or an `Exchange` over many lanes.
 
     The lanes of all edges are opened together. Each exchange has groups of its own, which end with them.
@@ -65,9 +66,9 @@ class EdgeCommunicator(LaneCommunicator):
         send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
         return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
 
+    @abstractmethod
     def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
         """The error of a send, or a receive, that this rank does not have."""
-        raise NotImplementedError
 
     def _not_on(self, edge: Edge) -> StageError:
         job = self.job

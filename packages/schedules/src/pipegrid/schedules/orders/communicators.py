@@ -81,7 +81,7 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
     host waits. What is fewest need not be fastest: messages on one communicator wait for each other.
 
     Raises:
-        PlanError: a plan of computes alone; or one that gets stuck even with a communicator for each lane.
+        PlanError: as `orders_of_plan`; or a plan that gets stuck even with a communicator for each lane.
     """
     models = tuple(model_named(order) for order in orders or ORDER_MODELS)
     apart = orders_of_plan(plan, lanes="separate")
@@ -90,7 +90,7 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
     clauses: set[frozenset[_Pair]] = set()
     is_fewest = True
     most = 1
-    while most <= max(_lanes_at(plan, lanes), default=0):
+    while most <= max(1, *_lanes_at(plan, lanes)):
         placed, is_whole = _place(lanes, clauses, most)
         if placed is None:
             is_fewest = is_fewest and is_whole

@@ -28,9 +28,9 @@ def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True) -
     position do among themselves (``UNSHARD``, ``REDUCE_GRAD``, ...) is no launch here.
 
     Raises:
-        PlanError: a plan of computes alone.
+        PlanError: a plan of computes alone, whose results other positions need.
     """
-    if not plan.has_communication:
+    if not plan.has_communication and dataflow_of(plan).crossing:
         raise PlanError("a plan of computes has no messages; lower adds them")
     rows = tuple(tuple(_launches(plan, position, lanes, batched=batched)) for position in range(plan.num_positions))
     whole = (True,) * plan.num_positions

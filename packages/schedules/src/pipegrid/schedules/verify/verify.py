@@ -31,10 +31,10 @@ class Proof:
     """A plan, and what `verify` has proved of it.
 
     ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``orders``: the names of the order models
-    under which it holds; ``drains``: whether it holds if computes wait for the whole device. ``peak_live``: per
-    position, the most activations live at once, in microbatches: a stage of n on its position counts 1/n of one and is
-    live from its ``F`` to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end of its ``B`` or
-    ``I``; both without what is on the host, from its ``RELEASE`` to its ``RELOAD``.
+    under which it holds, none for computes alone; ``drains``: whether it holds if computes wait for the whole device.
+    ``peak_live``: per position, the most activations live at once, in microbatches: a stage of n on its position counts
+    1/n of one and is live from its ``F`` to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end
+    of its ``B`` or ``I``; both without what is on the host, from its ``RELEASE`` to its ``RELOAD``.
     ``peak_gathered``: the most sharded stages of which the parameters are gathered at once.
     """
 
@@ -161,15 +161,17 @@ def verify(
     limits = _limits(memory_limit, plan)
     blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)
     if order is None:
-        return evolve(_proof(plan, blocking, limits, window), orders=models_covered(blocking), drains=rendezvous)
-    model = model_named(order)
-    if batches != "in_order":
-        raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")
-    proof = _proof(plan, evolve(blocking, rendezvous=False), limits, window)
-    drained = drains and not model.host_waits
-    if plan.has_communication:
-        require_end(plan, model, blocking, drains=drained)
-    return evolve(proof, rendezvous=rendezvous, orders=(model.name,), drains=drained)
+        proof = _proof(plan, blocking, limits, window)
+        names, drained = models_covered(blocking), rendezvous
+    else:
+        model = model_named(order)
+        if batches != "in_order":
+            raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")
+        proof = evolve(_proof(plan, evolve(blocking, rendezvous=False), limits, window), rendezvous=rendezvous)
+        names, drained = (model.name,), drains and not model.host_waits
+        if plan.has_communication:
+            require_end(plan, model, blocking, drains=drained)
+    return evolve(proof, orders=names, drains=drained) if plan.has_communication else proof
 
 
 def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int | None) -> Proof:

@@ -187,6 +187,17 @@ def test_a_collective_that_is_late_is_polled_so_that_its_group_lives_on(ranks):
     assert x.item() == 2
 
 
+@pytest.mark.ranks(2)
+def test_a_wait_for_a_collective_of_a_group_that_is_destroyed_meanwhile_is_no_error_of_torchs(ranks):
+    group = dist.new_group([0, 1])
+    x = torch.ones(1)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    dist.destroy_process_group(group)
+    late = finish(work, group, on_device=False, end=time.monotonic() + 20.0)
+    assert late is None or late.why == "lost"
+    ranks.barrier()
+
+
 def strings(source):
     """The string literals of one line."""
     return re.findall(r"[\"']([^\"']*)[\"']", source)

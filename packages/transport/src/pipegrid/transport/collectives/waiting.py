@@ -74,8 +74,9 @@ def finish(
         end: when the wait of the host is late, in `time.monotonic` seconds; None leaves it to the group's own timeout.
         given_up: why the user does not wait any longer, None as long as it does; asked between slices of 0.05 s.
     """
-    late, in_streams = False, on_device or _is_in_streams(group)
+    late = False
     try:
+        in_streams = on_device or _is_in_streams(group)
         while (reason := given_up()) is None and (host or not on_device):
             if late:
                 return NotDone("late")
@@ -107,15 +108,18 @@ def _done_on_host(work: Any, seconds: float) -> bool:
 
 
 def _is_in_streams(group: ProcessGroup | None) -> bool:
-    """Whether collectives of tensors on the host complete in stream order: gloo's do not, those of a fake NCCL do."""
+    """Whether collectives of tensors on the host complete in stream order: gloo's do not, those of a fake NCCL do.
+
+    Asked of the group itself: torch knows nothing of one that was destroyed meanwhile.
+    """
+    import torch
     import torch.distributed as dist
 
+    from pipegrid.topology.torch_compat import backend_of
     from pipegrid.transport.backends import kind_of
 
-    if not dist.is_initialized():
-        return False
-    served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return "cpu" in served and kind_of(served["cpu"]).in_streams
+    found = dist.group.WORLD if group is None else group
+    return found is not None and kind_of(backend_of(found, torch.device("cpu")).name()).in_streams
 
 
 def _done_in_streams(work: Any, group: ProcessGroup | None, seconds: float) -> bool:

@@ -30,6 +30,9 @@ from pipegrid.schedules.plan.plan import (
     require_position,
     to_text,
 )
+from pipegrid.schedules.plan.routes import Actor, Move, Routes
+from pipegrid.schedules.plan.routes_check import check_routes
+from pipegrid.schedules.plan.routes_text import routes_from_json, routes_from_text, routes_to_json
 from pipegrid.schedules.plan.text import from_text
 from pipegrid.schedules.plan.tokens import parse_edge
 
@@ -43,14 +46,18 @@ __all__ = [
     "SHARDING",
     "Action",
     "ActionKind",
+    "Actor",
     "Group",
     "Lane",
+    "Move",
     "Plan",
+    "Routes",
     "Step",
     "actions_of",
     "as_placement",
     "backward",
     "chain",
+    "check_routes",
     "compute_plan",
     "for_microbatches",
     "for_piece",
@@ -66,6 +73,9 @@ __all__ = [
     "require_placed",
     "require_plan",
     "require_position",
+    "routes_from_json",
+    "routes_from_text",
+    "routes_to_json",
     "step_text",
     "to_csv",
     "to_json",

@@ -6,8 +6,6 @@ A *position* is the class of ranks that hold the same set of stages; all its ran
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -25,6 +23,7 @@ from pipegrid.schedules.plan.parts import (
     chain,
     step_text,
 )
+from pipegrid.schedules.plan.tokens import name_text
 from pipegrid.topology.fields import Count, Index, checked_fields, shown
 from pipegrid.transport.edge import Direction, Edge
 
@@ -294,8 +293,8 @@ def to_text(plan: Plan) -> str:
 
 def header_lines(plan: Plan) -> list[str]:
     """The lines above the table of steps: all that the table itself does not say."""
-    modules = [f"{_name_text(name)}:{depth}" for name, depth in plan.graph.modules]
-    edges = [f"{_name_text(source)}>{_name_text(destination)}" for source, destination in plan.graph.edges]
+    modules = [f"{name_text(name)}:{depth}" for name, depth in plan.graph.modules]
+    edges = [f"{name_text(source)}>{name_text(destination)}" for source, destination in plan.graph.edges]
     lines = [
         f"microbatches {plan.num_microbatches}",
         f"slices {plan.num_slices}" if plan.num_slices > 1 else "",
@@ -315,10 +314,3 @@ def _group_line(group: Group) -> str:
     if group.tied:
         line += f" tied {','.join(map(str, group.tied))}"
     return line
-
-
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
-
-
-def _name_text(name: str) -> str:
-    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)

@@ -17,7 +17,6 @@ a comment.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -29,7 +28,7 @@ from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
 from pipegrid.schedules.plan.parts import Group, Step, Text, as_step, chain
 from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.plan.tokens import Token, parse_edge
+from pipegrid.schedules.plan.tokens import QUOTED, Token, parse_edge, read_name
 from pipegrid.topology.fields import checked
 
 _POSITION = re.compile(r"\s*(\d{1,9})\s*:", re.ASCII)
@@ -59,9 +58,8 @@ def from_text(text: str) -> Plan:
 _NUMBERS = r"\d{1,9}(?:,\d{1,9})*"
 _COUNT = r"(?=\d{1,9}$)\d*[1-9]\d*"
 _EDGES = r"\d{1,9}>\d{1,9}(?:,\d{1,9}>\d{1,9})*"
-_QUOTED = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'  # a string of JSON
-_MODULE = re.compile(rf'({_QUOTED}|[^"]+):({_COUNT})', re.ASCII)
-_MODULE_EDGE = re.compile(rf'({_QUOTED}|[^">]+)>({_QUOTED}|[^">]+)')
+_MODULE = re.compile(rf'({QUOTED}|[^"]+):({_COUNT})', re.ASCII)
+_MODULE_EDGE = re.compile(rf'({QUOTED}|[^">]+)>({QUOTED}|[^">]+)')
 _WORDS = {  # per line of the header: the form of its words, and how an error describes them
     "microbatches": (re.compile(_COUNT, re.ASCII), "one number of at least 1 and at most 9 digits"),
     "slices": (re.compile(_COUNT, re.ASCII), "one number of at least 1 and at most 9 digits"),
@@ -169,8 +167,10 @@ class Reader:
     def _graph(self, implied: int) -> ModuleGraph:
         if "modules" not in self.header and "edges" not in self.header:
             return chain(implied)
-        modules = [(_name(word[1]), int(word[2])) for word in self.header.get("modules", ())]
-        return module_graph(modules, [(_name(word[1]), _name(word[2])) for word in self.header.get("edges", ())])
+        modules = [(read_name(word[1]), int(word[2])) for word in self.header.get("modules", ())]
+        return module_graph(
+            modules, [(read_name(word[1]), read_name(word[2])) for word in self.header.get("edges", ())]
+        )
 
     def _inferred_placement(self, graph: ModuleGraph) -> list[list[int]]:
         """Each stage on the positions with the most of its computes: several share it where all do all of these."""
@@ -194,10 +194,6 @@ _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _name(text: str) -> str:
-    return str(json.loads(text)) if text.startswith('"') else text
 
 
 def _group(number: int, words: Sequence[Token]) -> Group:

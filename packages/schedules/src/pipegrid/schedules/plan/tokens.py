@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ from pipegrid.transport.edge import Edge
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"?|[^\s#"])+|#.*')
 _STEP = re.compile(r"\[[^\[\]]*\]|[^\s\[\]]+|[\[\]]")
 _EDGE = re.compile(r"(\d{1,9})>(\d{1,9})", re.ASCII)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+QUOTED = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
+"""A string of JSON."""
 
 
 @frozen
@@ -68,3 +72,13 @@ def parse_edge(text: str) -> Edge:
     if match is None or int(match[1]) >= int(match[2]):
         raise PlanError(f"an edge between stages, such as 1>2, not {text!r}")
     return Edge(int(match[1]), int(match[2]))
+
+
+def name_text(name: str) -> str:
+    """The name of a module as a word of a plan's text: in quotes where it is not a plain word."""
+    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)
+
+
+def read_name(text: str) -> str:
+    """The name that `name_text` has written."""
+    return str(json.loads(text)) if text.startswith('"') else text

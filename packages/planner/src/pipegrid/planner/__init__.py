@@ -6,6 +6,18 @@ Names outside ``__all__`` (results) are imported from here as well.
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun as DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
+from pipegrid.planner.goodput import (
+    Failures as Failures,
+    Goodput as Goodput,
+    Outage as Outage,
+    Outcome as Outcome,
+    Scenario,
+    Throughput,
+    goodput,
+    planned_throughput as planned_throughput,
+    random_failures,
+    read_failures,
+)
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
 from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
 from pipegrid.planner.reading import parse_job as parse_job, read_job
@@ -22,9 +34,14 @@ __all__ = [
     "ModuleCosts",
     "Network",
     "NoFitError",
+    "Scenario",
+    "Throughput",
     "Training",
     "dry_run",
+    "goodput",
     "plan",
+    "random_failures",
+    "read_failures",
     "read_job",
     "refined",
     "what_if",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from pipegrid.layout.strict_json import first_fault, read_json
 from pipegrid.planner.errors import JobError
@@ -16,6 +17,9 @@ from pipegrid.topology.fields import checked, instance
 if TYPE_CHECKING:
     from cattrs import Converter
 
+
+Form: TypeAlias = Literal["toml", "json"]
+Read = TypeVar("Read")
 
 _MOST_PARTS = 100  # of a dotted key
 _KEY_ENDS = re.compile(r"[=,\[\]{}\n]")
@@ -28,18 +32,23 @@ def read_job(path: str | Path) -> Job:
     Raises:
         JobError: the file, the path of the fault in it, and what is wrong.
     """
+    return read_as(path, parse_job)
+
+
+def read_as(path: str | Path, parse: Callable[[str, Form], Read]) -> Read:
+    """What ``parse`` makes of the text of a file; errors begin with the file."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: {error}") from None
     try:
-        return parse_job(text, form="json" if path.suffix == ".json" else "toml")
+        return parse(text, "json" if path.suffix == ".json" else "toml")
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
 
-def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
+def parse_job(text: str, form: Form = "toml") -> Job:
     """The job that a text describes.
 
     Raises:
@@ -47,6 +56,19 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
     """
     from cattrs import BaseValidationError
 
+    try:
+        return _converter().structure(parse_document(text, form), Job)
+    except BaseValidationError as error:
+        where, what = first_fault(error, JobError)
+        raise JobError(f"{where}: {what}" if where else what) from None
+
+
+def parse_document(text: str, form: Form) -> dict[str, Any]:
+    """The object that a text describes.
+
+    Raises:
+        JobError: not TOML, or JSON, or no object; with line and column.
+    """
     checked(text, _Text, "text", JobError)
     try:
         data = read_json(text) if form == "json" else _from_toml(text)
@@ -54,11 +76,7 @@ def parse_job(text: str, *, form: Literal["toml", "json"] = "toml") -> Job:
         raise JobError(f"not {form.upper()}: {error}") from None
     if not isinstance(data, dict):
         raise JobError(f"the document is a {type(data).__name__}; it must be an object with 'modules', ...")
-    try:
-        return _converter().structure(data, Job)
-    except BaseValidationError as error:
-        where, what = first_fault(error, JobError)
-        raise JobError(f"{where}: {what}" if where else what) from None
+    return data
 
 
 def _from_toml(text: str) -> dict[str, Any]:

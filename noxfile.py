@@ -46,6 +46,8 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
+# What builds the documentation.
+SITE = ("zensical", "mkdocstrings[python]", "markdownify", "pyyaml")
 
 
 def _digest(*parts: object) -> str:
@@ -134,7 +136,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict, over every package, the tools, the examples and this file."""
-    install(session, ALL, "mypy", *EVERY_TEST, "nox", "mkdocs")
+    install(session, ALL, "mypy", *EVERY_TEST, "nox", *SITE)
     session.run("mypy", *(str(PACKAGES / name / "src") for name in ALL))
     session.run("mypy", "noxfile.py", "tools", "docs/examples")
 
@@ -240,9 +242,9 @@ def example(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation; a broken link or reference is an error."""
-    install(session, ALL, "mkdocs", "mkdocs-material", "mkdocstrings[python]")
-    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    """Build the documentation in `site/`; a broken link, anchor or reference is an error."""
+    install(session, ALL, *SITE)
+    session.run("python", "tools/documentation.py")
 
 
 def _run_beside(name: str, options: list[str]) -> tuple[str, int, str]:

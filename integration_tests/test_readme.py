@@ -1,4 +1,4 @@
-"""The README's script is the one in docs/examples, and it runs."""
+"""The script of the README and the tutorial is the one in docs/examples, and it runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ SCRIPT = ROOT / "docs" / "examples" / "two_modules.py"
 def test_the_readme_shows_the_script_that_runs():
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown[1].strip()
+
+
+def test_the_tutorial_shows_the_script_that_runs():
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL)
+    assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown[0].strip()
 
 
 def test_the_script_trains():

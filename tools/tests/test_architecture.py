@@ -14,12 +14,12 @@ PAGES = sorted(
     path.relative_to(ROOT)
     for folder in FOLDERS
     for path in (ROOT / folder).glob("**/*.md" if folder else "*.md")
-    if not {"node_modules", ".nox", "site"} & set(path.parts)
+    if not {"node_modules", ".nox", "site", "build"} & set(path.parts)
 )
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    """The anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}

@@ -1,0 +1,189 @@
+"""The documentation site, built strict: `python tools/documentation.py` (a session of nox: `docs`).
+
+1. The pages are gathered in `build/docs`: `docs/`, the README of each package, ARCHITECTURE, CONTRIBUTING, CHANGELOG.
+   Links between them become links of the site; a link to a file that is not on the site becomes its text.
+2. Zensical builds `site/` from `mkdocs.yml`. A broken link, anchor, reference or included file is an error, and so is a
+   public name without an entry in the reference.
+3. Each page gets its Markdown twin at the page's path (`concepts/topology.md` beside `concepts/topology/`). All of them
+   together are `llms.txt` (an index, https://llmstxt.org) and `llms-full.txt`. The twin of a reference page is made
+   from its HTML.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+STAGE = ROOT / "build" / "docs"
+SITE = ROOT / "site"
+# Blocks of code, which have no links.
+_FENCED = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+# The directive that mkdocstrings replaces by the documentation of a name.
+_REFERENCE = re.compile(r"^::: ", re.MULTILINE)
+
+
+def sources(root: Path = ROOT) -> dict[Path, Path]:
+    """Each file of the site: its path in the repository, and its path on the site."""
+    found = {path: path.relative_to(root / "docs") for path in (root / "docs").rglob("*") if path.is_file()}
+    found |= {path: Path("packages") / f"{path.parent.name}.md" for path in root.glob("packages/*/README.md")}
+    found |= {root / f"{name}.md": Path(f"{name.lower()}.md") for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")}
+    return {path: page for path, page in sorted(found.items()) if "__pycache__" not in path.parts}
+
+
+def relinked(source: Path, pages: dict[Path, Path]) -> str:
+    """The text of a page with links as they are on the site."""
+    here = pages[source].parent
+
+    def link(match: re.Match[str]) -> str:
+        picture, text, target = match.groups()
+        path, hash_, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return match[0]
+        page = pages.get(Path(os.path.normpath(source.parent / path)))
+        if page is None:
+            return text
+        return f"{picture}[{text}]({os.path.relpath(page, here)}{hash_}{anchor})"
+
+    parts = _FENCED.split(source.read_text(encoding="utf-8"))
+    parts[::2] = [_LINK.sub(link, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def stage() -> None:
+    """Gather the pages in `build/docs`."""
+    shutil.rmtree(STAGE, ignore_errors=True)
+    pages = sources()
+    for source, page in pages.items():
+        target = STAGE / page
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix == ".md":
+            target.write_text(relinked(source, pages), encoding="utf-8")
+        else:
+            shutil.copyfile(source, target)
+
+
+def navigation() -> list[tuple[str, list[Path]]]:
+    """The sections of `mkdocs.yml` with their pages; pages outside a section are in one without a name."""
+    import yaml
+
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)["nav"]
+
+    def leaves(item: Any) -> Iterator[Path]:
+        if isinstance(item, str):
+            yield Path(item)
+            return
+        for part in item.values() if isinstance(item, dict) else item:
+            yield from leaves(part)
+
+    sections: list[tuple[str, list[Path]]] = [("", [])]
+    for item in nav:
+        if isinstance(item, str):
+            sections[0][1].append(Path(item))
+        else:
+            sections += [(name, list(leaves(part))) for name, part in item.items()]
+    return sections
+
+
+def page_html(page: Path) -> Path:
+    """The HTML file of a page."""
+    name = page.with_suffix("")
+    folder = name.parent if name.name in {"index", "README"} else name
+    return SITE / folder / "index.html"
+
+
+def text_of(page: Path) -> str:
+    """A page in Markdown, with the documentation that a reference page names."""
+    written = (STAGE / page).read_text(encoding="utf-8")
+    if not _REFERENCE.search(written):
+        return written
+    import markdownify
+    from bs4 import BeautifulSoup
+
+    article = BeautifulSoup(page_html(page).read_text(encoding="utf-8"), "html.parser").find("article")
+    if article is None:
+        msg = f"{page_html(page)} has no <article>"
+        raise ValueError(msg)
+    for mark in article.select("a.headerlink, a.md-content__button, details"):  # details: the source of each name
+        mark.decompose()
+    made: str = markdownify.markdownify(str(article), heading_style="ATX", strip=["a"])
+    return re.sub(r"\n{3,}", "\n\n", made).strip() + "\n"
+
+
+def undocumented() -> list[str]:
+    """Public names of the packages without an entry in the reference."""
+    lost = []
+    for face in sorted(ROOT.glob("packages/*/src/pipegrid/*/__init__.py")):
+        package = face.parent.name
+        html = page_html(Path("reference") / f"{package}.md").read_text(encoding="utf-8")
+        entries = set(re.findall(rf'id="pipegrid\.{package}\.(?:\w+\.)*(\w+)"', html))
+        for node in ast.parse(face.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = ast.literal_eval(node.value)
+                lost += [f"pipegrid.{package}.{name}" for name in names if name not in entries]
+    return lost
+
+
+def summary(text: str) -> tuple[str, str]:
+    """The title of a page, and the first sentence below it."""
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n", text[title.end() :] if title else text)
+    first = next((one.strip() for one in paragraphs if re.match(r"\n*[\w*`\[]", one)), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first).replace("\n", " ")
+    return (title[1] if title else ""), re.split(r"(?<=[.:])\s", plain)[0].rstrip(":")
+
+
+def add_texts() -> None:
+    """The Markdown twins, `llms.txt` and `llms-full.txt`."""
+    index, whole = [], []
+    for section, pages in navigation():
+        index += [f"\n## {section}\n"] if section else []
+        for page in pages:
+            text = text_of(page)
+            title, first = summary(text)
+            (SITE / page).parent.mkdir(parents=True, exist_ok=True)
+            (SITE / page).write_text(text, encoding="utf-8")
+            html = page_html(page)
+            twin = f'<link rel="alternate" type="text/markdown" href="{os.path.relpath(SITE / page, html.parent)}">'
+            html.write_text(html.read_text(encoding="utf-8").replace("</head>", f"{twin}</head>", 1), encoding="utf-8")
+            whole.append(f"<!-- {page} -->\n\n{text}")
+            if not section and page == Path("index.md"):
+                index = [f"# {title}\n\n> {first}\n\nEvery page in one file: [llms-full.txt](llms-full.txt).\n"]
+            else:
+                index.append(f"- [{title}]({page}): {first}")
+    (SITE / "llms.txt").write_text("\n".join(index) + "\n", encoding="utf-8")
+    (SITE / "llms-full.txt").write_text("\n".join(whole), encoding="utf-8")
+
+
+def main() -> int:
+    """Build the site; 0 if all is there: the pages in the navigation, the links, the names in the reference."""
+    stage()
+    unlisted = {page for page in sources().values() if page.suffix == ".md"}
+    unlisted -= {page for _, pages in navigation() for page in pages}
+    if unlisted:
+        print(f"pages that `nav` in mkdocs.yml lacks: {', '.join(sorted(map(str, unlisted)))}", file=sys.stderr)
+        return 1
+    shutil.rmtree(SITE, ignore_errors=True)
+    built = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT, check=False
+    ).returncode
+    if built:
+        return built
+    lost = undocumented()
+    if lost:
+        print(f"names without an entry in docs/reference: {', '.join(lost)}", file=sys.stderr)
+        return 1
+    add_texts()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

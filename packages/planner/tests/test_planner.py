@@ -341,13 +341,14 @@ def test_the_script_compiles_and_names_what_exists():
 def test_the_command_line(tmp_path, capsys):
     path = tmp_path / "job.json"
     path.write_text(json.dumps(JOB))
-    files = ["--svg", str(tmp_path / "t.svg"), "--code", str(tmp_path / "train.py")]
+    files = ["--svg", str(tmp_path / "t.svg"), "--html", str(tmp_path / "t.html"), "--code", str(tmp_path / "train.py")]
     assert main(["plan", str(path), "--gpus", "2", "--explain", "--dry-run", *files]) == 0
     printed = capsys.readouterr().out
     assert "activations" in printed
     assert "no other is faster" in printed
     assert "communicators of a rank: at most" in printed
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert (tmp_path / "t.html").read_text().startswith("<!DOCTYPE html>")
     assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 2
     assert main(["plan", str(path), "--gpus", "2", "--json", "--search", "0.01", "--dry-run"]) == 0
@@ -470,12 +471,14 @@ def test_a_recording_without_backwards_predicts_no_training_step():
 def test_the_command_line_of_what_if(tmp_path, capsys):
     path = tmp_path / "run.json"
     path.write_text(recording_to_json(recorded(lower(one_f_one_b(2, 4)), Costs(F=1.0, I=1.0, W=1.0))))
-    svg = tmp_path / "other.svg"
-    assert main(["what-if", str(path), "--schedule", "zero_bubble_v", "--pp", "4", "--svg", str(svg)]) == 0
+    svg, page = tmp_path / "other.svg", tmp_path / "both.html"
+    files = ["--svg", str(svg), "--html", str(page)]
+    assert main(["what-if", str(path), "--schedule", "zero_bubble_v", "--pp", "4", *files]) == 0
     printed = capsys.readouterr().out
     assert "recorded, simulated" in printed
     assert "predicted" in printed
     assert svg.read_text().startswith("<svg")
+    assert "4 positions, 4 microbatches; 2 positions, 4 microbatches, measured" in page.read_text()
     for wrong in (
         ["--schedule", "none"],
         ["--schedule", "1f1b", "--pp", "0"],

@@ -22,7 +22,16 @@ from pipegrid.planner.report import explanation, refinement, results_table, summ
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import plan
 from pipegrid.planner.what_if import what_if
-from pipegrid.schedules import CostsError, PlanError, TimelineError, lower, recording_from_json, timeline, write_svg
+from pipegrid.schedules import (
+    CostsError,
+    PlanError,
+    TimelineError,
+    lower,
+    recording_from_json,
+    timeline,
+    write_html,
+    write_svg,
+)
 
 USAGE = 2
 NO_FIT = 1
@@ -45,9 +54,11 @@ def plan_file(arguments: argparse.Namespace) -> int:
             print(refinement(chosen, winner))
         if arguments.dry_run:
             print(dry_run(chosen))
+    title = f"{winner.schedule}, {winner.arrangement}, {winner.plan.num_microbatches} microbatches"
     if arguments.svg:
-        title = f"{winner.schedule}, {winner.arrangement}, {winner.plan.num_microbatches} microbatches"
         write_svg(timeline(winner.simulation, unit="s", title=title), arguments.svg)
+    if arguments.html:
+        write_html(timeline(winner.simulation, unit="s", title=title), arguments.html)
     if arguments.plan:
         arguments.plan.write_text(str(lower(winner.plan, collectives=winner.shape.collectives)), encoding="utf-8")
     if arguments.code:
@@ -57,8 +68,9 @@ def plan_file(arguments: argparse.Namespace) -> int:
 
 def what_if_file(arguments: argparse.Namespace) -> int:
     """Predict a step of another plan, and print it beside the recorded one."""
+    recording = recording_from_json(arguments.recording.read_text(encoding="utf-8"))
     found = what_if(
-        recording_from_json(arguments.recording.read_text(encoding="utf-8")),
+        recording,
         schedule=arguments.schedule,
         pp=arguments.pp,
         chunks=arguments.chunks,
@@ -68,6 +80,8 @@ def what_if_file(arguments: argparse.Namespace) -> int:
     print(what_if_table(found), end="")
     if arguments.svg:
         write_svg(timeline(found.other, unit="s"), arguments.svg)
+    if arguments.html:
+        write_html([timeline(found.other, unit="s"), timeline(recording)], arguments.html)
     return 0
 
 
@@ -101,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
         "--choice", type=int, default=1, metavar="N", help="which of the table the other options take (default 1)"
     )
     search.add_argument("--svg", type=Path, help="write the choice's timeline")
+    search.add_argument("--html", type=Path, help="write it as a page: zoom, hover, follow a microbatch")
     search.add_argument(
         "--search",
         type=float,
@@ -118,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     other.add_argument("--microbatches", type=int, help="of the same batch; by default as recorded")
     other.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
     other.add_argument("--svg", type=Path, help="write its timeline")
+    other.add_argument("--html", type=Path, help="write a page with its timeline and the recorded one")
     other.set_defaults(run=what_if_file)
     layers = commands.add_parser("layers", help="costs of a recorded run's layers, for a job file")
     layers.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipegrid.schedules.simulate.recording import TimelineError
-from pipegrid.schedules.timeline.timeline import (
-    COLOURS,
-    OTHER,
-    Span,
-    Timeline,
-    as_panels,
-    ink_on,
-    summary,
-    tint,
-)
+from pipegrid.schedules.timeline.kinds import COLOURS, OTHER, ink_on, tint
+from pipegrid.schedules.timeline.timeline import Span, Timeline, as_panels, summary
 from pipegrid.topology.fields import Count, checked_arguments
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}

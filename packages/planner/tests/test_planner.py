@@ -282,7 +282,7 @@ def test_a_job_is_read():
         (
             ("modules", 1, "layers", 0, "flop"),
             1,
-            r"modules\[1\].layers\[0\]: unknown keys \['flop'\]; the keys are kind",
+            r"modules\[1\].layers\[0\]: unknown keys \['flop'\] .did you mean 'flops'.*; the keys are kind",
         ),
         (("modules", 0, "layers", 0, "flops"), None, r"modules\[0\].layers\[0\]: .* neither of flops and seconds"),
         (("modules", 0, "layers", 0, "count"), 0, r"modules\[0\].layers\[0\]: Layers.count is 0; .* at least 1"),
@@ -301,7 +301,7 @@ def test_a_job_is_read():
         (
             ("training",),
             {"schedules": ["seq1f1b"]},
-            r"schedules\[0\] is 'seq1f1b'; it must be a schedule of whole microbatches",
+            r"schedules\[0\] is 'seq1f1b'.*; it must be a schedule of whole microbatches",
         ),
         (("training",), {"schedules": []}, r"training: training.schedules is empty; name at least one"),
         (("training",), {"chunks": []}, r"training: training.chunks is empty; name at least one"),
@@ -466,6 +466,32 @@ def test_a_recording_without_backwards_predicts_no_training_step():
     found = what_if(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), schedule="zero_bubble_h1")
     assert found.other.plan.forward_only == (0,)
     assert layer_costs(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), "t", module="images")[0].seconds.I == 0.0
+
+
+def test_a_job_is_drawn_with_all_its_modules(tmp_path, capsys):
+    job = str(Path(__file__).parents[3] / "docs/examples/jobs/vlm.toml")
+    files = ["--svg", str(tmp_path / "job.svg"), "--html", str(tmp_path / "job.html")]
+    assert main(["show", job, "--gpus", "64", "--schedule", "zero-bubble-v", *files]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("vision: ")
+    assert "\nlanguage: Et" in shown
+    assert "\nzero_bubble_v, tp=" in shown
+    rows = [line for line in shown.splitlines() if "|" in line and "(position" in line]
+    assert {line.split(".")[0].split()[0] for line in rows} == {"vision", "language"}
+    assert "vision" in (tmp_path / "job.svg").read_text()
+    assert "zero_bubble_v, tp=" in (tmp_path / "job.html").read_text()
+    assert main(["show", job, "--gpus", "64", "--schedule", "zbv8"]) == 2
+    assert "there is no schedule 'zbv8'" in capsys.readouterr().err
+    assert main(["show", job, "--gpus", "64", "--choice", "11"]) == 2
+    assert "--choice 11: the table has the choices 1 to 10" in capsys.readouterr().err
+    small = tmp_path / "job.json"
+    small.write_text(json.dumps(JOB))
+    assert main(["show", str(small), "--gpus", "1", "--schedule", "zero_bubble_h1"]) == 2
+    assert "allow 'b' only pp above 1" in capsys.readouterr().err
+    misspelled = tmp_path / "wrong.json"
+    misspelled.write_text(json.dumps(JOB | {"training": {"schedules": ["zero_buble_v"]}}))
+    assert main(["show", str(misspelled), "--gpus", "2"]) == 2
+    assert "(did you mean 'zero_bubble_v'?)" in capsys.readouterr().err
 
 
 def test_the_command_line_of_what_if(tmp_path, capsys):

@@ -149,7 +149,7 @@ def test_compare_cuts_the_same_model_for_every_schedule():
 
 
 def test_compare_refuses_unknown_names():
-    with pytest.raises(PlanError, match=r"there is no schedule 'gpip' to compare; choose from gpipe, 1f1b"):
+    with pytest.raises(PlanError, match=r"there is no schedule 'gpip' to compare \(did you mean 'gpipe'\?\); choose from gpipe, 1f1b"):
         compare(2, 4, names=["gpip"])
 
 
@@ -158,8 +158,9 @@ def test_compare_refuses_unknown_names():
     [
         (
             ["show", "gpip", "--pp", "2", "--microbatches", "2"],
-            "there is no schedule 'gpip'; the schedules are gpipe",
+            "there is no schedule 'gpip' (did you mean 'gpipe'?); the schedules are gpipe",
         ),
+        (["show", "job.toml"], "job.toml is a job, not a plan; draw it with: python -m pipegrid.planner show job.toml"),
         (["show", "no-such.txt"], "No such file or directory: 'no-such.txt'"),
         (["show", "TABLE", "--pp", "4"], "--pp is for a schedule by name"),
         (["show", "gpipe", "--time-limit", "4"], "--time-limit is for search; gpipe does not use it"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,8 +25,8 @@ from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_ta
 from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simulate
 from pipegrid.schedules.timeline import (
     Timeline,
-    ascii_timeline,
     order_timeline,
+    terminal_timeline,
     timeline,
     write_html,
     write_perfetto,
@@ -52,6 +51,8 @@ def read_file(path: Path) -> str:
 
 def read_plan(path: Path) -> Plan:
     """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
+    if path.suffix.lower() == ".toml":
+        raise PlanError(f"{path} is a job, not a plan; draw it with: python -m pipegrid.planner show {path} --gpus N")
     text = read_file(path)
     return {".csv": from_csv, ".json": from_json}.get(path.suffix.lower(), from_text)(text)
 
@@ -151,9 +152,7 @@ def show(arguments: argparse.Namespace) -> int:
         write_perfetto(drawn, arguments.perfetto)
     if arguments.plan:
         write_plan(plan, arguments.plan)
-    columns = shutil.get_terminal_size((160, 24)).columns
-    names = max(len(row) for row in drawn.rows) + max(len(note) for note in drawn.notes) + 5
-    print(ascii_timeline(drawn, width=max(20, columns - names), colour=sys.stdout.isatty()), end="")
+    print(terminal_timeline(drawn), end="")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Planned, simulated and measured timelines, as SVG, HTML, text and Perfetto traces."""
 
-from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.ascii import ascii_timeline, terminal_timeline
 from pipegrid.schedules.timeline.html import html, write_html
 from pipegrid.schedules.timeline.of_orders import order_timeline
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
@@ -42,6 +42,7 @@ __all__ = [
     "scaled",
     "summary",
     "svg",
+    "terminal_timeline",
     "time_text",
     "timeline",
     "write_html",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 
 from pipegrid.schedules.simulate.recording import TimelineError
@@ -95,3 +97,10 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WI
     """
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"
+
+
+def terminal_timeline(timeline: Timeline) -> str:
+    """`ascii_timeline` as wide as the terminal, in colour where standard output is one."""
+    columns = shutil.get_terminal_size((WIDTH, 24)).columns
+    beside = max(map(len, timeline.rows), default=0) + max(map(len, timeline.notes), default=0) + 5
+    return ascii_timeline(timeline, width=max(20, columns - beside), colour=sys.stdout.isatty())

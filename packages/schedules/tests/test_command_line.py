@@ -149,7 +149,9 @@ def test_compare_cuts_the_same_model_for_every_schedule():
 
 
 def test_compare_refuses_unknown_names():
-    with pytest.raises(PlanError, match=r"there is no schedule 'gpip' to compare \(did you mean 'gpipe'\?\); choose from gpipe, 1f1b"):
+    with pytest.raises(
+        PlanError, match=r"there is no schedule 'gpip' to compare .did you mean 'gpipe'.*; choose from gpipe"
+    ):
         compare(2, 4, names=["gpip"])
 
 

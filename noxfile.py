@@ -7,6 +7,7 @@ the packages themselves as wheels that refer to their sources.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -236,7 +237,8 @@ def example(session: nox.Session) -> None:
     script = ROOT / "docs" / "examples" / name / "run.py"
     if not script.is_file():
         known = sorted(path.parent.name for path in ROOT.glob("docs/examples/*/run.py"))
-        session.error(f"there is no example {name!r}; give one of {known} after --")
+        near = "".join(f" (did you mean {one!r}?)" for one in difflib.get_close_matches(name, known, n=1))
+        session.error(f"there is no example {name!r}{near}; give one of {known} after --")
     session.run("python", str(script), *options)
 
 

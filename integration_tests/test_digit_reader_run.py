@@ -46,7 +46,7 @@ def command(*arguments):
         (["--placement", "colocated", "--images", "dp=2"], "images has 2 ranks, language 4; use --images dp=4"),
         (["--batch", "60"], "56 or 64 would do"),
         (["--language", "layout=Ett|ttX"], "found 'X'"),
-        (["--schedule", "best"], "invalid choice: 'best'"),
+        (["--schedule", "best"], "there is no 'best'; choose from gpipe"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):

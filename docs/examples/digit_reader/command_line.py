@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from digit_reader.fitting import require_fitting
 from digit_reader.modules import DECODERS, DEFAULTS, DIMS, ENCODERS, IMAGES, LANGUAGE, PLACEMENTS, SIGNAL
 from digit_reader.options import BACKENDS, SCHEDULE_NAMES, Options, OptionsError, num_stages
 from pipegrid.layout import even
+from pipegrid.topology.fields import nearest
 
 _FIELD = re.compile(r"""\s*([a-z]+)\s*=\s*("[^"]*"|'[^']*'|[^,"']*)\s*(?:,|$)""")
 
@@ -71,6 +72,20 @@ class _Parser(argparse.ArgumentParser):
         raise OptionsError(message)
 
 
+def _one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """The type of an option that takes one of ``names``; its error suggests the nearest."""
+    known = tuple(names)
+
+    def convert(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(
+                f"there is no {text!r}{nearest(text, known)}; choose from {', '.join(known)}"
+            )
+        return text
+
+    return convert
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="train.py", description=__doc__)
     placements = "; ".join(f"{name}: {text}" for name, text in PLACEMENTS.items())
@@ -83,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
         help='grid and layout of the language model: tp, dp, pp=2, vpp=1, layout="Ett|ttL"; dp fills the processes',
     )
     add("--graph", help="which module feeds which (default: every encoder the language model)")
-    add("--placement", default="separate", choices=tuple(PLACEMENTS), help=placements)
+    add("--placement", default="separate", type=_one_of(PLACEMENTS), help=placements)
     add(
         "--schedule",
         default="1f1b",
-        choices=SCHEDULE_NAMES,
-        help="order of forwards and backwards (default: %(default)s)",
+        type=_one_of(SCHEDULE_NAMES),
+        help=f"order of forwards and backwards: {', '.join(SCHEDULE_NAMES)} (default: %(default)s)",
     )
     add("--processes", type=int, default=4, help="processes to start; torchrun: its own number (default: %(default)s)")
     add("--microbatches", type=int, default=4, help="microbatches per step (default: %(default)s)")
@@ -97,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of parameters and of the order of samples (default: %(default)s)")
     add("--dtype", default="float32", choices=("float32", "float64"), help="of parameters (default: %(default)s)")
     add("--deadline", type=float, default=60.0, help="seconds that a rank may stand still (default: %(default)s)")
-    add("--backend", choices=BACKENDS, help="of the processes (default: NCCL with a GPU for each, else gloo)")
+    add("--backend", type=_one_of(BACKENDS), help="of the processes (default: NCCL with a GPU for each, else gloo)")
     add("--check", action="store_true", help="compare the first step's gradients with one process, then stop")
     add("--checkpoint-every", type=int, default=0, metavar="N", help="save every N steps (default: nothing is saved)")
     add("--checkpoints", type=Path, metavar="DIR", help="directory of the checkpoints (default: checkpoints in --out)")

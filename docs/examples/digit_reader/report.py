@@ -25,6 +25,7 @@ from pipegrid.schedules import (
     recording_to_json,
     simulate,
     timeline,
+    write_html,
     write_perfetto,
     write_svg,
 )
@@ -95,8 +96,8 @@ class Metrics:
 def write_timelines(job: Job) -> list[str]:
     """Draw the last step as it was measured and, above it, as planned with the measured costs.
 
-    Every rank calls it; the last one writes ``timeline.svg``, ``timeline.json`` and ``recording.json`` (for
-    `planner what-if`), and returns their names.
+    Every rank calls it; the last one writes ``timeline.svg``, ``timeline.html``, ``timeline.json`` and
+    ``recording.json`` (for `planner what-if`), and returns their names.
     """
     track = job.recorder.track(job.plan, rank=dist.get_rank(), position=position_of(job.plan, job.stages))
     tracks = [track] * dist.get_world_size()
@@ -109,9 +110,10 @@ def write_timelines(job: Job) -> list[str]:
     measured = timeline(recording, title="measured, last step")
     job.options.out.mkdir(parents=True, exist_ok=True)
     write_svg([planned, measured], job.options.out / "timeline.svg")
+    write_html([planned, measured], job.options.out / "timeline.html")
     write_perfetto([planned, measured], job.options.out / "timeline.json")
     (job.options.out / "recording.json").write_text(recording_to_json(recording), encoding="utf-8")
-    return ["timeline.svg", "timeline.json", "recording.json"]
+    return ["timeline.svg", "timeline.html", "timeline.json", "recording.json"]
 
 
 def read_aloud(job: Job, unseen: Samples) -> Tensor:

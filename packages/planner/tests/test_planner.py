@@ -282,7 +282,7 @@ def test_a_job_is_read():
         (
             ("modules", 1, "layers", 0, "flop"),
             1,
-            r"modules\[1\].layers\[0\]: unknown keys \['flop'\]; the keys are kind",
+            r"modules\[1\].layers\[0\]: unknown keys \['flop'\] .did you mean 'flops'.*; the keys are kind",
         ),
         (("modules", 0, "layers", 0, "flops"), None, r"modules\[0\].layers\[0\]: .* neither of flops and seconds"),
         (("modules", 0, "layers", 0, "count"), 0, r"modules\[0\].layers\[0\]: Layers.count is 0; .* at least 1"),
@@ -301,7 +301,7 @@ def test_a_job_is_read():
         (
             ("training",),
             {"schedules": ["seq1f1b"]},
-            r"schedules\[0\] is 'seq1f1b'; it must be a schedule of whole microbatches",
+            r"schedules\[0\] is 'seq1f1b'.*; it must be a schedule of whole microbatches",
         ),
         (("training",), {"schedules": []}, r"training: training.schedules is empty; name at least one"),
         (("training",), {"chunks": []}, r"training: training.chunks is empty; name at least one"),
@@ -341,13 +341,14 @@ def test_the_script_compiles_and_names_what_exists():
 def test_the_command_line(tmp_path, capsys):
     path = tmp_path / "job.json"
     path.write_text(json.dumps(JOB))
-    files = ["--svg", str(tmp_path / "t.svg"), "--code", str(tmp_path / "train.py")]
+    files = ["--svg", str(tmp_path / "t.svg"), "--html", str(tmp_path / "t.html"), "--code", str(tmp_path / "train.py")]
     assert main(["plan", str(path), "--gpus", "2", "--explain", "--dry-run", *files]) == 0
     printed = capsys.readouterr().out
     assert "activations" in printed
     assert "no other is faster" in printed
     assert "communicators of a rank: at most" in printed
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert (tmp_path / "t.html").read_text().startswith("<!DOCTYPE html>")
     assert main(["plan", str(path), "--gpus", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 2
     assert main(["plan", str(path), "--gpus", "2", "--json", "--search", "0.01", "--dry-run"]) == 0
@@ -471,15 +472,43 @@ def test_a_recording_without_backwards_predicts_no_training_step():
     assert layer_costs(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), "t", module="images")[0].seconds.I == 0.0
 
 
+def test_a_job_is_drawn_with_all_its_modules(tmp_path, capsys):
+    job = str(Path(__file__).parents[3] / "docs/examples/jobs/vlm.toml")
+    files = ["--svg", str(tmp_path / "job.svg"), "--html", str(tmp_path / "job.html")]
+    assert main(["show", job, "--gpus", "64", "--schedule", "zero-bubble-v", *files]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("vision: ")
+    assert "\nlanguage: Et" in shown
+    assert "\nzero_bubble_v, tp=" in shown
+    rows = [line for line in shown.splitlines() if "|" in line and "(position" in line]
+    assert {line.split(".")[0].split()[0] for line in rows} == {"vision", "language"}
+    assert "vision" in (tmp_path / "job.svg").read_text()
+    assert "zero_bubble_v, tp=" in (tmp_path / "job.html").read_text()
+    assert main(["show", job, "--gpus", "64", "--schedule", "zbv8"]) == 2
+    assert "there is no schedule 'zbv8'" in capsys.readouterr().err
+    assert main(["show", job, "--gpus", "64", "--choice", "11"]) == 2
+    assert "--choice 11: the table has the choices 1 to 10" in capsys.readouterr().err
+    small = tmp_path / "job.json"
+    small.write_text(json.dumps(JOB))
+    assert main(["show", str(small), "--gpus", "1", "--schedule", "zero_bubble_h1"]) == 2
+    assert "allow 'b' only pp above 1" in capsys.readouterr().err
+    misspelled = tmp_path / "wrong.json"
+    misspelled.write_text(json.dumps(JOB | {"training": {"schedules": ["zero_buble_v"]}}))
+    assert main(["show", str(misspelled), "--gpus", "2"]) == 2
+    assert "(did you mean 'zero_bubble_v'?)" in capsys.readouterr().err
+
+
 def test_the_command_line_of_what_if(tmp_path, capsys):
     path = tmp_path / "run.json"
     path.write_text(recording_to_json(recorded(lower(one_f_one_b(2, 4)), Costs(F=1.0, I=1.0, W=1.0))))
-    svg = tmp_path / "other.svg"
-    assert main(["what-if", str(path), "--schedule", "zero_bubble_v", "--pp", "4", "--svg", str(svg)]) == 0
+    svg, page = tmp_path / "other.svg", tmp_path / "both.html"
+    files = ["--svg", str(svg), "--html", str(page)]
+    assert main(["what-if", str(path), "--schedule", "zero_bubble_v", "--pp", "4", *files]) == 0
     printed = capsys.readouterr().out
     assert "recorded, simulated" in printed
     assert "predicted" in printed
     assert svg.read_text().startswith("<svg")
+    assert "4 positions, 4 microbatches; 2 positions, 4 microbatches, measured" in page.read_text()
     for wrong in (
         ["--schedule", "none"],
         ["--schedule", "1f1b", "--pp", "0"],

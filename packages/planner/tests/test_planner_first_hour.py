@@ -97,7 +97,7 @@ MISTAKES = {
     ),
     "a schedule that is none": (
         lambda: Training(schedules=["1f2b"]),
-        "schedules\\[0\\] is '1f2b'; it must be a",
+        "schedules\\[0\\] is '1f2b' .did you mean '1f1b'.*; it must be a",
     ),
     "no batch": (lambda: job(global_batch=0), "Job.global_batch is 0; it must be an integer of at least 1"),
 }

@@ -31,14 +31,16 @@ LONG = ', "modules": [["m", 1]], "placement": [[0]], "positions": [["0F0"]]}'
 
 
 def test_show_draws_in_every_form(tmp_path, capsys):
-    files = {name: tmp_path / f"out.{name}" for name in ("svg", "json", "csv")}
-    options = ["--svg", str(files["svg"]), "--perfetto", str(files["json"]), "--plan", str(files["csv"])]
+    files = {name: tmp_path / f"out.{name}" for name in ("svg", "html", "json", "csv")}
+    options = ["--svg", str(files["svg"]), "--html", str(files["html"]), "--perfetto", str(files["json"])]
+    options += ["--plan", str(files["csv"])]
     assert main(["show", "1f1b", "--pp", "4", "--microbatches", "8", *options]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "1f1b: 4 positions, 8 microbatches"
     assert shown[1] == "makespan 33 · bubble 27.3% · peak live microbatches 4"
     assert sum("|" in line for line in shown) == 4
     ET.parse(files["svg"])
+    assert "<title>1f1b: 4 positions, 8 microbatches</title>" in files["html"].read_text()
     assert json.loads(files["json"].read_text())["traceEvents"]
     assert verify(from_csv(files["csv"].read_text())).num_microbatches == 8
 
@@ -147,7 +149,9 @@ def test_compare_cuts_the_same_model_for_every_schedule():
 
 
 def test_compare_refuses_unknown_names():
-    with pytest.raises(PlanError, match=r"there is no schedule 'gpip' to compare; choose from gpipe, 1f1b"):
+    with pytest.raises(
+        PlanError, match=r"there is no schedule 'gpip' to compare .did you mean 'gpipe'.*; choose from gpipe"
+    ):
         compare(2, 4, names=["gpip"])
 
 
@@ -156,8 +160,9 @@ def test_compare_refuses_unknown_names():
     [
         (
             ["show", "gpip", "--pp", "2", "--microbatches", "2"],
-            "there is no schedule 'gpip'; the schedules are gpipe",
+            "there is no schedule 'gpip' (did you mean 'gpipe'?); the schedules are gpipe",
         ),
+        (["show", "job.toml"], "job.toml is a job, not a plan; draw it with: python -m pipegrid.planner show job.toml"),
         (["show", "no-such.txt"], "No such file or directory: 'no-such.txt'"),
         (["show", "TABLE", "--pp", "4"], "--pp is for a schedule by name"),
         (["show", "gpipe", "--time-limit", "4"], "--time-limit is for search; gpipe does not use it"),
@@ -233,10 +238,12 @@ def test_verify_prints_the_fewest_communicators(tmp_path, capsys):
 
 
 def test_verify_draws_what_it_plays(tmp_path, capsys):
-    plan, picture = tmp_path / "plan.txt", tmp_path / "plan.svg"
+    plan, picture, page = (tmp_path / f"plan.{end}" for end in ("txt", "svg", "html"))
     plan.write_text(str(lower(one_f_one_b(2, 2))))
     assert main(["verify", str(plan), "--svg", str(picture)]) == 0  # of every model, as no order is given
     assert picture.read_text().count("plan under ") >= 6
+    assert main(["verify", str(plan), "--html", str(page)]) == 0
+    assert "plan under nccl" in page.read_text()
     capsys.readouterr()
     crossed = tmp_path / "crossed.json"
     sends, receives = [{"send": name, "to": 1} for name in "xy"], [{"receive": name, "from": 0} for name in "yx"]

@@ -54,7 +54,7 @@ MISTAKES = {
         lambda: interleaved_1f1b(2, 4, num_chunks=2, num_stages=5),
         "num_stages is 5; 2 chunks on 2 positions are 3..4",
     ),
-    "a schedule that is none": (PlanError, lambda: find_schedule("1f2b"), "there is no schedule '1f2b'; the schedules"),
+    "a schedule that is none": (PlanError, lambda: find_schedule("1f2b"), "no schedule '1f2b' .did you mean '1f1b'"),
     "stages of a V": (
         PlanError,
         lambda: find_schedule("zero_bubble_v").plan(2, 4, num_stages=3),

@@ -20,6 +20,7 @@ from pipegrid.topology.fields import (
     checked_arguments,
     checked_fields,
     integer,
+    nearest,
 )
 
 
@@ -89,6 +90,26 @@ def test_a_count_is_an_int_of_at_least_one_or_an_error(value: object) -> None:
         assert not valid
     else:
         assert valid
+
+
+NAMES = ("gpipe", "1f1b", "interleaved_zero_bubble", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "v_min")
+
+
+@given(st.sampled_from(NAMES), st.integers(0, 30), st.sampled_from(["drop", "double", "upper"]))
+def test_a_name_with_a_slip_is_suggested(name, at, slip):
+    at %= len(name)
+    wrong = {"drop": name[:at] + name[at + 1 :], "double": name[: at + 1] + name[at:], "upper": name.upper()}[slip]
+    if wrong not in NAMES and not wrong.startswith("zero_bubble_"):
+        assert nearest(wrong, NAMES) == f" (did you mean {name!r}?)"
+
+
+def test_abbreviations_are_suggested_and_other_words_are_not():
+    assert nearest("zbv", NAMES) == nearest("ZB-V", NAMES) == " (did you mean 'zero_bubble_v'?)"
+    assert nearest("zb-h1", NAMES) == " (did you mean 'zero_bubble_h1'?)"
+    assert nearest("izb", NAMES) == " (did you mean 'interleaved_zero_bubble'?)"
+    assert nearest("something", NAMES) == nearest(3, NAMES) == nearest("", NAMES) == nearest("x", ()) == ""
+    with pytest.raises(JobError, match=r"^lanes is 'seperate' \(did you mean 'separate'\?\); it must be"):
+        launch(stages=1, lanes="seperate")
 
 
 @checked_arguments(JobError)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipegrid.schedules import PlanError
 from pipegrid.schedules.orders import prove_order
 from pipegrid.schedules.timeline import order_timeline
-from pipegrid.schedules.timeline.timeline import BEHIND, STUCK
+from pipegrid.schedules.timeline.kinds import BEHIND, STUCK
 
 from ..orders.test_prove_order import MODELS, random_orders
 

@@ -23,10 +23,10 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.kinds import COLOURS, tint
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.timeline.svg import svg, write_svg
 from pipegrid.schedules.timeline.timeline import (
-    COLOURS,
     Counter,
     Flow,
     Span,
@@ -36,7 +36,6 @@ from pipegrid.schedules.timeline.timeline import (
     scaled,
     summary,
     time_text,
-    tint,
 )
 from pipegrid.transport.edge import Edge
 

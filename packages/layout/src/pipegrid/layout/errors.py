@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 
 _WINDOW = 100  # characters of a text shown around the caret; a 100,000-character layout must not fill a log
 
@@ -51,6 +53,12 @@ class LayoutInfeasibleError(LayoutError):
     def __init__(self, message: str, *, stage: int | None = None, proven: bool = True) -> None:
         super().__init__(message, stage=stage)
         self.proven = proven
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name: `` (did you mean 'decoder'?)``; empty where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def caret(text: str, column: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import string
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from types import MappingProxyType
 
 import attrs
 
-from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.errors import LayoutError, nearest
 
 
 class LayerType(enum.StrEnum):
@@ -95,8 +94,8 @@ class LayoutGrammar:
                 return LayerType[name]
             if name in self._letter:
                 return name
-        near = [f" (did you mean '{one!s}'?)" for one in difflib.get_close_matches(str(name), self._letter, n=1)]
-        raise LayoutError(f"{where}{name!r} is not a kind of layer{''.join(near)}; the grammar has {self.describe()}")
+        near = nearest(str(name), map(str, self._letter))
+        raise LayoutError(f"{where}{name!r} is not a kind of layer{near}; the grammar has {self.describe()}")
 
     def describe(self) -> str:
         """The letters with their kinds, for error texts."""

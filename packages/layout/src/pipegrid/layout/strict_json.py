@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from attrs import fields, has
 
+from pipegrid.layout.errors import nearest
+
 if TYPE_CHECKING:
     from cattrs import BaseValidationError
 
@@ -86,8 +88,9 @@ def _fault_text(error: BaseException, kind: Any) -> str:
     if isinstance(error, KeyError):
         return f"the key {error} is missing"
     if isinstance(error, ForbiddenExtraKeysError):
-        known = ", ".join(attribute.name for attribute in fields(error.cl))
-        return f"unknown keys {sorted(error.extra_fields)}; the keys are {known}"
+        known = [attribute.name for attribute in fields(error.cl)]
+        extra = sorted(error.extra_fields)
+        return f"unknown keys {extra}{nearest(extra[0], known)}; the keys are {', '.join(known)}"
     if get_origin(kind) in (Union, UnionType):
         kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Annotated:

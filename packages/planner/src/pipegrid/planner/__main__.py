@@ -1,5 +1,6 @@
 """Plan a job: ``python -m pipegrid.planner plan job.toml --gpus 64 --memory 80GB``.
 
+Draw a job, all modules in one picture: ``... show job.toml --gpus 64 --schedule zero_bubble_v --html job.html``.
 Predict another schedule or cut of a recorded run: ``... what-if run.json --schedule zero_bubble_v --pp 8``. Costs of
 its layers, for a job file: ``... layers run.json --layout "Et*3|t*4L"``. Which recovery from failures pays, and how
 often a checkpoint: ``... goodput job.toml --nodes 8 --mtbf 12h --restart 10m --checkpoint 30s --policy all``.
@@ -15,7 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from pipegrid.layout import LayoutError
+from pipegrid.planner.choice import Choice
 from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.goodput import (
@@ -38,18 +42,70 @@ from pipegrid.planner.report import explanation, refinement, results_table, summ
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import plan
 from pipegrid.planner.what_if import what_if
-from pipegrid.schedules import CostsError, PlanError, TimelineError, lower, recording_from_json, timeline, write_svg
+from pipegrid.schedules import (
+    CostsError,
+    PlanError,
+    Timeline,
+    TimelineError,
+    find_schedule,
+    lower,
+    recording_from_json,
+    timeline,
+    write_html,
+    write_svg,
+)
+from pipegrid.schedules.timeline import terminal_timeline
 
 USAGE = 2
 NO_FIT = 1
 
 
+def choice_of(choices: Sequence[Choice], number: int) -> Choice:
+    """The choice in row ``number`` of the table, from 1."""
+    if not 1 <= number <= len(choices):
+        raise JobError(f"--choice {number}: the table has the choices 1 to {len(choices)}")
+    return choices[number - 1]
+
+
+def picture(choice: Choice) -> Timeline:
+    """The timeline of a choice, under the name of what was chosen."""
+    title = f"{choice.schedule}, {choice.arrangement}, {choice.plan.num_microbatches} microbatches"
+    return timeline(choice.simulation, unit="s", title=title)
+
+
+def draw(drawn: Sequence[Timeline], arguments: argparse.Namespace) -> None:
+    """Write the pictures that are asked for."""
+    if arguments.svg:
+        write_svg(drawn, arguments.svg)
+    if arguments.html:
+        write_html(drawn, arguments.html)
+
+
+def show_file(arguments: argparse.Namespace) -> int:
+    """Draw the best choice of a job, or another of the table."""
+    job = read_job(arguments.job)
+    name = find_schedule(arguments.schedule).name if arguments.schedule else None
+    if name:
+        job = evolve(job, training=evolve(job.training, schedules=(name,)))
+    found = plan(job, gpus=arguments.gpus, memory=arguments.memory).choices
+    choices = [choice for choice in found if name in (None, choice.schedule)]
+    if not choices:
+        raise JobError(
+            f"--schedule {name}: the best choices have one stage; allow {job.graph.order[-1]!r} only pp above 1"
+        )
+    choice = choice_of(choices, arguments.choice)
+    drawn = picture(choice)
+    draw([drawn], arguments)
+    for module, layout in choice.layouts.items():
+        print(f"{module}: {layout}")
+    print(terminal_timeline(drawn), end="")
+    return 0
+
+
 def plan_file(arguments: argparse.Namespace) -> int:
     """Search, and print the best choices."""
     planned = plan(read_job(arguments.job), gpus=arguments.gpus, memory=arguments.memory, limit=arguments.limit)
-    if not 1 <= arguments.choice <= len(planned.choices):
-        raise JobError(f"--choice {arguments.choice}: the table has the choices 1 to {len(planned.choices)}")
-    chosen = winner = planned.choices[arguments.choice - 1]
+    chosen = winner = choice_of(planned.choices, arguments.choice)
     if arguments.search:
         winner = refined(winner, memory=planned.memory, effort=arguments.search)
     if arguments.json:
@@ -61,9 +117,7 @@ def plan_file(arguments: argparse.Namespace) -> int:
             print(refinement(chosen, winner))
         if arguments.dry_run:
             print(dry_run(chosen))
-    if arguments.svg:
-        title = f"{winner.schedule}, {winner.arrangement}, {winner.plan.num_microbatches} microbatches"
-        write_svg(timeline(winner.simulation, unit="s", title=title), arguments.svg)
+    draw([picture(winner)], arguments)
     if arguments.plan:
         arguments.plan.write_text(str(lower(winner.plan, collectives=winner.shape.collectives)), encoding="utf-8")
     if arguments.code:
@@ -73,8 +127,9 @@ def plan_file(arguments: argparse.Namespace) -> int:
 
 def what_if_file(arguments: argparse.Namespace) -> int:
     """Predict a step of another plan, and print it beside the recorded one."""
+    recording = recording_from_json(arguments.recording.read_text(encoding="utf-8"))
     found = what_if(
-        recording_from_json(arguments.recording.read_text(encoding="utf-8")),
+        recording,
         schedule=arguments.schedule,
         pp=arguments.pp,
         chunks=arguments.chunks,
@@ -84,6 +139,8 @@ def what_if_file(arguments: argparse.Namespace) -> int:
     print(what_if_table(found), end="")
     if arguments.svg:
         write_svg(timeline(found.other, unit="s"), arguments.svg)
+    if arguments.html:
+        write_html([timeline(found.other, unit="s"), timeline(recording)], arguments.html)
     return 0
 
 
@@ -157,7 +214,7 @@ def goodput_parser(commands: Any) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m pipegrid.planner", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="plan | what-if | layers | goodput")
+    commands = top.add_subparsers(required=True, metavar="plan | show | what-if | layers | goodput")
     search = commands.add_parser("plan", help="the best grids, layout, schedule and microbatch size of a job")
     search.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
     search.add_argument("--gpus", type=int, required=True, help="at most this many")
@@ -170,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
         "--choice", type=int, default=1, metavar="N", help="which of the table the other options take (default 1)"
     )
     search.add_argument("--svg", type=Path, help="write the choice's timeline")
+    search.add_argument("--html", type=Path, help="write it as a page: zoom, hover, follow a microbatch")
     search.add_argument(
         "--search",
         type=float,
@@ -179,6 +237,15 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--plan", type=Path, help="write that plan, or the choice's, with its communication")
     search.add_argument("--code", type=Path, help="write a training script with the choice's sizes, which runs")
     search.set_defaults(run=plan_file)
+    show = commands.add_parser("show", help="draw the best choice of a job, all modules in one picture")
+    show.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
+    show.add_argument("--gpus", type=int, required=True, help="at most this many")
+    show.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
+    show.add_argument("--schedule", help="the best choice with this schedule, such as zero_bubble_v")
+    show.add_argument("--choice", type=int, default=1, metavar="N", help="the N-th best of all (default 1)")
+    show.add_argument("--svg", type=Path, help="write a picture")
+    show.add_argument("--html", type=Path, help="write a page: zoom, hover, follow a microbatch")
+    show.set_defaults(run=show_file)
     other = commands.add_parser("what-if", help="the step time of a recorded run under another plan")
     other.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")
     other.add_argument("--schedule", required=True, help="its name, such as zero_bubble_v")
@@ -187,6 +254,7 @@ def parser() -> argparse.ArgumentParser:
     other.add_argument("--microbatches", type=int, help="of the same batch; by default as recorded")
     other.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
     other.add_argument("--svg", type=Path, help="write its timeline")
+    other.add_argument("--html", type=Path, help="write a page with its timeline and the recorded one")
     other.set_defaults(run=what_if_file)
     layers = commands.add_parser("layers", help="costs of a recorded run's layers, for a job file")
     layers.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")

@@ -51,7 +51,9 @@ def _schedule(name: Any) -> str:
     return _WHOLE[_WHOLE.index(name)]
 
 
-ScheduleName: TypeAlias = Annotated[str, Rule(_schedule, f"a schedule of whole microbatches: {', '.join(_WHOLE)}")]
+ScheduleName: TypeAlias = Annotated[
+    str, Rule(_schedule, f"a schedule of whole microbatches: {', '.join(_WHOLE)}", tuple(_WHOLE))
+]
 """The name of a schedule that the planner has costs for."""
 
 Kind: TypeAlias = Literal["embedding", "encoder", "decoder", "mtp", "loss"]

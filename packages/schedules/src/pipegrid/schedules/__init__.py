@@ -77,6 +77,7 @@ from pipegrid.schedules.timeline import (
     recording_from_json as recording_from_json,
     recording_to_json as recording_to_json,
     timeline,
+    write_html as write_html,
     write_perfetto as write_perfetto,
     write_svg as write_svg,
 )

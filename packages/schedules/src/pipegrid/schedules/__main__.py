@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,15 @@ from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
 from pipegrid.schedules.search import COMPARED, Progress, compare, comparison_table, greedy, search
 from pipegrid.schedules.simulate import Costs, CostsError, costs_from_json, simulate
-from pipegrid.schedules.timeline import Timeline, ascii_timeline, order_timeline, timeline, write_perfetto, write_svg
+from pipegrid.schedules.timeline import (
+    Timeline,
+    order_timeline,
+    terminal_timeline,
+    timeline,
+    write_html,
+    write_perfetto,
+    write_svg,
+)
 from pipegrid.schedules.verify import as_limit, verify
 from pipegrid.topology.fields import Count, checked
 from pipegrid.transport.order import ORDER_MODELS
@@ -44,6 +51,8 @@ def read_file(path: Path) -> str:
 
 def read_plan(path: Path) -> Plan:
     """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
+    if path.suffix.lower() == ".toml":
+        raise PlanError(f"{path} is a job, not a plan; draw it with: python -m pipegrid.planner show {path} --gpus N")
     text = read_file(path)
     return {".csv": from_csv, ".json": from_json}.get(path.suffix.lower(), from_text)(text)
 
@@ -137,13 +146,13 @@ def show(arguments: argparse.Namespace) -> int:
     drawn = timeline(drawn, title=f"{name}: {drawn.title}")
     if arguments.svg:
         write_svg(drawn, arguments.svg, arrows=arguments.arrows)
+    if arguments.html:
+        write_html(drawn, arguments.html, arrows=arguments.arrows)
     if arguments.perfetto:
         write_perfetto(drawn, arguments.perfetto)
     if arguments.plan:
         write_plan(plan, arguments.plan)
-    columns = shutil.get_terminal_size((160, 24)).columns
-    names = max(len(row) for row in drawn.rows) + max(len(note) for note in drawn.notes) + 5
-    print(ascii_timeline(drawn, width=max(20, columns - names), colour=sys.stdout.isatty()), end="")
+    print(terminal_timeline(drawn), end="")
     return 0
 
 
@@ -170,7 +179,8 @@ def verify_file(arguments: argparse.Namespace) -> int:
     lowered = plan if plan.has_communication else lower(plan)
     if arguments.communicators:
         print(fewest_communicators(lowered, *(arguments.order or ())))
-    return verify_orders(orders_of_plan(lowered), arguments) if arguments.order or arguments.svg else 0
+    pictures = arguments.svg or arguments.html
+    return verify_orders(orders_of_plan(lowered), arguments) if arguments.order or pictures else 0
 
 
 def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
@@ -186,10 +196,12 @@ def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
             failed = FAULTY
             print(error, file=sys.stderr)
             is_played = all(fault.rule == "cycle" for fault in error.faults)
-        if arguments.svg and is_played:
+        if (arguments.svg or arguments.html) and is_played:
             drawn.append(order_timeline(orders, name, title=f"{arguments.plan.stem} under {name}", **options))
-    if drawn:
+    if drawn and arguments.svg:
         write_svg(drawn, arguments.svg, arrows=True)
+    if drawn and arguments.html:
+        write_html(drawn, arguments.html, arrows=True)
     return failed
 
 
@@ -231,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
     draw.add_argument("--svg", type=Path, help="write a picture")
+    draw.add_argument("--html", type=Path, help="write a page: zoom, hover, follow a microbatch")
     draw.add_argument("--arrows", action="store_true", help="draw every message in the picture")
     draw.add_argument("--perfetto", type=Path, help="write a trace for ui.perfetto.dev")
     draw.add_argument("--plan", type=Path, help="write the plan (.csv, .json, otherwise text)")
@@ -254,6 +267,7 @@ def parser() -> argparse.ArgumentParser:
     )
     prove.add_argument("--drains", action="store_true", help="orders: any compute may wait for the whole device")
     prove.add_argument("--svg", type=Path, help="orders: a picture of each model, with the cycle where ranks get stuck")
+    prove.add_argument("--html", type=Path, help="orders: the same as a page")
     prove.add_argument(
         "--communicators",
         action="store_true",

@@ -7,12 +7,14 @@ A class opts in with `@attrs.frozen(field_transformer=checked_fields(SomeError))
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
 import operator
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
@@ -32,12 +34,29 @@ def shown(value: object) -> str:
     return text if value is None or isinstance(value, (bool, int, float, str)) else f"{text} ({type(value).__name__})"
 
 
+def nearest(name: object, known: Iterable[object]) -> str:
+    """The end of an error about a name: `` (did you mean 'zero_bubble_v'?)``; empty where no known name is near.
+
+    A name is near by its letters, or as an abbreviation: the first letters of words, with their digits (``zbv``).
+    """
+    names = {str(one).lower(): str(one) for one in known}
+    wanted = str(name).lower()
+    short = re.sub(r"[^a-z0-9]", "", wanted)
+    near = [one for one in names if "".join(re.findall(r"(?<![a-z])[a-z]|[0-9]", one)) == short]
+    near = near or difflib.get_close_matches(wanted, names, n=1)
+    return f" (did you mean {names[near[0]]!r}?)" if near else ""
+
+
 @attrs.frozen
 class Rule:
-    """What a value must be: `convert` returns it in its one form or raises ValueError; `text` completes an error."""
+    """What a value must be: `convert` returns it in its one form or raises ValueError; `text` completes an error.
+
+    ``choices``: the names that a value may be, for a suggestion.
+    """
 
     convert: Callable[[Any], Any]
     text: str
+    choices: tuple[str, ...] = ()
 
 
 def index_of(value: Any) -> int | None:
@@ -218,14 +237,14 @@ def _by_rules(rules: list[Rule]) -> Check | None:
         return None
     if len(rules) > 1:
         raise TypeError(f"an annotation takes one Rule, not {len(rules)}")
-    convert, text = rules[0].convert, rules[0].text
+    convert, text, choices = rules[0].convert, rules[0].text, rules[0].choices
 
     def check(value: Any, what: str, error: ErrorType) -> Any:
         try:
             return convert(value)
         except ValueError:
             pass
-        raise error(f"{what} is {shown(value)}; it must be {text}")
+        raise error(f"{what} is {shown(value)}{nearest(value, choices)}; it must be {text}")
 
     return check
 
@@ -236,7 +255,7 @@ def _by_choice(choices: tuple[Any, ...]) -> Check:
     def check(value: Any, what: str, error: ErrorType) -> Any:
         # Equal is not enough: 1 == True.
         if not any(type(value) is type(one) and value == one for one in choices):
-            raise error(f"{what} is {shown(value)}; it must be {text}")
+            raise error(f"{what} is {shown(value)}{nearest(value, choices)}; it must be {text}")
         return value
 
     return check

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.topology.fields import Count, Name, checked, shown
+from pipegrid.topology.fields import Count, Name, checked, nearest, shown
 from pipegrid.transport.edge import Edge
 
 
@@ -69,7 +69,10 @@ class ModuleGraph:
         for src, dst in self.edges:
             for name in (src, dst):
                 if name not in names:
-                    raise ModuleGraphError(f"edge {src!r} -> {dst!r} names the unknown module {name!r}; known: {names}")
+                    unknown = f"{name!r}{nearest(name, names)}"
+                    raise ModuleGraphError(
+                        f"edge {src!r} -> {dst!r} names the unknown module {unknown}; known: {names}"
+                    )
         self.order  # noqa: B018 -- computing the order raises for cycles
 
     @cached_property
@@ -100,7 +103,9 @@ class ModuleGraph:
             ModuleGraphError: there is no such module.
         """
         if module not in self._depths:
-            raise ModuleGraphError(f"there is no module {shown(module)}; the graph has {list(self._depths)}")
+            raise ModuleGraphError(
+                f"there is no module {shown(module)}{nearest(module, self._depths)}; the graph has {list(self._depths)}"
+            )
         return self._depths[module]
 
     @cached_property

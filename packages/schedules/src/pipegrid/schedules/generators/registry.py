@@ -16,7 +16,7 @@ from pipegrid.schedules.generators.u_shaped import u_shape
 from pipegrid.schedules.generators.v_shaped import dualpipe_v, zero_bubble_v
 from pipegrid.schedules.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from pipegrid.schedules.plan import Plan
-from pipegrid.topology.fields import Count, checked_arguments, shown
+from pipegrid.topology.fields import Count, checked_arguments, nearest, shown
 
 
 @frozen
@@ -117,5 +117,7 @@ def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:
-        raise PlanError(f"there is no schedule {shown(name)}; the schedules are {', '.join(SCHEDULES)}")
+        raise PlanError(
+            f"there is no schedule {shown(name)}{nearest(wanted, SCHEDULES)}; the schedules are {', '.join(SCHEDULES)}"
+        )
     return SCHEDULES["interleaved_1f1b" if wanted == "1f1b" and (num_chunks or 1) > 1 else wanted]

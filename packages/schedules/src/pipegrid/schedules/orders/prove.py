@@ -26,7 +26,7 @@ from pipegrid.schedules.orders.ends import (
 from pipegrid.schedules.orders.orders import Orders
 from pipegrid.schedules.orders.play import Wait, cycles, play
 from pipegrid.schedules.orders.programs import Track, tracks_of
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import nearest, shown
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
 
 
@@ -64,7 +64,8 @@ def model_named(order: OrderModel | str) -> OrderModel:
     if isinstance(order, OrderModel):
         return order
     if order not in ORDER_MODELS:
-        raise PlanError(f"order is {shown(order)}; it must be an OrderModel, or one of {', '.join(ORDER_MODELS)}")
+        near = nearest(order, ORDER_MODELS)
+        raise PlanError(f"order is {shown(order)}{near}; it must be an OrderModel, or one of {', '.join(ORDER_MODELS)}")
     return ORDER_MODELS[order]
 
 

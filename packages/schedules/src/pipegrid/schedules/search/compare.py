@@ -13,7 +13,7 @@ from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
 from pipegrid.schedules.timeline import amount, time_text
 from pipegrid.schedules.verify import as_limit
-from pipegrid.topology.fields import Count, Name, checked, checked_arguments
+from pipegrid.topology.fields import Count, Name, checked, checked_arguments, nearest
 from pipegrid.topology.job.tables import table, text_table
 
 
@@ -68,7 +68,10 @@ def compare(
     known = (*COMPARED, *(COMPARED_IN_SLICES if num_slices > 1 else ()))
     wanted: tuple[str, ...] = known if names is None else checked(names, tuple[Name, ...], "names", PlanError)
     if unknown := set(wanted).difference(known):
-        raise PlanError(f"there is no schedule {min(unknown)!r} to compare; choose from {', '.join(known)}")
+        name = min(unknown)
+        raise PlanError(
+            f"there is no schedule {name!r} to compare{nearest(name, known)}; choose from {', '.join(known)}"
+        )
     rows: list[Row] = []
     mismatch: OtherCutError | None = None
     for name in (name for name in known if name in wanted):

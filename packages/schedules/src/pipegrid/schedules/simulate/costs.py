@@ -22,6 +22,7 @@ from pipegrid.topology.fields import (
     checked_arguments,
     checked_fields,
     instance,
+    nearest,
     number,
     shown,
 )
@@ -55,7 +56,7 @@ def _rate(value: Any) -> float:
 
 
 def _one_of(names: tuple[str, ...]) -> Rule:
-    return Rule(lambda value: names[names.index(value)], f"one of {', '.join(names)}")
+    return Rule(lambda value: names[names.index(value)], f"one of {', '.join(names)}", names)
 
 
 def _per_stage(one: Rule) -> Rule:
@@ -331,7 +332,8 @@ def costs_from_json(text: str) -> Costs:
         if not isinstance(data, dict):
             raise CostsError(f'costs are {shown(data)}; they must be a JSON object such as {{"F": 1.0}}')
         if unknown := sorted(data.keys() - names):
-            raise CostsError(f"{unknown[0]!r} is not a cost; the costs are {', '.join(names)}")
+            near = nearest(unknown[0], names)
+            raise CostsError(f"{unknown[0]!r} is not a cost{near}; the costs are {', '.join(names)}")
         return Costs(**{name: _per_named_edge(value) for name, value in data.items()})
     except PlanError as error:
         raise CostsError(f"costs cannot be read: {error}") from None

@@ -1,6 +1,7 @@
-"""Planned, simulated and measured timelines, as SVG, text and Perfetto traces."""
+"""Planned, simulated and measured timelines, as SVG, HTML, text and Perfetto traces."""
 
-from pipegrid.schedules.timeline.ascii import ascii_timeline
+from pipegrid.schedules.timeline.ascii import ascii_timeline, terminal_timeline
+from pipegrid.schedules.timeline.html import html, write_html
 from pipegrid.schedules.timeline.of_orders import order_timeline
 from pipegrid.schedules.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.schedules.timeline.recorder import Recorder
@@ -32,6 +33,7 @@ __all__ = [
     "Track",
     "amount",
     "ascii_timeline",
+    "html",
     "order_timeline",
     "perfetto",
     "position_name",
@@ -40,8 +42,10 @@ __all__ = [
     "scaled",
     "summary",
     "svg",
+    "terminal_timeline",
     "time_text",
     "timeline",
+    "write_html",
     "write_perfetto",
     "write_svg",
 ]

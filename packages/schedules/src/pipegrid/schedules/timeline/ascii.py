@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 
 from pipegrid.schedules.simulate.recording import TimelineError
-from pipegrid.schedules.timeline.timeline import (
-    COLOURS,
-    OTHER,
-    Span,
-    Timeline,
-    as_panels,
-    ink_on,
-    summary,
-    tint,
-)
+from pipegrid.schedules.timeline.kinds import COLOURS, OTHER, ink_on, tint
+from pipegrid.schedules.timeline.timeline import Span, Timeline, as_panels, summary
 from pipegrid.topology.fields import Count, checked_arguments
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
@@ -103,3 +97,10 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WI
     """
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"
+
+
+def terminal_timeline(timeline: Timeline) -> str:
+    """`ascii_timeline` as wide as the terminal, in colour where standard output is one."""
+    columns = shutil.get_terminal_size((WIDTH, 24)).columns
+    beside = max(map(len, timeline.rows), default=0) + max(map(len, timeline.notes), default=0) + 5
+    return ascii_timeline(timeline, width=max(20, columns - beside), colour=sys.stdout.isatty())

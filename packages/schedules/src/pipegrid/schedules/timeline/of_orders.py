@@ -15,7 +15,8 @@ from pipegrid.schedules.orders.orders import Launch, Orders
 from pipegrid.schedules.orders.programs import Track
 from pipegrid.schedules.orders.prove import model_named, play_orders
 from pipegrid.schedules.plan.actions import parse_action
-from pipegrid.schedules.timeline.timeline import BEHIND, STUCK, Flow, Span, Timeline
+from pipegrid.schedules.timeline.kinds import BEHIND, STUCK
+from pipegrid.schedules.timeline.timeline import Flow, Span, Timeline
 from pipegrid.transport.order import OrderModel
 
 _COMPUTE, _MESSAGE = 2.0, 1.0

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from pipegrid.schedules.plan import Action, ActionKind, Plan
-from pipegrid.schedules.simulate import Simulation, simulate
+from pipegrid.schedules.simulate import Costs, Simulation, simulate
 from pipegrid.schedules.simulate.recording import Recording, TimelineError
 from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, amount
 from pipegrid.schedules.verify import dataflow_of
@@ -78,8 +78,8 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _span(row: int, start: float, end: float, action: Action) -> Span:
-    return Span(row, start, end, action.kind.value, action.stage, action.microbatch, slice=action.slice)
+def _span(row: int, start: float, end: float, action: Action, memory: int | None = None) -> Span:
+    return Span(row, start, end, action.kind.value, action.stage, action.microbatch, slice=action.slice, memory=memory)
 
 
 def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
@@ -96,7 +96,7 @@ def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
     return Timeline(
         rows=[position_name(plan, position) for position in range(plan.num_positions)],
         spans=spans,
-        flows=_flows(plan, [(position, actions) for position, actions in enumerate(where)]),
+        flows=_flows(plan, list(enumerate(where)), simulation.costs),
         counters=[
             *(Counter(p, held, simulation.live(p)) for p in range(plan.num_positions)),
             *(
@@ -121,7 +121,7 @@ def _of_recording(recording: Recording) -> Timeline:
         for entry in track.actions:
             action = actions[track.position][entry.index]
             found.append((len(spans), action))
-            spans.append(_span(row, entry.start, entry.end, action))
+            spans.append(_span(row, entry.start, entry.end, action, entry.memory))
         where.append((track.position, found))
         spans += [Span(row, aside.start, aside.end, aside.name, label=aside.name) for aside in track.asides]
     drawn = Timeline(
@@ -139,12 +139,16 @@ def _of_recording(recording: Recording) -> Timeline:
     return Timeline(drawn.rows, drawn.spans, drawn.flows, (), notes, drawn.title, drawn.unit)
 
 
-def _flows(plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]]) -> list[Flow]:
+def _flows(
+    plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]], costs: Costs | None = None
+) -> list[Flow]:
     """Arrows from each send to its receive; in a plan of computes alone, from producer to consumer.
 
     ``rows`` holds (position, (index of the span, action) ...). Where a position has several rows (replicas),
-    the k-th row of the sender meets the k-th of the receiver, round and round.
+    the k-th row of the sender meets the k-th of the receiver, round and round. ``costs`` has the bytes of the messages.
     """
+    messages = {} if costs is None else costs.per_edge("message", plan.graph.stage_edges)
+    shares = (1.0,) if costs is None else costs.per_slice("slice_lengths", plan.num_slices)
     spans: dict[tuple[int, ActionKind, int, Edge | None, int], list[int]] = defaultdict(list)
     for position, actions in rows:
         for index, action in actions:
@@ -161,7 +165,8 @@ def _flows(plan: Plan, rows: Sequence[tuple[int, Sequence[tuple[int, Action]]]])
             for piece in range(plan.num_pieces):
                 begins = [i for kind in first for i in spans.get((sender, kind, flow.producer, edge, piece), ())]
                 ends = [i for kind in last for i in spans.get((receiver, kind, flow.consumer, edge, piece), ())]
-                flows += [Flow(begins[k % len(begins)], index) for k, index in enumerate(ends) if begins]
+                size = messages.get(flow.edge, 0.0) * shares[piece % len(shares)] or None
+                flows += [Flow(begins[k % len(begins)], index, size) for k, index in enumerate(ends) if begins]
     return flows
 
 

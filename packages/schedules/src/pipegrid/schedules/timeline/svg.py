@@ -8,42 +8,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 from pipegrid.schedules.simulate.recording import TimelineError
-from pipegrid.schedules.timeline.timeline import (
-    BEHIND,
-    COLOURS,
-    OTHER,
-    STUCK,
-    Counter,
-    Span,
-    Timeline,
-    amount,
-    as_panels,
-    ink_on,
-    summary,
-    time_text,
-    tint,
-)
+from pipegrid.schedules.timeline.kinds import COLOURS, HATCHED, MEANING, OTHER, ink_on, tint
+from pipegrid.schedules.timeline.timeline import Counter, Span, Timeline, amount, as_panels, summary, time_text
 from pipegrid.topology.fields import Seconds, checked_arguments
-
-MEANING = {
-    "F": "F forward",
-    "B": "B backward",
-    "I": "I input gradient",
-    "W": "W weight gradient",
-    "REDUCE": "REDUCE tied gradients",
-    "COLLECTIVE": "COLLECTIVE",
-    "SEND_F": "activation on its way",
-    "RECV_F": "activation on its way",
-    "SEND_B": "gradient on its way",
-    "RECV_B": "gradient on its way",
-    "UNSHARD": "UNSHARD parameters",
-    "RESHARD": "RESHARD parameters",
-    "OFFLOAD": "OFFLOAD activations",
-    "RELOAD": "RELOAD activations",
-    "REDUCE_GRAD": "REDUCE_GRAD over replicas",
-    STUCK: "never ends",
-    BEHIND: "never starts, behind that",
-}
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)
 GAP = 6
@@ -67,9 +34,6 @@ svg { font-family: system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fon
   .flow { stroke: #f2f2f4 }
 }
 """
-
-HATCHED = ("REDUCE", "COLLECTIVE")
-"""Kinds in which a whole group takes part: hatched, so that no shade of a compute is taken for them."""
 
 HATCH = (
     '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'

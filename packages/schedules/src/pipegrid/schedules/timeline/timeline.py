@@ -1,7 +1,7 @@
 """Timelines: rows, spans on them, and flows between spans; the data that every writer draws.
 
-The same data is drawn by `write_svg`, `write_perfetto` and `ascii_timeline`, whether it comes from a plan, a
-simulation or the clock of a real run.
+The same data is drawn by `write_svg`, `write_html`, `write_perfetto` and `ascii_timeline`, whether it comes from a
+plan, a simulation or the clock of a real run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Annotated, Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from pipegrid.schedules.simulate.recording import Time, TimelineError
+from pipegrid.schedules.timeline.kinds import BEHIND, COMPUTE_KINDS, STUCK, TRANSFER_KINDS
 from pipegrid.topology.fields import (
+    Amount,
     Index,
     Name,
     Rule,
@@ -26,20 +28,6 @@ from pipegrid.topology.fields import (
     shown,
 )
 
-COMPUTE_KINDS = ("F", "B", "I", "W")
-"""Kinds that count as work; everything else on a row counts as bubble."""
-
-TRANSFER_KINDS = (
-    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
-    *("OFFLOAD", "RELEASE", "RELOAD"),
-)
-"""Kinds that travel beside the work of a row, and are drawn beside it."""
-
-
-STUCK, BEHIND = "STUCK", "BEHIND"
-"""Kinds of what never ends where ranks wait for each other, and of what never starts behind it."""
-
-
 Note: TypeAlias = Annotated[str, Rule(str, "a text")]
 
 
@@ -48,7 +36,8 @@ class Span:
     """An activity of row ``row`` from ``start`` to ``end``, in the timeline's unit of time.
 
     ``kind`` is the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word
-    (``"data"``, ``"optimizer"``), which is drawn in a neutral colour, with ``label``.
+    (``"data"``, ``"optimizer"``), which is drawn in a neutral colour, with ``label``. ``memory``: bytes that it left
+    allocated, as recorded.
     """
 
     row: Index
@@ -59,6 +48,7 @@ class Span:
     microbatch: int | None = None
     label: str = ""
     slice: int | None = None
+    memory: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.start > self.end:
@@ -93,10 +83,11 @@ class Span:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Flow:
-    """A tensor that span ``source`` sends and span ``destination`` receives (indices into the spans)."""
+    """A tensor of ``bytes`` that span ``source`` sends and span ``destination`` receives (indices into the spans)."""
 
     source: Index
     destination: Index
+    bytes: Amount | None = None
 
 
 def _points(value: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -262,41 +253,3 @@ def summary(timeline: Timeline) -> str:
         peak = max(counter.peak for counter in timeline.counters if counter.name == name)
         parts.append(f"peak {name} {amount(peak)}")
     return " · ".join(parts)
-
-
-# Okabe and Ito's palette, distinct for colour-blind readers (its green darkened for white text).
-COLOURS = {
-    "F": "#0072b2",
-    "B": "#d55e00",
-    "I": "#e69f00",
-    "W": "#00805d",
-    "REDUCE": "#7b4fa3",
-    "COLLECTIVE": "#cc79a7",
-    "SEND_F": "#5b8fb0",
-    "RECV_F": "#5b8fb0",
-    "SEND_B": "#c58a63",
-    "RECV_B": "#c58a63",
-    "UNSHARD": "#b09a00",
-    "RESHARD": "#b09a00",
-    "REDUCE_GRAD": "#7b4fa3",
-    "OFFLOAD": "#3c8d80",
-    "RELEASE": "#3c8d80",
-    "RELOAD": "#2c6b94",
-    STUCK: "#b3122a",
-    BEHIND: "#d9a3ab",
-}
-OTHER = "#767676"
-
-
-def tint(colour: str, share: float) -> str:
-    """``colour`` with ``share`` of white in it."""
-    parts = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever reads better on ``colour`` (relative luminance, as WCAG defines it)."""
-    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#111111"

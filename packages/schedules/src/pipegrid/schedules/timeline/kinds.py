@@ -1,0 +1,75 @@
+"""Kinds of spans: which are work, which are on their way, what each means and its colour."""
+
+from __future__ import annotations
+
+COMPUTE_KINDS = ("F", "B", "I", "W")
+"""Kinds that count as work; everything else on a row counts as bubble."""
+
+TRANSFER_KINDS = (
+    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
+    *("OFFLOAD", "RELEASE", "RELOAD"),
+)
+"""Kinds that travel beside the work of a row, and are drawn beside it."""
+
+STUCK, BEHIND = "STUCK", "BEHIND"
+"""Kinds of what never ends where ranks wait for each other, and of what never starts behind it."""
+
+HATCHED = ("REDUCE", "COLLECTIVE")
+"""Kinds in which a whole group takes part: hatched, so that no shade of a compute is taken for them."""
+
+MEANING = {
+    "F": "F forward",
+    "B": "B backward",
+    "I": "I input gradient",
+    "W": "W weight gradient",
+    "REDUCE": "REDUCE tied gradients",
+    "COLLECTIVE": "COLLECTIVE",
+    "SEND_F": "activation on its way",
+    "RECV_F": "activation on its way",
+    "SEND_B": "gradient on its way",
+    "RECV_B": "gradient on its way",
+    "UNSHARD": "UNSHARD parameters",
+    "RESHARD": "RESHARD parameters",
+    "OFFLOAD": "OFFLOAD activations",
+    "RELOAD": "RELOAD activations",
+    "REDUCE_GRAD": "REDUCE_GRAD over replicas",
+    STUCK: "never ends",
+    BEHIND: "never starts, behind that",
+}
+
+# Okabe and Ito's palette, distinct for colour-blind readers (its green darkened for white text).
+COLOURS = {
+    "F": "#0072b2",
+    "B": "#d55e00",
+    "I": "#e69f00",
+    "W": "#00805d",
+    "REDUCE": "#7b4fa3",
+    "COLLECTIVE": "#cc79a7",
+    "SEND_F": "#5b8fb0",
+    "RECV_F": "#5b8fb0",
+    "SEND_B": "#c58a63",
+    "RECV_B": "#c58a63",
+    "UNSHARD": "#b09a00",
+    "RESHARD": "#b09a00",
+    "REDUCE_GRAD": "#7b4fa3",
+    "OFFLOAD": "#3c8d80",
+    "RELEASE": "#3c8d80",
+    "RELOAD": "#2c6b94",
+    STUCK: "#b3122a",
+    BEHIND: "#d9a3ab",
+}
+OTHER = "#767676"
+
+
+def tint(colour: str, share: float) -> str:
+    """``colour`` with ``share`` of white in it."""
+    parts = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever reads better on ``colour`` (relative luminance, as WCAG defines it)."""
+    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#111111"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map"]
 
 WeakStorage: Any = reductions.StorageWeakRef
 
@@ -36,7 +38,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on the shapes of its arguments."""
-    args, kwargs = tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
+    args, kwargs = map_tensors(on_meta, (args, dict(kwargs)))
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     return func(*args, **kwargs)
@@ -72,6 +74,11 @@ def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return [tensor for name in written for tensor in tensors_in(given.get(name))]
 
 
+def is_random(operation: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
 def reads_shapes_only(operation: Any) -> bool:
     """Whether the result depends on the shapes of the arguments and on no values."""
     name = name_of(operation)
@@ -91,20 +98,16 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-__all__ = [
-    "TorchDispatchMode",
-    "WeakTensorKeyDictionary",
-    "called_on_meta",
-    "extent_of",
-    "is_compiled_in_place",
-    "makes_memory",
-    "memory_of",
-    "name_of",
-    "on_meta",
-    "reads_shapes_only",
-    "stays",
-    "tensors_in",
-    "tree_leaves",
-    "tree_map",
-    "written_by",
-]
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value with ``function`` of each of its tensors."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its place, such as ``['hidden_states'][0]``."""
+    return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+
+
+def mapped_by_place(function: Callable[[str, Any], Any], value: Any) -> Any:
+    """A tree with ``function`` of each leaf and its place, as in `named_leaves`."""
+    return tree_map_with_path(lambda path, leaf: function("".join(map(str, path)), leaf), value)

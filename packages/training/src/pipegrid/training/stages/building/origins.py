@@ -24,6 +24,7 @@ from pipegrid.training.stages.torch_compat import (
     WeakTensorKeyDictionary,
     called_on_meta,
     extent_of,
+    is_random,
     makes_memory,
     memory_of,
     name_of,
@@ -166,7 +167,7 @@ class Plan(Events):  # type: ignore[no-untyped-call]
             ) from error
         behind = frozenset[Event]() if reads_shapes_only(func) else frozenset[Event]().union(*known)
         if makes_memory(func):
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if is_random(func):
                 self._always |= behind  # how far the generator advances may depend on values
             results = tensors_in(result)
             event = self.operation(func, results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.calls import PIXELS, accepted_by
-from pipegrid.training.stages.proof.operators import mapped_by_place
-from pipegrid.training.stages.proof.proof import CutProof, proof_of
-from pipegrid.training.stages.torch_compat import tree_leaves
+from pipegrid.training.stages.proof.boundaries import CutProof
+from pipegrid.training.stages.proof.outline import Outline
+from pipegrid.training.stages.proof.proof import proof_of
+from pipegrid.training.stages.torch_compat import mapped_by_place, tree_leaves
 from pipegrid.training.stages.tree import meta_copy
-
-_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 class Proofs:
@@ -27,17 +26,9 @@ class Proofs:
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
-        self._outline, self._assignment, self._layout = meta_copy(model, buffers=False), assignment, layout
+        self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
         self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
         self._found: dict[object, tuple[CutProof, tuple[str, ...]]] = {}
-
-    def cast(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Follow a change of the stages' dtypes; the outline stays without memory."""
-        for module in self._outline.modules():
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(_cast(function, parameter))
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.to(_cast(function, buffer)))  # the model's own buffer stays
 
     def require(
         self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
@@ -62,8 +53,8 @@ class Proofs:
             proof.require()
             if len(self._found) > known:
                 warnings.warn(
-                    f"layout {self._layout} is not proved: {'; '.join(proof.unproved)}. check_stages compares its "
-                    "loss and gradients with those of the whole model",
+                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. check_stages compares "
+                    "its loss and gradients with those of the whole model",
                     stacklevel=4,
                 )
         return missing
@@ -75,33 +66,11 @@ class Proofs:
         given = sorted((name, _kind(one)) for name, one in kwargs.items())
         key = (stage.training, hidden is None, *map(_kind, args), *given)
         if key not in self._found:
-            self._outline.train(stage.training)
-            _require_no_layerdrop(self._outline)
-            self._found[key] = proof_of(
-                self._outline,
-                self._assignment,
-                self._layout,
-                args,
-                kwargs,
-                hidden={} if hidden is None else {"inputs_embeds": hidden},
-                dropped=self._dropped,
-            )
+            self.outline.model.train(stage.training)
+            self.outline.require_no_layerdrop()
+            embedded = {} if hidden is None else {"inputs_embeds": hidden}
+            self._found[key] = proof_of(self.outline, args, kwargs, hidden=embedded, dropped=self._dropped)
         return self._found[key]
-
-
-def _cast(function: Callable[[Tensor], Tensor], tensor: Tensor) -> torch.dtype:
-    return function(torch.empty(0, dtype=tensor.dtype)).dtype
-
-
-def _require_no_layerdrop(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
-    nested = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config is not None else []
-    for name in _DROPS:
-        if model.training and any(getattr(each, name, 0) for each in (config, *nested)):
-            raise CutError(
-                f"{name} of {type(config).__name__} is above 0, and stages do not agree on the layers that they leave "
-                "out; set it to 0"
-            )
 
 
 def _kind(value: Any) -> object:

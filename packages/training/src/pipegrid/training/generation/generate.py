@@ -17,7 +17,7 @@ from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import KVCache, cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
-from pipegrid.training.generation.texts import Texts, texts_of
+from pipegrid.training.generation.texts import Texts
 from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.base import Communicator
@@ -76,7 +76,11 @@ def generate(
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
     communicator = as_communicator(p2p_communicator)
     name, own = _stages_of(model, module, communicator)
-    texts = texts_of(own, name, pg_collection, num_microbatches, sampling, eos_token_id, pad_token_id, communicator)
+    texts = None
+    if own:
+        groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
+        deadline = communicator.deadline
+        texts = Texts(own, name, groups, num_microbatches, sampling, eos_token_id, pad_token_id, deadline)
     step = partial(
         get_forward_backward_func(schedule=schedule),
         num_microbatches=num_microbatches,

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -192,17 +192,23 @@ def _bytes_of(size: int | str) -> int:
 
 def _shards(found: Manifest, names: Mapping[str, str], limit: int) -> dict[str, dict[str, str]]:
     """The keys and names of each file, filled in order."""
-    shards: list[dict[str, str]] = [{}]
-    size = 0
-    for key, name in names.items():
-        if shards[-1] and size + _nbytes(found, key) > limit:
-            shards.append({})
-            size = 0
-        shards[-1][key] = name
-        size += _nbytes(found, key)
+    shards = [{key: names[key] for key in keys} for keys in _together(found, names, limit)]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{at:05}-of-{len(shards):05}.safetensors": held for at, held in enumerate(shards, 1)}
+
+
+def _together(found: Manifest, keys: Iterable[str], limit: int) -> list[list[str]]:
+    """Keys in order, in lists of at most ``limit`` bytes of tensors, or of one larger tensor."""
+    lists: list[list[str]] = [[]]
+    size = 0
+    for key in keys:
+        if lists[-1] and size + _nbytes(found, key) > limit:
+            lists.append([])
+            size = 0
+        lists[-1].append(key)
+        size += _nbytes(found, key)
+    return lists
 
 
 def _beside(source: Path, stored: set[str]) -> dict[str, str | Path]:
@@ -254,26 +260,16 @@ def _write(checkpoint: Path, found: Manifest, names: Mapping[str, str], target: 
     aside = target.with_name(f".{target.name}.part")
     with aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensors in _read(checkpoint, found, list(names)):
-            for tensor in tensors.values():
+        for keys in _together(found, names, _TOGETHER):
+            for tensor in _read(checkpoint, found, keys):
                 file.write(raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
     aside.rename(target)
 
 
-def _read(checkpoint: Path, found: Manifest, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of ``keys``, a few at a time."""
-    tensors: dict[str, Tensor] = {}
-    held = 0
-    for key in keys:
-        if tensors and held + _nbytes(found, key) > _TOGETHER:
-            dcp.load(checkpoint, found, tensors)
-            yield tensors
-            tensors, held = {}, 0
-        entry = found.tensors[key]
-        tensors[key] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        held += tensors[key].nbytes
-    if tensors:
-        dcp.load(checkpoint, found, tensors)
-        yield tensors
+def _read(checkpoint: Path, found: Manifest, keys: Sequence[str]) -> list[Tensor]:
+    entries = {key: found.tensors[key] for key in keys}
+    tensors = {key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for key, entry in entries.items()}
+    dcp.load(checkpoint, found, tensors)
+    return list(tensors.values())

@@ -12,6 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
+from pipegrid.schedules.megatron.call import flat
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import KVCache, cache_of
@@ -173,18 +174,13 @@ def _unmonitored(stages: Sequence[Stage]) -> Iterator[None]:
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """All models of this rank in evaluation mode, and back in the mode that each had."""
-    flat = [
-        one
-        for held in (model.values() if isinstance(model, Mapping) else [model])
-        for one in (held if isinstance(held, (list, tuple)) else [held])
-    ]
-    training = [one.training for one in flat]
-    for one in flat:
+    modes = [(one, one.training) for one in flat(model)[1]]
+    for one, _ in modes:
         one.eval()
     try:
         yield
     finally:
-        for one, mode in zip(flat, training, strict=True):
+        for one, mode in modes:
             one.train(mode)
 
 

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, joined
-from pipegrid.training.stages.torch_compat import map_tensors, memory_of, on_meta, tree_leaves
-from pipegrid.training.stages.tree import TABLES, copied, meta_copy
+from pipegrid.training.stages.torch_compat import (
+    TABLES,
+    copied,
+    map_tensors,
+    memory_of,
+    meta_copy,
+    on_meta,
+    tree_leaves,
+)
 
 
 class Leave(Exception):  # noqa: N818 -- no error: the own part is done

@@ -18,8 +18,7 @@ from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.proof import Proofs, without
 from pipegrid.training.stages.shell import Run, first_tensor, shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
-from pipegrid.training.stages.torch_compat import map_tensors
-from pipegrid.training.stages.tree import adopt
+from pipegrid.training.stages.torch_compat import adopt, map_tensors
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice

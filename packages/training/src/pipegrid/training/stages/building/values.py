@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.safetensors_files import Stored
-from pipegrid.training.stages.building.origins import REMEDY, Event, Events, Plan, like
+from pipegrid.training.stages.building.origins import REMEDY, Event, Events, Plan
 from pipegrid.training.stages.shell import blank
 from pipegrid.training.stages.torch_compat import (
-    WeakTensorKeyDictionary,
     called_on_meta,
     extent_of,
     is_random,
@@ -78,7 +77,6 @@ class Values(Events):  # type: ignore[no-untyped-call]
         self._known: dict[Any, Event] = {}
         self._scratch = Scratch(plan.nbytes)
         self._mixed: dict[Any, str] = {}  # memory with values made of scratch, by the operation
-        self._same = WeakTensorKeyDictionary()
 
     def read(self, stored: Stored) -> Tensor:
         """A tensor of a file; it has values where own parameters come from it."""
@@ -102,8 +100,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
                 self._require_equal_run()
         if event in self._needed or parameter.is_meta or (event.name and event not in self._foreign):
             return parameter
-        self._same[parameter] = made = like(parameter, self._scratch.view(parameter, parameter.device))
-        return made
+        return self._replace(parameter, self._scratch.view(parameter, parameter.device))
 
     def require_values(self, name: str, tensor: Tensor) -> None:
         """Raise unless ``tensor``, which the rank keeps, has the values of one process."""

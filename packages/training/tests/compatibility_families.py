@@ -6,18 +6,16 @@ A family is imported when one of its models is made.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import transformers
 from attrs import evolve
-from torch import nn
 
 from pipegrid.training import Names
 
 from .compatibility_family import LAYOUTS, LAYOUTS_OF_TWO, ROWS, Family
 from .compatibility_seen import SEEN
-from .kit.models import MAKERS, TWO_LISTS, WORDS, batch_of, llama, phi3, text_model
+from .kit import models
+from .kit.models import MAKERS, TWO_LISTS, WORDS, LowRank, batch_of, llama, phi3, text_model
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -86,49 +84,16 @@ def known(name):
 
 def whisper():
     """Whisper, its encoder and its decoder."""
-    config = transformers.WhisperConfig(
-        vocab_size=WORDS,
-        d_model=16,
-        encoder_layers=4,
-        decoder_layers=4,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        dropout=0,
-        num_mel_bins=5,
-        max_source_positions=6,
-        max_target_positions=40,
-        pad_token_id=0,
-        decoder_start_token_id=1,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.WhisperForConditionalGeneration(config)
-
-
-class Adapted(nn.Module):
-    """A frozen projection, and beside it one of low rank that is trained, with the names that PEFT gives them."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base_layer = base.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-        nn.init.kaiming_uniform_(self.lora_A["default"].weight, a=math.sqrt(5))
-        nn.init.normal_(self.lora_B["default"].weight, std=0.02)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The projection, and the low rank's."""
-        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+    special = {"pad_token_id": 0, "decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.WhisperForConditionalGeneration(models.whisper(max_target_positions=40, **special))
 
 
 def lora():
     """A Llama of which adapters alone are trained."""
     model = llama()().requires_grad_(False)
     for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-        layer.self_attn.v_proj = Adapted(layer.self_attn.v_proj)
+        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = LowRank(layer.self_attn.v_proj)
     return model
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.training import CheckpointError, CheckpointMismatchError, Checkpoints, TrainingState
-from pipegrid.training.checkpoint.state import groups
+from pipegrid.training.checkpoint.state import optimizers
 
 
 class Stage(nn.Module):
@@ -100,7 +100,7 @@ def grouped(kind):
     stage = Stage()
     names = {id(parameter): ("m", name) for name, parameter in stage.named_parameters()}
     optimizer = kind(list(stage.parameters()), lr=0.1)
-    return optimizer, names, groups.groups([optimizer], names)
+    return optimizer, names, optimizers.groups([optimizer], names)
 
 
 @pytest.mark.parametrize("kept", KINDS, ids=lambda kind: kind.__name__)
@@ -109,11 +109,11 @@ def test_a_state_is_loaded_into_its_own_kind_of_optimizer_alone(kept):
     for kind in KINDS:
         optimizer, names, _ = grouped(kind)
         if kind is kept:
-            assert groups.loaded_groups([optimizer], names, entries)[0].changed == ()
+            assert optimizers.loaded_groups([optimizer], names, entries)[0].changed == ()
             continue
         text = rf"group 0 of optimizer 0 is of \S+\.{kind.__name__}, and was saved by \S+\.{kept.__name__}, .*load_"
         with pytest.raises(CheckpointMismatchError, match=text):
-            groups.loaded_groups([optimizer], names, entries)
+            optimizers.loaded_groups([optimizer], names, entries)
 
 
 @pytest.mark.parametrize("kind", [OPTIM.Adam, OPTIM.RAdam, OPTIM.SGD], ids=lambda kind: kind.__name__)

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from pipegrid.training import CutError, Names, cut
 
-from .kit.models import WORDS, batch_of, llama
+from .kit.models import WORDS, batch_of, llama, text_model
 from .test_training_cut import require_equal
 
 SMALL = {"vocab_size": WORDS, "num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16}
@@ -188,21 +188,12 @@ def test_layerdrop_is_named():
 
 
 def test_a_loss_over_the_routers_of_all_layers_is_named_by_its_line():
-    config = transformers.MixtralConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        output_router_logits=True,
-    )
-    stage = cut(lambda: transformers.MixtralForCausalLM(config), "Et|tttL", 0)
+    make = text_model("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, output_router_logits=True)
+    stage = cut(make, "Et|tttL", 0)
     with pytest.raises(CutError, match=r"made by mm in model\.layers\.0 .* used by _softmax in the model \(modeling_"):
         stage(**batch_of("llama"))
     stage(**batch_of("llama"), output_router_logits=False)
-    last = cut(lambda: transformers.MixtralForCausalLM(config), "E|ttttL", 1)  # every router is on the last stage
+    last = cut(make, "E|ttttL", 1)  # every router is on the last stage
     last.set_input_tensor([torch.randn(*batch_of("llama")["input_ids"].shape, 16)])
     last(**batch_of("llama"))
 

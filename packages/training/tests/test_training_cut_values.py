@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipegrid.training import CutError, Names, cut
 from pipegrid.training.stages import torch_compat
 
-from .kit.models import llama
+from .kit.models import LowRank, llama
 
 WIDTH = 32
 
@@ -68,21 +68,6 @@ def one_original_twice():
     model.blocks[1].linear2.weight = weight
     model.blocks[6].linear2.weight = weight
     return model
-
-
-class LowRank(nn.Module):
-    """A frozen layer and a trained product beside it, as PEFT's LoRA writes them."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer = layer.requires_grad_(False)
-        self.lora_A = nn.Linear(layer.in_features, 2, bias=False)
-        self.lora_B = nn.Linear(2, layer.out_features, bias=False)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
-        nn.init.normal_(self.lora_B.weight)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
 class Inside(nn.Module):

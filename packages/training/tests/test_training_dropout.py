@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 
 from pipegrid.training import CutError, DropoutMasks, cut
 
-from .kit.models import MAKERS, WORDS, batch_of
+from .kit import models
+from .kit.models import MAKERS, batch_of
 
 LAYOUTS = ("Et*4L", "Et|t*3L", "E|tt|t|tL")
 
 
 def gpt2():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=WORDS,
-        tie_word_embeddings=False,
-        n_embd=16,
-        n_layer=4,
-        n_head=4,
-        n_positions=64,
-        resid_pdrop=0.3,
-        embd_pdrop=0.3,
-        attn_pdrop=0.3,
-    )
-    return transformers.GPT2LMHeadModel(config).double().train()
+    rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    return models.gpt2(tie_word_embeddings=False, **rates)().double().train()
 
 
 def batch(microbatch):

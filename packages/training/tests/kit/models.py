@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import transformers
 import transformers.models.llama.modeling_llama  # ranks are forked with it: see conftest.py
+from torch import nn
 from torch.nn import functional as F
 
 WORDS, LENGTH = 50, 7
@@ -42,6 +43,21 @@ _TWO = {
 }
 
 
+class LowRank(nn.Module):
+    """A frozen projection, and beside it one of low rank that is trained, with the names that PEFT gives them."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        nn.init.kaiming_uniform_(self.lora_A["default"].weight, a=5**0.5)
+        nn.init.normal_(self.lora_B["default"].weight, std=0.02)
+
+    def forward(self, x):
+        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+
 def text_model(model, config, **options):
     """A function that makes a tiny model of a family."""
     return lambda: getattr(transformers, model)(getattr(transformers, config)(**{**_TEXT, **options}))
@@ -50,6 +66,18 @@ def text_model(model, config, **options):
 def llama(**options):
     """A function that makes a tiny Llama."""
     return text_model("LlamaForCausalLM", "LlamaConfig", **options)
+
+
+def gpt2(**options):
+    """A function that makes a tiny GPT-2, without dropout unless asked for."""
+    sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    rates = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **rates, **options}))
+
+
+def whisper(**options):
+    """The config of a tiny Whisper."""
+    return transformers.WhisperConfig(**_TWO, num_mel_bins=5, max_source_positions=6, **options)
 
 
 def phi3():
@@ -73,11 +101,7 @@ MAKERS = {
     "mistral": text_model("MistralForCausalLM", "MistralConfig", sliding_window=5),
     "gemma2": text_model("Gemma2ForCausalLM", "Gemma2Config", head_dim=4, sliding_window=5),
     "gemma3": text_model("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=4, sliding_window=5),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=WORDS, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-    ),
+    "gpt2": gpt2(),
     "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(
             vocab_size=WORDS, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32
@@ -100,7 +124,7 @@ MAKERS = {
     "vit": lambda: transformers.ViTModel(transformers.ViTConfig(**_VISION, hidden_dropout_prob=0)),
     "vit with a head": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**_VISION)),
     "whisper encoder": lambda: transformers.models.whisper.modeling_whisper.WhisperEncoder(
-        transformers.WhisperConfig(**_TWO, num_mel_bins=5, max_source_positions=6, max_target_positions=20)
+        whisper(max_target_positions=20)
     ),
     "t5": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipegrid.training.check import command_line as check
+from pipegrid.training import check
 from pipegrid.training.checkpoint import command_line as checkpoint
 
 COMMANDS = {"check": check.main, "checkpoint": checkpoint.main}

@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipegrid.training.checkpoint.export import SHARD_SIZE, export_safetensors
 from pipegrid.training.checkpoint.stored import folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import from_plain
+from pipegrid.training.checkpoint.weights import SHARD_SIZE, export_safetensors
 from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
 
 USAGE, FAULTY = 2, 1

@@ -12,14 +12,14 @@ from attrs import frozen
 
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.saving import PLAN
-from pipegrid.training.checkpoint.state import optimizer, random_state
-from pipegrid.training.checkpoint.state.groups import LoadedGroup, loaded_groups
+from pipegrid.training.checkpoint.state import optimizers
 from pipegrid.training.checkpoint.state.names import StateTensors, TrainingState, stages_of
+from pipegrid.training.checkpoint.state.optimizers import LoadedGroup
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, few
-from pipegrid.training.generators import restore
+from pipegrid.training.generators import derive, of_tensors, restore
 
 
 @frozen(kw_only=True, eq=False)
@@ -132,16 +132,16 @@ def _fill_rank(
 ) -> None:
     """Fill the state of this rank."""
     prefix = f"random/{rank}/"
-    targets, states = optimizer.prepared(state.optimizers, own.owners, found)
+    targets, states = optimizers.prepared(state.optimizers, own.owners, found)
     randoms = {
         key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         for key, entry in found.tensors.items()
         if same_layout and key.startswith(prefix)
     }
     dcp.load(path, found, {**own.now(), **targets, **randoms})
-    optimizer.restore_states(states)
+    optimizers.restore_states(states)
     for group in groups:
-        group.restore()
+        group.group.update(group.options)
     if state.scaler is not None and found.scaler is not None:
         state.scaler.load_state_dict(from_plain(found.scaler))
     data = from_plain(found.data)
@@ -149,9 +149,9 @@ def _fill_rank(
         state.data.load_state_dict(data)
     if same_layout:
         saved = {key.removeprefix(prefix): value for key, value in randoms.items()}
-        restore(random_state.of_tensors(saved), own.device)
+        restore(of_tensors(saved), own.device)
     else:
-        random_state.derive(found.seed, found.step, rank)
+        derive(found.seed, found.step, rank)
 
 
 def _fitting(state: TrainingState, path: Path, found: Manifest) -> tuple[StateTensors, list[LoadedGroup], str | None]:
@@ -167,7 +167,7 @@ def _fitting(state: TrainingState, path: Path, found: Manifest) -> tuple[StateTe
                 f"stage {held.stage} of module {held.module!r} has {held.name!r} as {(held.dtype, list(held.shape))}, "
                 f"and the checkpoint has {there}"
             )
-    return own, loaded_groups(state.optimizers, own.owners, found.groups), _plan(path, found)
+    return own, optimizers.loaded_groups(state.optimizers, own.owners, found.groups), _plan(path, found)
 
 
 def _plan(path: Path, found: Manifest) -> str | None:

@@ -7,19 +7,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import cattrs
 from attrs import evolve
 
 from pipegrid.training.checkpoint.job import Job, reached
-from pipegrid.training.checkpoint.state import groups as parameter_groups
-from pipegrid.training.checkpoint.state import random_state
-from pipegrid.training.checkpoint.state.names import stages_of
+from pipegrid.training.checkpoint.state import optimizers
 from pipegrid.training.checkpoint.state.snapshot import Snapshot
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest
-from pipegrid.training.checkpoint.stored.manifest import Chunk, GroupEntry, Manifest, TensorEntry
+from pipegrid.training.checkpoint.stored.manifest import Manifest, TensorEntry
 from pipegrid.training.errors import CheckpointError
+from pipegrid.training.generators import as_tensors
 
 PLAN = "plan.txt"
 _SEEN_WITHIN = 10.0  # seconds until a new folder of a shared file system is seen by every rank
@@ -48,6 +47,7 @@ class Saver:
         """
         told = self._job.together("the checkpoint is not saved", lambda: _step_and_form(snapshot))
         assert isinstance(snapshot, Snapshot)
+        step = snapshot.manifest.step
         what = f"step {told[0][0]} is not saved"
         self._agree(snapshot, what, [form for _, form in told])
         snapshot.wait()
@@ -58,20 +58,21 @@ class Saver:
                 "; a shard of a tensor must be a DTensor, and replicas='first' stores one of unequal copies",
             )
         with ExitStack() as undo:
-            path = self._begin(snapshot.step, undo, what)
+            path = self._begin(step, undo, what)
             self._write_files(path, snapshot, what)
-            self._job.first(what, lambda: folder.publish(path, snapshot.step).name)
+            self._job.first(what, lambda: folder.publish(path, step).name)
             undo.pop_all()
-        remain = f"step {snapshot.step} is saved, but older ones remain"
+        remain = f"step {step} is saved, but older ones remain"
         self._job.first(remain, lambda: folder.prune(self._directory, self._keep))
 
     def _agree(self, snapshot: Snapshot, what: str, forms: list[int]) -> None:
         """Compare what must be equal, before the first byte: steps and data; the rest where a rank's form is new."""
-        position = {} if snapshot.data is None else {"the data position": snapshot.data}
-        self._job.require_equal(what, {"the step": snapshot.step} | position)
+        own = snapshot.manifest
+        position = {} if own.data is None else {"the data position": own.data}
+        self._job.require_equal(what, {"the step": own.step} | position)
         if forms == self._agreed:
             return
-        settings = {"the plan": snapshot.plan, "the grids": snapshot.grids, "the layout": snapshot.layout}
+        settings = {"the plan": snapshot.plan, "the grids": own.grids, "the layout": own.layout}
         self._job.require_equal(what, settings)
         self._job.tables(what, snapshot.held)
         self._agreed = forms
@@ -89,30 +90,22 @@ class Saver:
         return path
 
     def _write_files(self, path: Path, snapshot: Snapshot, what: str) -> None:
-        own = f"random/{self._job.rank}"
-        randoms = {f"{own}/{kind}": state for kind, state in random_state.as_tensors(snapshot.random).items()}
+        prefix = f"random/{self._job.rank}"
+        randoms = {f"{prefix}/{kind}": state for kind, state in as_tensors(snapshot.random).items()}
         boxes = [*snapshot.boxes, *((item, randoms[item.index.fqn]) for item in dcp.items_of(randoms))]
         with reached(f"{what}: "):
-            tensors, boxes_here = dcp.save(path, boxes, self._job.group, lowest=self._replicas == "first")
-        written = self._job.together(
-            what,
-            lambda: (
-                dcp.chunks(path, boxes_here),
-                snapshot.groups,
-                snapshot.values,
-                stages_of(snapshot.held),
-                snapshot.scaler,
-                snapshot.data,
-            ),
-        )
-        self._job.first(what, lambda: _describe(path, snapshot, tensors, written))
+            tensors, here = dcp.save(path, boxes, self._job.group, lowest=self._replicas == "first")
+        own = snapshot.manifest
+        of_ranks = self._job.together(what, lambda: evolve(own, tensors=dcp.written(path, tensors, here)))
+        self._job.first(what, lambda: _describe(path, snapshot.plan, cattrs.structure(of_ranks, list[Manifest])))
 
 
 def _step_and_form(snapshot: Snapshot | Exception) -> tuple[int, int]:
     """The step, and a number that changes with the names, the shapes or the settings; raises the error of a rank."""
     if isinstance(snapshot, Exception):
         raise snapshot
-    return snapshot.step, hash((snapshot.held, repr((snapshot.plan, snapshot.grids, snapshot.layout))))
+    own = snapshot.manifest
+    return own.step, hash((snapshot.held, repr((snapshot.plan, own.grids, own.layout))))
 
 
 def _require_seen(path: Path) -> None:
@@ -123,28 +116,22 @@ def _require_seen(path: Path) -> None:
         time.sleep(0.05)
 
 
-def _describe(
-    path: Path, snapshot: Snapshot, tensors: dict[str, TensorEntry], written: Sequence[Sequence[Any]]
-) -> None:
-    """Write the texts and the manifest."""
-    chunks: dict[str, list[Chunk]] = {}
-    for key, chunk in (entry for own, *_ in written for entry in own):
-        chunks.setdefault(key, []).append(cattrs.structure(chunk, Chunk))
-    names = [dcp.METADATA]
-    if snapshot.plan is not None:
-        folder.write(path / PLAN, snapshot.plan)
-        names.append(PLAN)
-    found = Manifest(
-        step=snapshot.step,
-        tensors={key: evolve(entry, chunks=tuple(chunks[key])) for key, entry in tensors.items()},
-        files={name: manifest.file_entry(path / name) for name in names},
-        groups=parameter_groups.merged([cattrs.structure(groups, list[GroupEntry]) for _, groups, *_ in written]),
-        values={key: value for _, _, values, *_ in written for key, value in values.items()},
-        scaler=next((scaler for *_, scaler, _ in written if scaler is not None), None),
-        data=next((data for *_, data in written if data is not None), None),
-        seed=snapshot.seed,
-        ranks=tuple(tuple((module, stage) for module, stage in stages) for _, _, _, stages, *_ in written),
-        grids=snapshot.grids,
-        layout=snapshot.layout,
+def _describe(path: Path, plan: str | None, of_ranks: Sequence[Manifest]) -> None:
+    """Write the text of the plan, and the manifest of all ranks."""
+    if plan is not None:
+        folder.write(path / PLAN, plan)
+    tensors: dict[str, TensorEntry] = {}
+    for key, entry in (item for own in of_ranks for item in own.tensors.items()):
+        chunks = tensors[key].chunks if key in tensors else ()
+        tensors[key] = evolve(entry, chunks=(*chunks, *entry.chunks))
+    found = evolve(
+        of_ranks[0],
+        tensors=tensors,
+        files={name: manifest.file_entry(path / name) for name in (dcp.METADATA, *([] if plan is None else [PLAN]))},
+        groups=optimizers.merged([own.groups for own in of_ranks]),
+        values={key: value for own in of_ranks for key, value in own.values.items()},
+        scaler=next((own.scaler for own in of_ranks if own.scaler is not None), None),
+        data=next((own.data for own in of_ranks if own.data is not None), None),
+        ranks=tuple(own.ranks[0] for own in of_ranks),
     )
     manifest.write(path, found)

@@ -12,12 +12,13 @@ from attrs import evolve
 from torch import Tensor
 
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
+from pipegrid.schedules.megatron.call import flat
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import KVCache, cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
-from pipegrid.training.generation.texts import Texts, texts_of
+from pipegrid.training.generation.texts import Texts
 from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.base import Communicator
@@ -76,7 +77,11 @@ def generate(
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
     communicator = as_communicator(p2p_communicator)
     name, own = _stages_of(model, module, communicator)
-    texts = texts_of(own, name, pg_collection, num_microbatches, sampling, eos_token_id, pad_token_id, communicator)
+    texts = None
+    if own:
+        groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
+        deadline = communicator.deadline
+        texts = Texts(own, name, groups, num_microbatches, sampling, eos_token_id, pad_token_id, deadline)
     step = partial(
         get_forward_backward_func(schedule=schedule),
         num_microbatches=num_microbatches,
@@ -169,18 +174,13 @@ def _unmonitored(stages: Sequence[Stage]) -> Iterator[None]:
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """All models of this rank in evaluation mode, and back in the mode that each had."""
-    flat = [
-        one
-        for held in (model.values() if isinstance(model, Mapping) else [model])
-        for one in (held if isinstance(held, (list, tuple)) else [held])
-    ]
-    training = [one.training for one in flat]
-    for one in flat:
+    modes = [(one, one.training) for one in flat(model)[1]]
+    for one, _ in modes:
         one.eval()
     try:
         yield
     finally:
-        for one, mode in zip(flat, training, strict=True):
+        for one, mode in modes:
             one.train(mode)
 
 

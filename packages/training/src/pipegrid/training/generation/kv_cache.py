@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.stages import Assignment
-from pipegrid.training.stages.slicing.states import other_states, require_length
+from pipegrid.training.stages.slicing.slices import other_states, require_length
 
 
 @define(eq=False)

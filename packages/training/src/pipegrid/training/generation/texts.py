@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field
 from torch import Tensor
 
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.stages import Stage
-from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.waiting import finish
 from pipegrid.transport.streams import has_streams
 
 
-@define(eq=False, kw_only=True)
 class Texts:
-    """The tokens of all microbatches of a replica, the same on all stages of it."""
+    """The tokens of all microbatches of a replica, the same on all stages of it.
 
-    stages: Sequence[Stage]
-    group: dist.ProcessGroup | None
-    lane: int
-    device: torch.device
-    microbatches: int
-    sampling: Sampling | None
-    ends: Sequence[int]
-    pad: int
-    deadline: float
-    _columns: list[list[Tensor]] = field(factory=list, init=False)
-    _going: list[Tensor] = field(factory=list, init=False)
-    _generators: list[torch.Generator] = field(factory=list, init=False)
-    _ends: Tensor = field(init=False)
+    Args:
+        stages: of this rank.
+        module: their module's name.
+        groups: of this rank; ``pp`` carries tokens, and the rank in ``dp`` is the replica.
+        microbatches: M.
+        sampling: as of `generate`, as are ``ends`` and ``pad``.
+        ends: tokens that end a row.
+        pad: what follows the end of a row.
+        deadline: seconds for a token to come from the last stage.
 
-    def __attrs_post_init__(self) -> None:
-        self._columns = [[] for _ in range(self.microbatches)]
-        self._ends = torch.tensor(self.ends, dtype=torch.long, device=self.device)
-        if self.sampling is not None:
-            self._generators = self.sampling.generators(self.microbatches, self.device, lane=self.lane)
+    Raises:
+        GenerationError: stages are on several ranks, and there is no ``pp`` group.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        module: str,
+        groups: Any,
+        microbatches: int,
+        sampling: Sampling | None,
+        ends: int | Iterable[int] | None,
+        pad: int,
+        deadline: float,
+    ) -> None:
+        self.stages, self.microbatches = stages, microbatches
+        self._group = None
+        if len(stages) < stages[0].assignment.num_stages:
+            self._group = getattr(groups, "pp", None)
+            if self._group is None:
+                raise GenerationError(
+                    f"pg_collection has no pp group of module {module!r}, over which its last stage sends tokens to "
+                    'the others; make it with grid.create_pg("pp") before ProcessGroupCollection.from_grid(grid)'
+                )
+        self._device = next(stages[0].parameters()).device
+        ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        self._ends = torch.tensor(ends, dtype=torch.long, device=self._device)
+        self._sampling, self._pad, self._deadline = sampling, pad, deadline
+        self._columns: list[list[Tensor]] = [[] for _ in range(microbatches)]
+        self._going: list[Tensor] = []
+        self._generators: list[torch.Generator] = []
+        if sampling is not None:
+            dp = getattr(groups, "dp", None)
+            self._generators = sampling.generators(microbatches, self._device, lane=0 if dp is None else dp.rank())
 
     def forward_step(self, numbers: Iterator[int], stage: Stage) -> tuple[Any, None]:
         """Forward of the last token of each row."""
@@ -50,12 +72,12 @@ class Texts:
     def append(self, logits: Sequence[Tensor]) -> None:
         """Choose the next token of each row from ``logits``, one per microbatch on the last stage, for all stages."""
         if not self._going:
-            self._going = [torch.ones(rows, dtype=torch.bool, device=self.device) for rows in self._rows()]
+            self._going = [torch.ones(rows, dtype=torch.bool, device=self._device) for rows in self._rows()]
         chosen = [self._choose(number, one) for number, one in enumerate(logits)] if len(logits) else None
         everywhere = torch.split(self._from_last_stage(chosen), list(self._rows()))
         for number, (tokens, going) in enumerate(zip(everywhere, self._going, strict=True)):
             if going.any():
-                kept = torch.where(going, tokens, self.pad)
+                kept = torch.where(going, tokens, self._pad)
                 self._columns[number].append(kept)
                 self._going[number] = going & ~torch.isin(kept, self._ends)
 
@@ -65,23 +87,23 @@ class Texts:
             yield len(cache.mask)
 
     def _choose(self, number: int, logits: Tensor) -> Tensor:
-        if self.sampling is None:
+        if self._sampling is None:
             return logits.argmax(dim=-1)
-        return self.sampling.draw(logits, self._generators[number])
+        return self._sampling.draw(logits, self._generators[number])
 
     def _from_last_stage(self, chosen: Sequence[Tensor] | None) -> Tensor:
         """The tokens of the last stage, on every stage."""
         tokens = (
-            torch.zeros(sum(self._rows()), dtype=torch.long, device=self.device)
+            torch.zeros(sum(self._rows()), dtype=torch.long, device=self._device)
             if chosen is None
             else torch.cat(list(chosen))
         )
-        if self.group is not None:
-            work = dist.all_reduce(tokens, group=self.group, async_op=True)  # zeros elsewhere
-            on_device, end = has_streams(tokens.device), time.monotonic() + self.deadline
-            failed = finish(work, self.group, on_device=on_device, host=True, end=end)
+        if self._group is not None:
+            work = dist.all_reduce(tokens, group=self._group, async_op=True)  # zeros elsewhere
+            on_device, end = has_streams(tokens.device), time.monotonic() + self._deadline
+            failed = finish(work, self._group, on_device=on_device, host=True, end=end)
             if failed is not None:
-                late = f"stages did not exchange tokens within {self.deadline:g} s"
+                late = f"stages did not exchange tokens within {self._deadline:g} s"
                 raise GenerationError(f"{late}: {failed.text or 'one of them has not come'}") from failed.error
         return tokens
 
@@ -94,38 +116,3 @@ class Texts:
     def tokens(self) -> list[Tensor]:
         """Tokens ``[batch, new]`` by microbatch."""
         return [torch.stack(columns, dim=1) for columns in self._columns]
-
-
-def texts_of(
-    own: Sequence[Stage],
-    name: str,
-    pg_collection: Any,
-    microbatches: int,
-    sampling: Sampling | None,
-    eos_token_id: int | Iterable[int] | None,
-    pad: int,
-    communicator: Communicator,
-) -> Texts | None:
-    """The texts of this rank's replica; None on ranks of other modules than ``name``."""
-    if not own:
-        return None
-    groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
-    group: dist.ProcessGroup | None = None
-    if len(own) < own[0].assignment.num_stages:
-        group = getattr(groups, "pp", None)
-        if group is None:
-            raise GenerationError(
-                f"pg_collection has no pp group of module {name!r}, over which its last stage sends tokens to the "
-                'others; make it with grid.create_pg("pp") before ProcessGroupCollection.from_grid(grid)'
-            )
-    return Texts(
-        stages=own,
-        group=group,
-        lane=0 if (dp := getattr(groups, "dp", None)) is None else dp.rank(),
-        device=next(own[0].parameters()).device,
-        microbatches=microbatches,
-        sampling=sampling,
-        ends=() if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id],
-        pad=pad,
-        deadline=communicator.deadline,
-    )

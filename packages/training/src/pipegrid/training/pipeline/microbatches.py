@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,7 @@ def microbatches(
         StepArgumentError: no rows, fewer than microbatches, tensors of unequal rows, or rows that do not divide.
     """
     if isinstance(batch, Mapping):
-        rows = _rows(batch)
-        return [_part(batch, start, stop) for start, stop in _cuts(rows, _count(rows, count, size))]
+        return _split(batch, _count(_rows(batch), count, size))
     if isinstance(batch, Sequence) and batch and all(isinstance(each, Mapping) for each in batch):
         return list(batch)
     raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")
@@ -113,13 +112,13 @@ def _count(rows: int, count: int | None, size: int | None) -> int:
     return count
 
 
-def _cuts(rows: int, count: int) -> Iterator[tuple[int, int]]:
-    size, larger = divmod(rows, count)
-    start = 0
-    for number in range(count):
-        stop = start + size + (number < larger)
-        yield start, stop
-        start = stop
+def _split(batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    """``count`` parts of a batch, the first ones with a row more; what is no tensor with rows is in each."""
+    parts = {
+        name: value.tensor_split(count) if isinstance(value, torch.Tensor) and value.dim() else (value,) * count
+        for name, value in batch.items()
+    }
+    return [{name: pieces[number] for name, pieces in parts.items()} for number in range(count)]
 
 
 def _rows(batch: Mapping[str, Any]) -> int:
@@ -132,13 +131,6 @@ def _rows(batch: Mapping[str, Any]) -> int:
     return next(iter(rows.values()))
 
 
-def _part(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    return {
-        name: value[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
-        for name, value in batch.items()
-    }
-
-
 def _shared(part: Mapping[str, Any], share: Share) -> Mapping[str, Any]:
     if share.parts == 1:
         return part
@@ -148,5 +140,4 @@ def _shared(part: Mapping[str, Any], share: Share) -> Mapping[str, Any]:
             f"a microbatch of {rows} rows does not divide among the {share.parts} replicas that read it; give a "
             "multiple"
         )
-    size = rows // share.parts
-    return _part(part, share.index * size, (share.index + 1) * size)
+    return _split(part, share.parts)[share.index]

@@ -19,8 +19,7 @@ from pipegrid.schedules.gradients import TiedParameters
 from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
 from pipegrid.topology.fields import shown
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
-from pipegrid.training.stages.assignment import as_layout
-from pipegrid.training.stages.places import pp_size
+from pipegrid.training.stages.assignment import as_layout, pp_size
 
 ModelFactory = Callable[[], nn.Module]
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
@@ -15,12 +16,11 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Assignment, as_layout, assign, require_no_shared_memory
+from pipegrid.training.stages.assignment import Assignment, as_layout, assign, places_on, require_no_shared_memory
 from pipegrid.training.stages.building.build import planned, require_not_compiled, require_sizes, require_values
 from pipegrid.training.stages.calls import called_with
 from pipegrid.training.stages.comparison import StageComparison, compare
 from pipegrid.training.stages.names import Names
-from pipegrid.training.stages.places import places_on
 from pipegrid.training.stages.proof import Proofs
 from pipegrid.training.stages.stage import Stage
 
@@ -111,7 +111,7 @@ def pipeline_stage(
     if output is not None and not callable(output):
         raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
     make = None if isinstance(model, nn.Module) else model
-    model, assignment, proofs = _built(model, layout, names, numbers, batch, allow_empty=allow_empty)
+    model, assignment, proofs = _Cut(layout, names, numbers, allow_empty).built(model, batch)
     made = [
         Stage(
             model,
@@ -152,60 +152,51 @@ def _numbers(
     return numbers, None
 
 
-def _built(
-    model: Model,
-    layout: PipelineParallelLayerLayout,
-    names: Names | None,
-    numbers: Sequence[int],
-    batch: Any,
-    *,
-    allow_empty: bool,
-) -> tuple[nn.Module, Assignment, Proofs]:
-    """The model with the parameters of the stages ``numbers``, its assignment, and the proofs of the cut."""
-    proofs: Proofs | None = None
-    if not isinstance(model, nn.Module):
-        first = planned(model)
-        assignment = _assigned(first.model, layout, names, numbers, allow_empty=allow_empty)
-        proofs = None if batch is None else _proved(first.model, assignment, layout, batch)
-        model = first.build(_own(assignment, numbers))
-    assignment = _assigned(model, layout, names, numbers, allow_empty=allow_empty)
-    require_values(model, _own(assignment, numbers))
-    return model, assignment, proofs or _proved(model, assignment, layout, batch)
+@frozen(eq=False)
+class _Cut:
+    """The stages ``numbers`` of a layout, out of a model."""
 
+    layout: PipelineParallelLayerLayout
+    names: Names | None
+    numbers: Sequence[int]
+    allow_empty: bool
 
-def _assigned(
-    whole: nn.Module,
-    layout: PipelineParallelLayerLayout,
-    names: Names | None,
-    numbers: Sequence[int],
-    *,
-    allow_empty: bool,
-) -> Assignment:
-    """The assignment of a model that can be cut into the stages ``numbers``."""
-    require_sizes(whole)
-    require_not_compiled(whole)
-    assignment = assign(whole, layout, names)
-    require_no_shared_memory(whole, assignment, numbers)
-    for number in numbers:
-        if not allow_empty and not assignment.parameters(number):
-            raise CutError(
-                f"stage {number} of layout {layout.short_text()} has no parameters; move a layer to it, or pass "
-                "allow_empty=True"
-            )
-    return assignment
+    def built(self, model: Model, batch: Any) -> tuple[nn.Module, Assignment, Proofs]:
+        """The model with the parameters of the stages, its assignment, and the proofs of the cut."""
+        proofs: Proofs | None = None
+        if not isinstance(model, nn.Module):
+            first = planned(model)
+            assignment = self._assigned(first.model)
+            proofs = None if batch is None else self._proved(first.model, assignment, batch)
+            model = first.build(self._own(assignment))
+        assignment = self._assigned(model)
+        require_values(model, self._own(assignment))
+        return model, assignment, proofs or self._proved(model, assignment, batch)
 
+    def _assigned(self, whole: nn.Module) -> Assignment:
+        """The assignment of a model that can be cut so."""
+        require_sizes(whole)
+        require_not_compiled(whole)
+        assignment = assign(whole, self.layout, self.names)
+        require_no_shared_memory(whole, assignment, self.numbers)
+        for number in self.numbers:
+            if not self.allow_empty and not assignment.parameters(number):
+                raise CutError(
+                    f"stage {number} of layout {self.layout.short_text()} has no parameters; move a layer to it, or "
+                    "pass allow_empty=True"
+                )
+        return assignment
 
-def _own(assignment: Assignment, numbers: Sequence[int]) -> set[str]:
-    """The names of the parameters of the stages ``numbers``."""
-    return {name for number in numbers for name in assignment.parameters(number)}
+    def _own(self, assignment: Assignment) -> set[str]:
+        """The names of the parameters of the stages."""
+        return {name for number in self.numbers for name in assignment.parameters(number)}
 
-
-def _proved(whole: nn.Module, assignment: Assignment, layout: PipelineParallelLayerLayout, batch: Any) -> Proofs:
-    """The proofs of a cut; with a ``batch``, that of its call."""
-    proofs = Proofs(whole, assignment, layout.short_text())
-    if batch is not None:
-        proofs.require(whole, *called_with(batch), None)
-    return proofs
+    def _proved(self, whole: nn.Module, assignment: Assignment, batch: Any) -> Proofs:
+        """The proofs of the cut; with a ``batch``, that of its call."""
+        proofs = Proofs(whole, assignment, self.layout.short_text())
+        if batch is not None:
+            proofs.require(whole, *called_with(batch), None)
+        return proofs
 
 
 def check_stages(

@@ -11,7 +11,7 @@ import hashlib
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import nn
 
 from pipegrid.topology.fields import Index, checked_fields
@@ -44,6 +44,7 @@ class DropoutMasks:
     lane: Index = 0
     step: Index = 0
     microbatch: Index = 0
+    _states: list[States] = field(factory=list, init=False, repr=False)
 
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
         """Seed the forwards of a stage of `pipeline_stage`, or of a model with one list of layers (in ``names``)."""
@@ -53,14 +54,27 @@ class DropoutMasks:
             model.get_submodule(layer).register_forward_pre_hook(_seeding(number))
         if layers:
             model.get_submodule(layers[-1]).register_forward_hook(_seeding(before + len(layers) + 1))
-        forwards = _Forwards(self)
-        model.register_forward_pre_hook(forwards.begin)
-        model.register_forward_hook(forwards.end, always_call=True)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
 
     def base(self, microbatch: int) -> int:
         """The seed of a microbatch, without the layer."""
         text = f"{self.seed} {self.step} {self.lane} {microbatch}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") << _LAYERS_BITS
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        """Seed a forward at its start."""
+        del args
+        self._states.append(capture_torch())
+        if getattr(model, "current_slice", None) is not None:
+            raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
+        microbatch = model.current_microbatch if isinstance(model, Stage) else self.microbatch
+        torch.manual_seed(self.base(microbatch))
+
+    def _end(self, model: nn.Module, args: Any, result: Any) -> None:
+        """Give the script's generators back."""
+        del model, args, result
+        restore(self._states.pop())
 
 
 def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
@@ -68,26 +82,6 @@ def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
     if len(lists) != 1:
         raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
     return layers_of(model, next(iter(lists)))
-
-
-class _Forwards:
-    """Seeds a forward at its start, and gives the script's generators back at its end."""
-
-    def __init__(self, masks: DropoutMasks) -> None:
-        self._masks = masks
-        self._states: list[States] = []
-
-    def begin(self, model: nn.Module, args: Any) -> None:
-        del args
-        self._states.append(capture_torch())
-        if getattr(model, "current_slice", None) is not None:
-            raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
-        microbatch = model.current_microbatch if isinstance(model, Stage) else self._masks.microbatch
-        torch.manual_seed(self._masks.base(microbatch))
-
-    def end(self, model: nn.Module, args: Any, result: Any) -> None:
-        del model, args, result
-        restore(self._states.pop())
 
 
 def _seeding(number: int) -> Any:

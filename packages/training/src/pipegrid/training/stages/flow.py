@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.calls import PIXELS, accepted_by, without_cache
-from pipegrid.training.stages.stubs import Leave, Run, blank, first_tensor
+from pipegrid.training.stages.shell import Leave, Run, blank, first_tensor
 
 _STATES = ("hidden_states", "attentions")
 """Outputs with an entry for each layer, of which a stage has those of its own layers."""
@@ -44,7 +44,7 @@ class Flow:
         if self.empty:
             return received
         if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
-            self.leaves.register_forward_hook(_leaving(run))
+            self.leaves.register_forward_hook(run.leave)
             self.leaves = None
         run.received, run.entered, run.left = self._hidden_of(received), False, None
         run.encoded = None if received is None else self._begin(received, kwargs)
@@ -63,7 +63,7 @@ class Flow:
                 stack.enter_context(contextlib.suppress(Leave))
                 if run.encoded is None and 0 < self.encoders <= self.after and not self.last:
                     encoder: Any = self.whole.get_encoder()  # type: ignore[operator]
-                    stack.callback(encoder.register_forward_hook(_encoding(run)).remove)
+                    stack.enter_context(encoder.register_forward_hook(run.encode))
                 result = self.whole(*args, **kwargs)
         except RuntimeError as error:
             if "meta" not in str(error):
@@ -125,19 +125,3 @@ def _width(whole: nn.Module) -> int | None:
         width: int = whole.get_input_embeddings().embedding_dim  # type: ignore[operator]
         return width
     return None
-
-
-def _leaving(run: Run) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(layer: nn.Module, args: Any, result: Any) -> None:
-        del layer, args
-        run.left = result
-
-    return hook
-
-
-def _encoding(run: Run) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(encoder: nn.Module, args: Any, result: Any) -> None:
-        del encoder, args
-        run.encoded = result[0]
-
-    return hook

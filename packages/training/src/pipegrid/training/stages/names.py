@@ -68,6 +68,7 @@ TABLE: Final = (
 _INSIDE: Final = ("", "base_model.model.")
 """Where a model of the table is: itself, or inside of PEFT's."""
 
+_BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -89,22 +90,18 @@ def find_names(model: nn.Module, given: Names | None = None) -> Names:
 
 def _under(prefix: str, names: Names) -> Names:
     """The names of a model that another module has under ``prefix``."""
-    return Names(
-        {kind: f"{prefix}{path}" for kind, path in names.layers.items()},
-        embedding=tuple(f"{prefix}{part}" for part in names.embedding),
-        head=tuple(f"{prefix}{part}" for part in names.head),
-        elsewhere=tuple(f"{prefix}{part}" for part in names.elsewhere),
-    )
+    beside = {kind: tuple(f"{prefix}{part}" for part in getattr(names, kind)) for kind in _BESIDE}
+    return Names({kind: f"{prefix}{path}" for kind, path in names.layers.items()}, **beside)
 
 
 def _known(model: nn.Module, names: Names) -> Names:
     if not isinstance(names, Names):
         raise CutError(f"names is {shown(names)}; give Names(layers=...), such as Names('model.layers')")
     there = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-    for field_name, parts in (("embedding", names.embedding), ("head", names.head), ("elsewhere", names.elsewhere)):
-        for part in parts:
+    for kind in _BESIDE:
+        for part in getattr(names, kind):
             if part not in there:
-                raise CutError(f"Names.{field_name} has {part!r}, which {type(model).__name__} has not")
+                raise CutError(f"Names.{kind} has {part!r}, which {type(model).__name__} has not")
     return names
 
 

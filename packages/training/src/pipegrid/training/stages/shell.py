@@ -1,17 +1,155 @@
-"""A copy of a model's tree that shares the parts of one stage and replaces all others."""
+"""A copy of a model's tree that shares the parts of one stage and replaces all others.
+
+So the model's own forward runs on every stage. The layer before the stage returns what arrived. Layers before that one,
+and earlier parts such as the embedding, return NaN in the shape of their results, from which tables (masks, positions,
+rotary) are made; the first later part ends the forward.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from attrs import define
+from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, joined
-from pipegrid.training.stages.stubs import Foreign, ForeignLayer, ForeignPart, Run, blank
-from pipegrid.training.stages.torch_compat import memory_of, tree_leaves
-from pipegrid.training.stages.tree import TABLES, copied
+from pipegrid.training.stages.torch_compat import (
+    TABLES,
+    copied,
+    map_tensors,
+    memory_of,
+    meta_copy,
+    on_meta,
+    tree_leaves,
+)
+
+
+class Leave(Exception):  # noqa: N818 -- no error: the own part is done
+    """Ends the forward of a stage after its last part."""
+
+
+@define(eq=False)
+class Run:
+    """The forward that is running on a stage.
+
+    Attributes:
+        received: what the last layer of the stage before returned; None on the first.
+        entered: the first part after the embedding has run.
+        left: what the last own layer returned.
+        encoded: the encoder's output, of a model that has one.
+    """
+
+    received: Any = None
+    entered: bool = False
+    left: Any = None
+    encoded: Any = None
+
+    def hidden(self) -> Tensor:
+        """The hidden states of what was received."""
+        return first_tensor(self.received)
+
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Hook of the first layer of the model: on a stage without the embedding, it takes what arrived."""
+        del layer
+        if self.received is None or self.entered:
+            return None
+        self.entered = True
+        if args:
+            return (self.hidden(), *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): self.hidden()}
+
+    def leave(self, layer: nn.Module, args: Any, result: Any) -> None:
+        """Hook of the last own layer."""
+        del layer, args
+        self.left = result
+
+    def encode(self, encoder: nn.Module, args: Any, result: Any) -> None:
+        """Hook of the encoder."""
+        del encoder, args
+        self.encoded = result[0]
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The hidden states of what a layer returned: a tensor, or the first of a tuple."""
+    while not isinstance(value, Tensor):
+        value = value[0]
+    return value
+
+
+class Foreign(nn.Module):
+    """A part on another stage: no parameters; attributes are those of the part, with its tensors on the meta device."""
+
+    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool) -> None:
+        super().__init__()
+        # No submodule: it has no place among the stage's parameters.
+        self.__dict__["ghost"] = meta_copy(part, buffers=True)
+        self.name, self.run, self.earlier = name, run, earlier
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "ghost" not in self.__dict__:
+            return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["ghost"], name)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """NaN in place of ``tensor``, in the dtype of the hidden states: the ghost does not know that of FSDP2."""
+        hidden = self.run.hidden()
+        like = tensor.to(hidden.dtype) if tensor.is_meta and tensor.is_floating_point() else tensor
+        return blank(like, hidden.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Foreign:
+        """``to(dtype)`` and its like: the ghost takes the dtype, and stays on the meta device."""
+        part: nn.Module = self.__dict__["ghost"]
+        dtype = next((tensor.dtype for tensor in part.parameters() if tensor.is_floating_point()), None)
+        if dtype is not None:
+            part.to(fn(torch.empty(0, dtype=dtype)).dtype)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class ForeignLayer(Foreign):
+    """A layer on another stage; ``sends``: it is the last before this stage."""
+
+    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, sends: bool) -> None:
+        super().__init__(name, part, run, earlier=earlier)
+        self.sends = sends
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
+        if self.earlier:
+            self.run.entered = True
+            return self.run.received if self.sends else map_tensors(self._stand_in, self.run.received)
+        if self.run.left is None:  # a stage of the embedding alone
+            self.run.left = args[0] if args else next(iter(kwargs.values()))
+        raise Leave
+
+
+class ForeignPart(Foreign):
+    """A part beside the layers on another stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return NaN in the shape of the part's result; a later part ends the forward."""
+        if not self.earlier:
+            if self.run.left is None:
+                raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
+            raise Leave
+        if self.run.entered:
+            raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
+        with torch.no_grad():
+            made = self.__dict__["ghost"](*map_tensors(on_meta, args), **map_tensors(on_meta, kwargs))
+        return map_tensors(self._stand_in, made)
+
+
+def blank(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
+    value = math.nan if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> nn.Module:
@@ -20,7 +158,7 @@ def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> 
     _require_no_hidden_parts(model, shell, assignment, stage)
     held = assignment.held(stage)
     if held and held[0] == assignment.layers[0]:
-        shell.get_submodule(held[0]).register_forward_pre_hook(_entering(run), with_kwargs=True)
+        shell.get_submodule(held[0]).register_forward_pre_hook(run.enter, with_kwargs=True)
     return shell
 
 
@@ -70,18 +208,3 @@ def _require_no_hidden_parts(model: nn.Module, shell: nn.Module, assignment: Ass
                     f"{joined(path, key)} is a plain attribute that holds {name}, a parameter of another stage; make "
                     "it a parameter or a submodule"
                 )
-
-
-def _entering(run: Run) -> Any:
-    """The first layer of the model, on a stage without the embedding, takes what arrived."""
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        del layer
-        if run.received is None or run.entered:
-            return None
-        run.entered = True
-        if args:
-            return (run.hidden(), *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): run.hidden()}
-
-    return hook

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from pipegrid.schedules.autograd import compile_split
+from pipegrid.topology.fields import checked
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie
 from pipegrid.training.stages.calls import by_name
 from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.proof import Proofs, without
-from pipegrid.training.stages.shell import shell_of
+from pipegrid.training.stages.shell import Run, first_tensor, shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
-from pipegrid.training.stages.stubs import Run, first_tensor
-from pipegrid.training.stages.torch_compat import tree_map
-from pipegrid.training.stages.tree import adopt
+from pipegrid.training.stages.torch_compat import adopt, map_tensors
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
+
+
+Compile = Literal["whole", "split"]
 
 
 class Stage(nn.Module):
@@ -114,7 +117,7 @@ class Stage(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Stage:
         """``to(dtype)`` and its like, which the proofs of calls follow."""
         if self.proofs is not None:
-            self.proofs.cast(fn)
+            self.proofs.outline.cast(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -203,7 +206,7 @@ class Stage(nn.Module):
             result = self._output(result)
         elif self._carry:
             result = (result, *carried)
-        result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf, result)
+        result = map_tensors(torch.Tensor.contiguous, result)
         return result if self.module is None else {self.module: result}
 
     def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -226,3 +229,31 @@ class Stage(nn.Module):
             return True
         require_slices(self, self.assignment, self._flow.accepted, getattr(self.whole, "config", None))
         return False
+
+
+def compile_layers(
+    stage: Stage,
+    *,
+    compile: Compile = "split",  # noqa: A002 -- what is asked of torch.compile
+    backend: str = "inductor",
+    dynamic: bool | None = False,
+) -> None:
+    """Compile each layer of a stage in place, before its first forward and after `parallelize_module`.
+
+    Args:
+        stage: made by `pipeline_stage`.
+        compile: ``"split"``: the backward of a layer runs in halves where the schedule has halves. ``"whole"``:
+            torch's own regions, which run whole at I. Tensor-parallel layers cannot be split.
+        backend: of `torch.compile`.
+        dynamic: as of `torch.compile`; False compiles once for each shape.
+
+    Raises:
+        SplitBackwardError: this torch has no joint graphs (see `compile_split`). A region that cannot be split raises
+            one in its first forward.
+    """
+    if checked(compile, Compile, "compile", CutError) == "whole":
+        for name in stage.layers:
+            stage.get_submodule(name).compile(backend=backend, dynamic=dynamic)
+        return
+    for name in stage.layers:
+        compile_split(stage.get_submodule(name), backend=backend, dynamic=dynamic)

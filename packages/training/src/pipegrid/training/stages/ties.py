@@ -13,10 +13,9 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules.gradients import TiedParameters, tie_parameters
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Tie, assign
+from pipegrid.training.stages.assignment import Tie, assign, pp_size
 from pipegrid.training.stages.building.build import whole_of
 from pipegrid.training.stages.names import Names
-from pipegrid.training.stages.places import pp_size
 from pipegrid.training.stages.stage import Stage
 
 

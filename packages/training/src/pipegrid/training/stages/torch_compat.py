@@ -1,16 +1,19 @@
-"""Memory and operations of tensors: the names of torch that are not public, in one place; a test pins what they do."""
+"""Tensors, operations and modules by names of torch that are not public, in one place; a test pins what they do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map"]
 
 WeakStorage: Any = reductions.StorageWeakRef
 
@@ -36,7 +39,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on the shapes of its arguments."""
-    args, kwargs = tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
+    args, kwargs = map_tensors(on_meta, (args, dict(kwargs)))
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     return func(*args, **kwargs)
@@ -72,6 +75,11 @@ def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return [tensor for name in written for tensor in tensors_in(given.get(name))]
 
 
+def is_random(operation: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
 def reads_shapes_only(operation: Any) -> bool:
     """Whether the result depends on the shapes of the arguments and on no values."""
     name = name_of(operation)
@@ -91,20 +99,71 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-__all__ = [
-    "TorchDispatchMode",
-    "WeakTensorKeyDictionary",
-    "called_on_meta",
-    "extent_of",
-    "is_compiled_in_place",
-    "makes_memory",
-    "memory_of",
-    "name_of",
-    "on_meta",
-    "reads_shapes_only",
-    "stays",
-    "tensors_in",
-    "tree_leaves",
-    "tree_map",
-    "written_by",
-]
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value with ``function`` of each of its tensors."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its place, such as ``['hidden_states'][0]``."""
+    return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+
+
+def mapped_by_place(function: Callable[[str, Any], Any], value: Any) -> Any:
+    """A tree with ``function`` of each leaf and its place, as in `named_leaves`."""
+    return tree_map_with_path(lambda path, leaf: function("".join(map(str, path)), leaf), value)
+
+
+# ---- Copies of a tree of modules that share its tensors
+
+TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def copied(part: nn.Module) -> nn.Module:
+    """A module with the same parameters, buffers, children and hooks; changes of these do not reach ``part``."""
+    made = object.__new__(type(part))  # copy.copy() fails for parametrized modules
+    made.__dict__.update(vars(part))
+    for name, value in vars(part).items():
+        if name in TABLES:
+            made.__dict__[name] = dict(value)
+        elif name.startswith(_HOOKS):
+            made.__dict__[name] = OrderedDict(value)
+        elif name == "_non_persistent_buffers_set":
+            made.__dict__[name] = set(value)
+    return made
+
+
+def meta_copy(model: nn.Module, *, buffers: bool) -> nn.Module:
+    """A copy of a tree with its parameters on the meta device; what is in two places stays one.
+
+    ``buffers``: those as well; else the copy shares them. A forward of the copy changes neither hooks nor attributes of
+    ``model``.
+    """
+    made: dict[int, nn.Module | Tensor] = {}
+
+    def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
+        shape = made.setdefault(id(parameter), nn.Parameter(on_meta(parameter.detach()), parameter.requires_grad))
+        assert isinstance(shape, nn.Parameter)
+        return shape
+
+    def part_of(part: nn.Module) -> nn.Module:
+        copy = made.get(id(part))
+        if isinstance(copy, nn.Module):
+            return copy
+        made[id(part)] = copy = copied(part)
+        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            copy.register_parameter(key, parameter_of(parameter))
+        for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False) if buffers else ():
+            copy.register_buffer(key, on_meta(buffer))
+        for key, child in part.named_children():
+            copy.add_module(key, part_of(child))
+        return copy
+
+    return part_of(model)
+
+
+def adopt(wrapper: nn.Module, inner: nn.Module) -> None:
+    """Parameters, buffers and children of ``inner`` become those of ``wrapper``, under the same names."""
+    for name in (*TABLES, "_non_persistent_buffers_set"):
+        wrapper.__dict__[name] = vars(inner)[name]

@@ -57,11 +57,6 @@ class Slot:
     leaf: str
     aliases: tuple[str, ...] = ()
 
-    @property
-    def key(self) -> str:
-        """The name in the checkpoint."""
-        return self.held.key
-
     def tensor(self) -> Tensor:
         """The tensor as it is now."""
         found: Tensor = getattr(self.owner, self.leaf)
@@ -231,9 +226,9 @@ class StateTensors:
     """
 
     def __init__(self, state: TrainingState) -> None:
-        self._slots = [(slot.key, slot) for slot in state.slots()]
-        self.held = tuple(slot.held for _, slot in self._slots)
-        tensors = [(slot.held, slot.tensor()) for _, slot in self._slots]
+        self._slots = state.slots()
+        self.held = tuple(slot.held for slot in self._slots)
+        tensors = [(slot.held, slot.tensor()) for slot in self._slots]
         self.owners = {id(tensor): (held.module, held.name) for held, tensor in tensors if held.parameter}
         devices = (tensor.device for _, tensor in tensors)
         self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
@@ -245,7 +240,7 @@ class StateTensors:
 
     def now(self) -> dict[str, Tensor]:
         """The tensors as they are now, by key."""
-        return {key: slot.tensor() for key, slot in self._slots}
+        return {slot.held.key: slot.tensor() for slot in self._slots}
 
 
 def known_state(state: Any) -> TrainingState:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.training.checkpoint.state import groups, optimizer
-from pipegrid.training.checkpoint.state.names import Held, StateTensors, TrainingState
+from pipegrid.training.checkpoint.state import optimizers
+from pipegrid.training.checkpoint.state.names import Held, StateTensors, TrainingState, stages_of
 from pipegrid.training.checkpoint.stored import dcp
-from pipegrid.training.checkpoint.stored.manifest import GroupEntry
+from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import raw_bytes, to_plain
 from pipegrid.training.generators import States, capture
 
@@ -33,27 +33,16 @@ class Snapshot:
         events: end when the copies are complete.
         held: the tensors of the model.
         random: states of the random generators.
-        groups: parameter groups of the optimizers.
-        values: entries of optimizer states that are no tensors.
-        data: the data position.
-        plan: its text.
-        grids: dims and first rank of each grid.
-        layout: as text, or texts by module.
+        plan: the text of the step's plan.
+        manifest: of this rank alone, without tensors and files.
     """
 
-    step: int
     boxes: Sequence[dcp.Box]
     events: Sequence[Any]
     held: tuple[Held, ...]
     random: States
-    seed: int
-    groups: list[GroupEntry]
-    values: dict[str, Any]
-    scaler: Any
-    data: Any
     plan: str | None
-    grids: Any
-    layout: Any
+    manifest: Manifest
 
     def wait(self) -> None:
         """Wait until the copies are complete."""
@@ -85,20 +74,27 @@ class Snapshots:
         state = self.state
         model, values = self._found()
         data = state.data.state_dict() if hasattr(state.data, "state_dict") else state.data
-        return Snapshot(
+        scaler = None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the scaler")
+        manifest = Manifest(
             step=step,
+            tensors={},
+            files={},
+            groups=tuple(optimizers.groups(state.optimizers, model.owners)),
+            values=values,
+            scaler=scaler,
+            data=to_plain(data, "the data position"),
+            seed=torch.initial_seed(),
+            ranks=(stages_of(model.held),),
+            grids=self._grids,
+            layout=self._layout,
+        )
+        return Snapshot(
             boxes=self._boxes,
             events=self._copy(),
             held=model.held,
             random=capture(model.device),
-            seed=torch.initial_seed(),
-            groups=groups.groups(state.optimizers, model.owners),
-            values=values,
-            scaler=None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the scaler"),
-            data=to_plain(data, "the data position"),
             plan=self._plan,
-            grids=self._grids,
-            layout=self._layout,
+            manifest=manifest,
         )
 
     def _found(self) -> tuple[StateTensors, dict[str, Any]]:
@@ -122,7 +118,7 @@ class Snapshots:
     def _read(self, model: StateTensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of the model and of optimizer states by key; and the other entries of the states."""
         tensors, values = model.now(), dict[str, Any]()
-        for key, value in optimizer.entries(self.state.optimizers, model.owners):
+        for key, value in optimizers.entries(self.state.optimizers, model.owners):
             if isinstance(value, Tensor):
                 tensors[key] = value
             else:

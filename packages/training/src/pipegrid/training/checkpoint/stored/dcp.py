@@ -1,19 +1,25 @@
 """Writing by `torch.distributed.checkpoint`, and reading of what it wrote: all that is known of its boxes and files.
 
 Torch writes its metadata, and the frame of each tensor, as pickles. They are for other readers: `load` goes by the
-manifest and reads plain bytes.
+manifest and reads plain bytes. `torch.save` of one contiguous tensor is a zip archive of stored members, among them
+``NAME/data/0``, the tensor's memory, and ``NAME/byteorder``; the bytes are found by the zip directory alone.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import struct
+import sys
 import warnings
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,13 +31,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from pipegrid.training.checkpoint.stored import archive
+from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.manifest import Chunk, Manifest, TensorEntry, checksum_of
 from pipegrid.training.checkpoint.stored.plain import dtype_name, dtype_of
-from pipegrid.training.errors import CheckpointError
+from pipegrid.training.errors import CheckpointError, CorruptCheckpointError
 
 METADATA = ".metadata"
 """The file with torch's own metadata; never read here."""
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip member: the lengths of name and extra field
 
 Box = tuple[WriteItem, Tensor]
 """A box of a named tensor, as torch's planner has it, and the memory with its values."""
@@ -104,7 +111,7 @@ def save(
         lowest: the lowest of the ranks that hold a box writes it, or else the least busy.
 
     Returns:
-        The tensors of all ranks by key, without their chunks; the boxes that this rank has written, for `chunks`.
+        The tensors of all ranks by key, without their chunks; the boxes that this rank has written, for `written`.
     """
     if group is None:  # torch warns of that; for good: filters of a block are no affair of threads
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -143,7 +150,7 @@ def load(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
             if any(start >= stop for start, stop in box):
                 continue
             try:
-                stored = archive.read_tensor(path, chunk, dtype_of(entry.dtype))
+                stored = _read_tensor(path, chunk, dtype_of(entry.dtype))
             except OSError as error:
                 raise CheckpointError(f"{key}: {type(error).__name__}: {error}") from error
             local[_slices(box, offset)].copy_(stored[_slices(box, chunk.offset)])
@@ -154,14 +161,64 @@ def _slices(box: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[slic
     return tuple(slice(start - at, stop - at) for (start, stop), at in zip(box, offset, strict=True))
 
 
-def chunks(path: Path, written: Iterable[tuple[WriteItem, Any]]) -> list[tuple[str, Chunk]]:
-    """The bytes of each written box in the files of ``path``, read back for their checksums."""
-    found = []
-    for item, stored in written:
+def _read_tensor(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """The box of a tensor in ``chunk``; its memory is the bytes read.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not those of such a tensor, or of another byte order.
+    """
+    with folder.opened(path / chunk.file) as file:
+        file.seek(chunk.start)
+        archive = io.BytesIO(file.read(chunk.length))
+    nbytes = math.prod(chunk.shape) * dtype.itemsize
+    try:
+        data = _data(archive, nbytes)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+        raise CorruptCheckpointError(
+            f"{chunk.file} has no tensor of {nbytes} bytes at {chunk.start}: {error}"
+        ) from error
+    flat = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).view(chunk.shape)
+
+
+def _data(archive: io.BytesIO, nbytes: int) -> memoryview:
+    """The ``nbytes`` bytes of the tensor in an archive of this machine's byte order."""
+    with zipfile.ZipFile(archive) as directory:
+        members = {member.filename.partition("/")[2]: member for member in directory.infolist()}
+    order, data = members.get("byteorder"), members.get("data/0")
+    if order is None or data is None or any(one.compress_type != zipfile.ZIP_STORED for one in (order, data)):
+        raise ValueError("it is not written by torch.save")
+    byteorder = bytes(_stored(archive, order)[: len("little")])
+    if byteorder != sys.byteorder.encode():
+        raise ValueError(f"byte order {byteorder!r} on a machine of {sys.byteorder}")
+    if data.file_size != nbytes:
+        raise ValueError(f"its tensor has {data.file_size}")
+    return _stored(archive, data)
+
+
+def _stored(archive: io.BytesIO, member: zipfile.ZipInfo) -> memoryview:
+    """The bytes of a member that is not compressed."""
+    view, header = archive.getbuffer(), member.header_offset
+    if header < 0:
+        raise ValueError(f"a place {header} before its start")
+    start = header + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(view[header : header + _LOCAL_HEADER.size]))
+    if len(view) < start + member.file_size:
+        raise ValueError(f"it ends {start + member.file_size - len(view)} bytes early")
+    return view[start : start + member.file_size]
+
+
+def written(
+    path: Path, tensors: Mapping[str, TensorEntry], boxes: Iterable[tuple[WriteItem, Any]]
+) -> dict[str, TensorEntry]:
+    """``tensors`` with the chunks of the boxes that this rank has written, read back for their checksums."""
+    found: dict[str, TensorEntry] = {}
+    for item, stored in boxes:
         if item.tensor_data is None:
             raise TypeError(f"{item.index.fqn} is no tensor")
         file, start, length = stored.relative_path, stored.offset, stored.length
         box = item.tensor_data.chunk
         crc32 = checksum_of(path / file, start, length)
-        found.append((item.index.fqn, Chunk(tuple(box.offsets), tuple(box.sizes), file, start, length, crc32)))
+        chunk = Chunk(tuple(box.offsets), tuple(box.sizes), file, start, length, crc32)
+        entry = found.get(item.index.fqn, tensors[item.index.fqn])
+        found[item.index.fqn] = evolve(entry, chunks=(*entry.chunks, chunk))
     return found

@@ -24,6 +24,7 @@ from pipegrid.training.stages.torch_compat import (
     WeakTensorKeyDictionary,
     called_on_meta,
     extent_of,
+    is_random,
     makes_memory,
     memory_of,
     name_of,
@@ -71,6 +72,7 @@ class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters: list[Event] = []
         self._counts: Counter[Event] = Counter()
+        self._same = WeakTensorKeyDictionary()  # what was registered in place of a parameter
 
     def registration(self, parameter: Tensor) -> Event:
         """A module registers ``parameter``, which no event has made."""
@@ -83,6 +85,12 @@ class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = Event(len(self.parameters), name_of(func), tuple(tuple(each.shape) for each in results))
         self._counts[first] += 1
         return evolve(first, index=self._counts[first] - 1)
+
+    def _replace(self, parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+        """A parameter with other values, and all attributes of ``parameter``, registered in its place from now on."""
+        self._same[parameter] = made = nn.Parameter(values, parameter.requires_grad)
+        made.__dict__.update(vars(parameter))
+        return made
 
 
 class Plan(Events):  # type: ignore[no-untyped-call]
@@ -99,7 +107,6 @@ class Plan(Events):  # type: ignore[no-untyped-call]
         self._origins: dict[Any, frozenset[Event]] = {}  # of memory on the meta device
         self._replaced: dict[Any, frozenset[Event]] = {}  # of memory that was a parameter's until its registration
         self._always: set[Event] = set()
-        self._same = WeakTensorKeyDictionary()
         self._read: set[Any] = set()  # memory of what is read
 
     def read(self, stored: Stored) -> Tensor:
@@ -128,9 +135,8 @@ class Plan(Events):  # type: ignore[no-untyped-call]
             self._origins[key] = origin
             return parameter
         self._replaced[key] = origin
-        made = like(parameter, on_meta(parameter))
+        made = self._replace(parameter, on_meta(parameter))
         self._origins[memory_of(made)] = origin
-        self._same[parameter] = made
         return made
 
     def needed(self, kept: Sequence[Tensor], dropped: Sequence[Tensor]) -> set[Event]:
@@ -166,7 +172,7 @@ class Plan(Events):  # type: ignore[no-untyped-call]
             ) from error
         behind = frozenset[Event]() if reads_shapes_only(func) else frozenset[Event]().union(*known)
         if makes_memory(func):
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if is_random(func):
                 self._always |= behind  # how far the generator advances may depend on values
             results = tensors_in(result)
             event = self.operation(func, results)
@@ -177,13 +183,6 @@ class Plan(Events):  # type: ignore[no-untyped-call]
             if before is not None:
                 self._origins[memory_of(tensor)] = before | behind
         return result
-
-
-def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter with other values, and all attributes of ``parameter``."""
-    made = nn.Parameter(values, parameter.requires_grad)
-    made.__dict__.update(vars(parameter))
-    return made
 
 
 def _among_meta(func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.safetensors_files import Stored
-from pipegrid.training.stages.building.origins import REMEDY, Event, Events, Plan, like
-from pipegrid.training.stages.stubs import blank
+from pipegrid.training.stages.building.origins import REMEDY, Event, Events, Plan
+from pipegrid.training.stages.shell import blank
 from pipegrid.training.stages.torch_compat import (
-    WeakTensorKeyDictionary,
     called_on_meta,
     extent_of,
+    is_random,
     makes_memory,
+    map_tensors,
     memory_of,
     name_of,
     reads_shapes_only,
     tensors_in,
-    tree_map,
     written_by,
 )
 
@@ -77,7 +77,6 @@ class Values(Events):  # type: ignore[no-untyped-call]
         self._known: dict[Any, Event] = {}
         self._scratch = Scratch(plan.nbytes)
         self._mixed: dict[Any, str] = {}  # memory with values made of scratch, by the operation
-        self._same = WeakTensorKeyDictionary()
 
     def read(self, stored: Stored) -> Tensor:
         """A tensor of a file; it has values where own parameters come from it."""
@@ -101,8 +100,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
                 self._require_equal_run()
         if event in self._needed or parameter.is_meta or (event.name and event not in self._foreign):
             return parameter
-        self._same[parameter] = made = like(parameter, self._scratch.view(parameter, parameter.device))
-        return made
+        return self._replace(parameter, self._scratch.view(parameter, parameter.device))
 
     def require_values(self, name: str, tensor: Tensor) -> None:
         """Raise unless ``tensor``, which the rank keeps, has the values of one process."""
@@ -142,12 +140,10 @@ class Values(Events):  # type: ignore[no-untyped-call]
                 results = result = func(*args, **kwargs)
             event = self.operation(func, tensors_in(results))
             if event in self._foreign:
-                if torch.Tag.nondeterministic_seeded in func.tags and result is None:
+                if is_random(func) and result is None:
                     func(*args, **kwargs)  # the generator advances
                 device = torch.device(kwargs.get("device") or known[0].device)
-                return tree_map(
-                    lambda leaf: self._scratch.view(leaf, device) if isinstance(leaf, Tensor) else leaf, results
-                )
+                return map_tensors(lambda tensor: self._scratch.view(tensor, device), results)
             result = func(*args, **kwargs) if result is None else result
             written = tensors_in(result)
             self._known |= {memory_of(tensor): event for tensor in written}
@@ -169,12 +165,11 @@ class Values(Events):  # type: ignore[no-untyped-call]
         if not any(self._scratch.has(tensor) for tensor in written):
             return given
         kept = {id(tensor) for tensor in written}
-        return tree_map(
-            lambda leaf: (
-                leaf.clone() if isinstance(leaf, Tensor) and id(leaf) not in kept and self._scratch.has(leaf) else leaf
-            ),
-            given,
-        )
+
+        def apart(tensor: Tensor) -> Tensor:
+            return tensor.clone() if id(tensor) not in kept and self._scratch.has(tensor) else tensor
+
+        return map_tensors(apart, given)
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
 """The stages of a cut against the whole model, in one process: loss, gradients and buffers of one microbatch."""
 
-from pipegrid.training.stages.comparison.compare import compare
-from pipegrid.training.stages.comparison.differences import Compared, StageComparison
+from pipegrid.training.stages.comparison.compare import Compared, StageComparison, compare
 
 __all__ = ["Compared", "StageComparison", "compare"]

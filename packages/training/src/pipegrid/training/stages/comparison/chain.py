@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.training.generators import States, capture, restore
-from pipegrid.training.stages.torch_compat import tensors_in, tree_map
+from pipegrid.training.stages.torch_compat import map_tensors, tensors_in
 
 
 class Draws:
@@ -82,7 +82,7 @@ def forwards(
     """Run the stages in turn; those behind the first are called without the arguments that ``carry`` names."""
     turns: list[Turn] = []
     for stage in stages:
-        received = tree_map(_arrived, turns[-1].sent) if turns else None
+        received = map_tensors(_arrived, turns[-1].sent) if turns else None
         if turns:
             stage.set_input_tensor([received])
         given = {name: value for name, value in kwargs.items() if not turns or name not in carry}
@@ -118,7 +118,5 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
-def _arrived(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+def _arrived(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

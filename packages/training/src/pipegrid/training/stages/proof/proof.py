@@ -2,102 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from attrs import frozen
+import torch
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.training.errors import CutError, few
-from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign, joined
+from pipegrid.training.errors import CutError
+from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign
 from pipegrid.training.stages.building.build import whole_of
-from pipegrid.training.stages.calls import accepted_by, called_with, without_cache
+from pipegrid.training.stages.calls import PIXELS, accepted_by, called_with, without_cache
 from pipegrid.training.stages.names import Names
-from pipegrid.training.stages.proof.crossing import Crossing, crossings, place, returned
-from pipegrid.training.stages.proof.trace import Forward, trace
-from pipegrid.training.stages.proof.traced import Operation
-from pipegrid.training.stages.tree import meta_copy
+from pipegrid.training.stages.proof.boundaries import Boundary, Crossing, CutProof, named
+from pipegrid.training.stages.proof.outline import Outline
+from pipegrid.training.stages.proof.trace import Trace, trace
+from pipegrid.training.stages.proof.traced import Operation, Traced
+from pipegrid.training.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
 _NOTHING = Operation("", "", "", 0)
-
-
-@frozen
-class Boundary:
-    """Where one stage ends and the next begins.
-
-    Attributes:
-        stage: the number of the stage behind it.
-        after: the layer before it; "" before the first layer.
-        sent: shape and dtype of each tensor that the stage before sends.
-        nbytes: of these.
-        crossing: the values that cross it besides.
-    """
-
-    stage: int
-    after: str
-    sent: tuple[str, ...]
-    nbytes: int
-    crossing: tuple[Crossing, ...]
-
-    def __str__(self) -> str:
-        """One line, and one more for each value that crosses besides."""
-        where = f"after {self.after}" if self.after else "before the first layer"
-        besides = "".join(f"\n    and {one}" for one in self.crossing)
-        return f"stage {self.stage}, {where}: {', '.join(self.sent) or 'nothing'}, {_size(self.nbytes)}{besides}"
-
-
-@frozen
-class CutProof:
-    """What crosses the boundaries of a cut.
-
-    Attributes:
-        layout: in its short form.
-        boundaries: one per stage but the first.
-        faults: what else makes stages differ from the whole model, in words: layers out of order, parameters used on a
-            stage that does not hold them.
-        unproved: what the trace could not decide, in words; `check_stages` compares numbers.
-        alone: the layers after which the layout may end a stage: the hidden states alone cross there.
-        asked: what the model is asked for besides, by its config or the call, such as ``output_router_logits``.
-    """
-
-    layout: str
-    boundaries: tuple[Boundary, ...]
-    faults: tuple[str, ...]
-    unproved: tuple[str, ...]
-    alone: tuple[str, ...]
-    asked: tuple[str, ...] = ()
-
-    @property
-    def holds(self) -> bool:
-        """Whether the stages compute what the whole model computes."""
-        return not self.faults and not self.unproved and not any(one.crossing for one in self.boundaries)
-
-    def require(self) -> None:
-        """Raise where the stages compute something else than the whole model.
-
-        Raises:
-            CutError: names the value, where it is made, and where it is used.
-        """
-        values = dict.fromkeys(str(value) for one in self.boundaries for value in one.crossing)
-        faults = [*self.faults, *values]
-        if faults:
-            ends = f"A stage may end after {_named(self.alone)}; " if self.alone else ""
-            ends += f"without {' and '.join(self.asked)} there may be less to send; " if self.asked else ""
-            raise CutError(
-                f"the stages of layout {self.layout} would not compute what the model computes; a stage has what the "
-                "layer before it returned, and what it makes from the batch:\n  "
-                + "\n  ".join(few(faults))
-                + f"\n{ends}print(prove_cut(model, layout, batch)) shows all"
-            )
-
-    def __str__(self) -> str:
-        """A line per boundary, then what is wrong."""
-        verdict = "proved" if self.holds else "not proved"
-        return "\n  ".join([f"{self.layout}: {verdict}", *map(str, self.boundaries), *self.faults, *self.unproved])
 
 
 def prove_cut(
@@ -125,14 +51,12 @@ def prove_cut(
     whole, layout = whole_of(model), as_layout(layout)
     assignment = assign(whole, layout, names)
     args, kwargs = called_with(batch)
-    proof, _ = proof_of(meta_copy(whole, buffers=False), assignment, layout.short_text(), args, kwargs, loss=loss)
-    return proof
+    outline = Outline(meta_copy(whole, buffers=False), assignment, layout.short_text())
+    return proof_of(outline, args, kwargs, loss=loss)[0]
 
 
 def proof_of(
-    whole: nn.Module,
-    assignment: Assignment,
-    layout: str,
+    outline: Outline,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
@@ -140,66 +64,95 @@ def proof_of(
     dropped: Sequence[str] = (),
     loss: Callable[[Any], Any] | None = None,
 ) -> tuple[CutProof, tuple[str, ...]]:
-    """The proof of an assignment for a call of a model, and what of its result the last stage cannot make, by place.
+    """The proof of a cut for a call of the model, and what of its result the last stage cannot make, by place.
 
     Args:
-        whole: made by `meta_copy`.
-        assignment: of the model.
-        layout: in its short form.
+        outline: of the model and its cut.
         args: of the call.
         kwargs: of the call.
         hidden: more of these, which stand for the result of the embedding.
         dropped: names of arguments that stages behind the first are not called with.
         loss: of what the model returns.
     """
-    encoder, layers = _encoder(whole, assignment), assignment.layers
-    kwargs = without_cache(accepted_by(whole), kwargs)
+    assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
+    kwargs = without_cache(accepted_by(outline.model), kwargs)
     given = {name: value for name, value in kwargs.items() if name not in dropped}
-    compared = len(given) < len(kwargs) and not encoder
-
-    def traced(kwargs: Mapping[str, Any]) -> Forward:
-        return trace(
-            whole,
-            layers=layers,
-            parts=tuple(_parts(whole, "", assignment)),
-            encoder=encoder,
-            args=args,
-            kwargs=kwargs,
-            hidden=hidden,
-            loss=loss,
-            compared=compared,
-        )
-
+    compared = len(given) < len(kwargs) and not outline.encoder
     try:
-        forward = traced(kwargs)
-        other = traced(given) if compared else forward
+        forward = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
+        other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else forward
     except Exception as error:  # noqa: BLE001 -- the model's code met tensors without values: any kind
         text = next(iter(str(error).splitlines()), "")
         return CutProof(layout, (), (), (f"the model does not run on shapes: {type(error).__name__}: {text}",), ()), ()
     wrong = _order(forward, layers)
     if wrong:
         return CutProof(layout, (), (wrong,), (), ()), ()
-    found = crossings(forward, layers[0], None if encoder is None else encoder[1])
+    found = _crossings(forward, outline)
     places = {stage: assignment.before(stage) for stage in range(1, assignment.num_stages)}
+    boundaries = []
+    for stage, at in places.items():
+        sent = forward.sent[at]
+        texts = tuple(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in sent)
+        after = layers[at - 1] if at else ""
+        boundaries.append(Boundary(stage, after, texts, sum(one.nbytes for one in sent), tuple(found[at])))
+    guesses = {one.line: one for one in forward.guesses}.values()
     proof = CutProof(
         layout,
-        tuple(_boundary(stage, at, layers, forward, found[at]) for stage, at in places.items()),
+        tuple(boundaries),
         (
             *_parameters(forward, assignment),
             *_changed(forward, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
         ),
-        tuple(f"a value that the batch does not determine is read {place(one)}" for one in _by_line(forward.guesses)),
+        tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
-        _asked(whole, kwargs),
+        outline.asked(kwargs),
     )
-    missing = returned(forward, places[assignment.num_stages - 1]) if places else {}
-    return proof, tuple(missing)
+    return proof, tuple(_missing(forward, places[assignment.num_stages - 1])) if places else ()
 
 
-def _changed(forward: Forward, other: Forward, dropped: Sequence[str], first: int) -> Iterator[str]:
+def place(operation: Operation) -> str:
+    """Where an operation ran, in words."""
+    name = operation.name.removeprefix("aten.").partition(".")[0]
+    return f"by {name} in {operation.part or 'the model'} ({operation.line})"
+
+
+def _crossings(forward: Trace, outline: Outline) -> Mapping[int, Sequence[Crossing]]:
+    """Per boundary, the values that cross it and are not sent there.
+
+    The first layer alone takes what arrives before it; the model's own code has a stand-in there. What is sent at the
+    end of an encoder, later boundaries send as well.
+    """
+    first, encoded = outline.assignment.layers[0], None if outline.encoder is None else outline.encoder[1]
+    found: dict[int, dict[tuple[int, str], Crossing]] = {boundary: {} for boundary in range(forward.passed)}
+    for tensor in forward.crossing:
+        for made, used in tensor.uses:
+            if id(used) not in forward.live:
+                continue
+            for boundary in range(made.passed, used.passed):
+                at = [boundary] if encoded is None or boundary <= encoded else [boundary, encoded]
+                sent = any(tensor is one for where in at for one in forward.sent[where])
+                if not sent or (boundary == 0 and used.part != first):
+                    # Of what a part has made the part is named, of the model's own code the line.
+                    value = Crossing(
+                        tuple(tensor.shape), str(tensor.dtype), tensor.nbytes, f"made {place(made)}", place(used)
+                    )
+                    found[boundary].setdefault((id(made), used.line), value)
+    return {boundary: tuple(values.values()) for boundary, values in found.items()}
+
+
+def _missing(forward: Trace, boundary: int) -> Iterator[str]:
+    """The places in the forward's result of what a stage behind ``boundary`` cannot make."""
+    sent = forward.sent[boundary]
+    for path, leaf in named_leaves(forward.result):
+        early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
+        if early and not any(leaf is one for one in sent):
+            yield path
+
+
+def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
     """What is computed in another way behind boundary ``first`` where arguments are dropped."""
-    pairs = zip_longest(_behind(forward, first), _behind(other, first), fillvalue=(_NOTHING, ()))
-    for (one, values), (there, others) in pairs:
+    behind = ([(one, values) for one, values in run.behind or () if one.passed > first] for run in (forward, other))
+    for (one, values), (there, others) in zip_longest(*behind, fillvalue=(_NOTHING, ())):
         if (one.name, one.passed, values) != (there.name, there.passed, others):
             changed = place(there if one is _NOTHING else one)
             missing = " and ".join(dropped)
@@ -207,17 +160,7 @@ def _changed(forward: Forward, other: Forward, dropped: Sequence[str], first: in
             return
 
 
-def _behind(forward: Forward, first: int) -> list[tuple[Operation, tuple[int, ...]]]:
-    return [(one, values) for one, values in forward.behind or () if one.passed > first]
-
-
-def _boundary(stage: int, at: int, layers: Sequence[str], forward: Forward, crossing: Sequence[Crossing]) -> Boundary:
-    sent = forward.sent[at]
-    texts = tuple(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in sent)
-    return Boundary(stage, layers[at - 1] if at else "", texts, sum(one.nbytes for one in sent), tuple(crossing))
-
-
-def _order(forward: Forward, layers: Sequence[str]) -> str:
+def _order(forward: Trace, layers: Sequence[str]) -> str:
     """What is wrong with the order of the layers; "" if nothing is."""
     if forward.order == list(range(len(layers))):
         return ""
@@ -225,11 +168,11 @@ def _order(forward: Forward, layers: Sequence[str]) -> str:
     missing = [layer for layer in layers if layer not in ran]
     twice = [layer for layer in layers if ran.count(layer) > 1]
     if missing or twice:
-        return f"each layer runs once; twice ran {_named(twice)}, not at all {_named(missing)}"
+        return f"each layer runs once; twice ran {named(twice)}, not at all {named(missing)}"
     return f"layers run in the order {', '.join(ran[:8])}, and the list has them in another"
 
 
-def _parameters(forward: Forward, assignment: Assignment) -> Iterator[str]:
+def _parameters(forward: Trace, assignment: Assignment) -> Iterator[str]:
     """Parameters used on stages that do not hold them."""
     tied = {name: set(tie.stages) for tie in assignment.ties for name in (tie.name, *tie.names)}
     for name, uses in forward.parameters.items():
@@ -253,44 +196,87 @@ def _running(passed: int, assignment: Assignment) -> tuple[int, int]:
     return stages[layers[passed - 1]], stages[layers[passed - 1]]
 
 
-def _parts(part: nn.Module, path: str, assignment: Assignment) -> Iterator[str]:
-    """The outermost submodules beside the layers that belong to one stage."""
-    if path in assignment.stage_of_layer:
-        return
-    owners = assignment.owners(path)
-    if not assignment.has_layers(path) and len(owners) <= 1:
-        if owners:
-            yield path
-        return
-    for key, child in part.named_children():
-        yield from _parts(child, joined(path, key), assignment)
+class Proofs:
+    """What crosses the boundaries of a cut, by what calls are made of: names, dtypes, None or not, flags.
+
+    Shared by the stages of one `pipeline_stage`.
+    """
+
+    def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
+        self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
+        self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
+        self._found: dict[object, tuple[CutProof, tuple[str, ...]]] = {}
+
+    def require(
+        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
+    ) -> tuple[str, ...]:
+        """Prove a call, unless one like it has been.
+
+        Args:
+            stage: that is called.
+            args: of the call of the whole model.
+            kwargs: likewise.
+            hidden: of a stage that is called without the ids, what stands for the result of the embedding.
+
+        Returns:
+            the places in the model's output of what the last stage cannot make.
+
+        Raises:
+            CutError: more than what stages send crosses a boundary.
+        """
+        known = len(self._found)
+        proof, missing = self.found(stage, args, kwargs, hidden)
+        if not proof.holds:
+            proof.require()
+            if len(self._found) > known:
+                warnings.warn(
+                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. check_stages compares "
+                    "its loss and gradients with those of the whole model",
+                    stacklevel=4,
+                )
+        return missing
+
+    def found(
+        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None = None
+    ) -> tuple[CutProof, tuple[str, ...]]:
+        """The proof of a call, which may not hold, and what `require` returns. Arguments as there."""
+        given = sorted((name, _kind(one)) for name, one in kwargs.items())
+        key = (stage.training, hidden is None, *map(_kind, args), *given)
+        if key not in self._found:
+            self.outline.model.train(stage.training)
+            self.outline.require_no_layerdrop()
+            embedded = {} if hidden is None else {"inputs_embeds": hidden}
+            self._found[key] = proof_of(self.outline, args, kwargs, hidden=embedded, dropped=self._dropped)
+        return self._found[key]
 
 
-def _encoder(whole: nn.Module, assignment: Assignment) -> tuple[str, int] | None:
-    """The dotted name of the encoder and its number of layers, of a model with a decoder as well."""
-    if len(assignment.lists) < 2:
-        return None
-    encoder = whole.get_encoder()  # type: ignore[operator]
-    name = next(name for name, module in whole.named_modules() if module is encoder)
-    return name, len(assignment.lists[0])
+def _kind(value: Any) -> object:
+    """What of an argument may change the operations of a forward."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def _asked(whole: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The outputs that a Hugging Face model is asked for."""
-    config = vars(whole.config) if hasattr(getattr(whole, "config", None), "to_dict") else {}
-    return tuple(f"{name}=True" for name, value in {**config, **kwargs}.items() if name.startswith("output_") and value)
+class Absent(Tensor):
+    """Stands for what the model returns and another stage makes."""
+
+    place: str
+
+    @staticmethod
+    def at(place: str) -> Absent:
+        """The stand-in for one place of the output."""
+        made = torch.empty(()).as_subclass(Absent)
+        made.place = place
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise: the value is not here."""
+        del func, types
+        place = next(one.place for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))
+        raise CutError(f"output{place} of the model is made on an earlier stage, and is used on the last one")
 
 
-def _by_line(guesses: Sequence[Any]) -> list[Any]:
-    return list({one.line: one for one in guesses}.values())
-
-
-def _named(names: Sequence[str]) -> str:
-    if len(names) > 6:
-        return f"{', '.join(names[:3])} ... {', '.join(names[-2:])}"
-    return ", ".join(names) or "none"
-
-
-def _size(nbytes: float) -> str:
-    unit = min(int(math.log(max(nbytes, 1), 1024)), 3)
-    return f"{nbytes / 1024**unit:.3g} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
+def without(result: Any, places: Sequence[str]) -> Any:
+    """What the model returns on the last stage, with stand-ins at ``places``."""
+    return mapped_by_place(lambda place, leaf: Absent.at(place) if place in places else leaf, result)

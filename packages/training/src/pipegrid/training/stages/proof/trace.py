@@ -13,22 +13,25 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.generators import generators_as_before
-from pipegrid.training.stages.proof.operators import (
+from pipegrid.training.stages.proof.outline import Outline
+from pipegrid.training.stages.proof.traced import (
     OVERWRITING,
+    Cell,
     Lists,
+    Operation,
+    Traced,
     by_places,
-    is_random,
     read,
+    traced_in,
 )
-from pipegrid.training.stages.proof.traced import Cell, Operation, Traced, traced_in
 from pipegrid.training.stages.torch_compat import (
     TorchDispatchMode,
+    is_random,
     on_meta,
     reads_shapes_only,
     tensors_in,
@@ -40,9 +43,8 @@ _TORCH, _HERE, _LIBRARY = (str(Path(file).parent) + os.sep for file in (torch.__
 _SITE = os.sep + "site-packages" + os.sep
 
 
-@define(eq=False, slots=False)
-class Forward:
-    """What a traced forward has shown.
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on what is behind traced tensors, and notes which values cross boundaries.
 
     Attributes:
         order: the layers in the order in which they returned, by number.
@@ -54,16 +56,24 @@ class Forward:
         result: what the forward returned.
         behind: where asked for, the operations behind the first boundary that have no values, each with digests of
             those inputs that the batch determines.
+        parts: the layers and parts that run now.
     """
 
-    order: list[int] = field(factory=list)
-    passed: int = 0
-    sent: dict[int, list[Traced]] = field(factory=dict)
-    crossing: list[Traced] = field(factory=list)
-    parameters: dict[str, list[Operation]] = field(factory=dict)
-    guesses: list[Operation] = field(factory=list)
-    result: Any = None
-    behind: list[tuple[Operation, tuple[int, ...]]] | None = None
+    def __init__(self, device: torch.device, *, compared: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.running = device, False
+        self.order: list[int] = []
+        self.passed = 0
+        self.sent: dict[int, list[Traced]] = {}
+        self.crossing: list[Traced] = []
+        self.parameters: dict[str, list[Operation]] = {}
+        self.guesses: list[Operation] = []
+        self.result: Any = None
+        self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
+        self.parts: list[str] = []
+        self._given = Operation("", "", "", 0)
+        self._cells: dict[int, Cell] = {}  # by storage
+        self._outside: dict[int, tuple[Tensor, Traced]] = {}
 
     @cached_property
     def live(self) -> set[int]:
@@ -77,28 +87,15 @@ class Forward:
             open_ += new
         return found
 
-
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations on what is behind traced tensors, and notes which values cross boundaries."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.forward, self.running = device, Forward(), False
-        self.parts: list[str] = []  # which run now
-        self._given = Operation("", "", "", 0)
-        self._cells: dict[int, Cell] = {}  # by storage
-        self._outside: dict[int, tuple[Tensor, Traced]] = {}
-
     def read_by_host(self, tensor: Traced, name: str) -> None:
         """Note a read of ``tensor`` that is no operator of torch."""
-        operation = Operation(name, self.parts[-1] if self.parts else "", _line(), self.forward.passed)
+        operation = self._operation(name)
         self._use(tensor, operation)
         if tensor.cell.placed:
             self.guess(operation)
 
-    def stop(self) -> None:
-        """End the trace: its tensors take part in nothing more."""
-        self.running = False
+    def _operation(self, name: str) -> Operation:
+        return Operation(name, self.parts[-1] if self.parts else "", _line(), self.passed)
 
     # ---- Values
 
@@ -144,12 +141,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = not random and all(one.cell.known for one in inputs)
         inputs = [] if reads_shapes_only(func) else inputs
         placed = random or bool(self.parts) or any(one.cell.placed for one in inputs)
-        operation = Operation(str(func), self.parts[-1] if self.parts else "", _line(), self.forward.passed)
+        operation = self._operation(str(func))
         for one in inputs:
             self._use(one, operation)
-        if self.forward.behind is not None and operation.passed and not known:
+        if self.behind is not None and operation.passed and not known:
             digests = tuple(_digest(one.behind) for one in inputs if one.cell.known)
-            self.forward.behind.append((operation, digests))
+            self.behind.append((operation, digests))
         for one in () if known else targets:
             self._forget(one)
         outs = self._run(func, args, kwargs, operation, known=known)
@@ -163,10 +160,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _use(self, tensor: Traced, operation: Operation) -> None:
         operation.after += [tensor.origin, tensor.cell.written]
         if tensor.parameter:
-            self.forward.parameters.setdefault(tensor.parameter, []).append(operation)
+            self.parameters.setdefault(tensor.parameter, []).append(operation)
         elif tensor.cell.placed and operation.passed > tensor.made.passed:
             if not tensor.uses:
-                self.forward.crossing.append(tensor)
+                self.crossing.append(tensor)
             tensor.uses.append((tensor.made, operation))
 
     def _run(self, func: Any, args: Any, kwargs: Any, operation: Operation, *, known: bool) -> Any:
@@ -185,7 +182,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def guess(self, operation: Operation) -> None:
         """Note that the model's own code reads a value that the batch does not determine, or that one stage has."""
         if not self.parts:
-            self.forward.guesses.append(operation)
+            self.guesses.append(operation)
 
     def _forget(self, tensor: Traced) -> None:
         """Drop the values behind a tensor; it goes on sharing its cell."""
@@ -212,14 +209,36 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- Parts and boundaries
 
-    def end_part(self) -> None:
-        """The part that began last has returned."""
-        self.parts.pop()
+    def watch_part(self, stack: ExitStack, part: nn.Module, name: str) -> None:
+        """Until the end of ``stack``, note when ``part`` begins and returns."""
+
+        def end(*_: Any) -> None:
+            self.parts.pop()
+
+        stack.enter_context(part.register_forward_pre_hook(lambda _, __: self.parts.append(name)))
+        stack.enter_context(part.register_forward_hook(end))
+
+    def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
+        """The same of a layer, which begins or ends at a boundary."""
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if number == 0 and not self.order:
+                self.pass_boundary(args[0] if args else next(iter(kwargs.values())))
+            self.parts.append(name)
+
+        def end(_: nn.Module, __: Any, result: Any) -> None:
+            self.parts.pop()
+            self.order.append(number)
+            if ends:
+                self.pass_boundary(result)
+
+        stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
+        stack.enter_context(layer.register_forward_hook(end))
 
     def pass_boundary(self, sent: Any) -> None:
         """A stage may end here, and sends ``sent``."""
-        self.forward.sent[self.forward.passed] = traced_in(sent)
-        self.forward.passed += 1
+        self.sent[self.passed] = traced_in(sent)
+        self.passed += 1
 
 
 def _inner(value: Any) -> Any:
@@ -247,74 +266,47 @@ def _line() -> str:
 
 
 def trace(
-    model: nn.Module,
-    *,
-    layers: Sequence[str],
-    parts: Sequence[str],
-    encoder: tuple[str, int] | None,
+    outline: Outline,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
     hidden: Mapping[str, Tensor] = MappingProxyType({}),
     loss: Callable[[Any], Any] | None = None,
     compared: bool = False,
-) -> Forward:
-    """Run ``model`` once, without gradients.
+) -> Trace:
+    """Run a model once, without gradients.
 
     Args:
-        model: the whole model, made by `meta_copy`.
-        layers: the dotted names of its layers, in the order in which they should run.
-        parts: the dotted names of its other parts that belong to one stage.
-        encoder: the dotted name of the encoder and its number of layers, of a model that has a decoder as well.
+        outline: of the model.
         args: positional arguments of its forward.
         kwargs: those by name.
         hidden: more of these, which stand for the result of the embedding; their shapes are read.
         loss: a function of what the forward returns, traced as well.
-        compared: fill `Forward.behind`.
+        compared: fill `Trace.behind`.
     """
+    model, encoder = outline.model, outline.encoder
     tensors = tensors_in((tuple(args), dict(kwargs)))
-    mode = Trace(tensors[0].device if tensors else torch.device("cpu"))
-    mode.forward.behind = [] if compared else None
+    mode = Trace(tensors[0].device if tensors else torch.device("cpu"), compared=compared)
     own = {name: mode.outside(one, parameter=name) for name, one in model.named_parameters(remove_duplicate=False)}
     own |= {name: mode.outside(one) for name, one in model.named_buffers(remove_duplicate=False)}
     with ExitStack() as stack:
-        for number, name in enumerate(layers):
+        for number, name in enumerate(outline.assignment.layers):
             last_of_encoder = encoder is not None and number == encoder[1] - 1
-            _watch_layer(mode, stack, model.get_submodule(name), name, number, ends=not last_of_encoder)
-        for name in parts:
-            _watch_part(mode, stack, model.get_submodule(name), name)
+            mode.watch_layer(stack, model.get_submodule(name), name, number, ends=not last_of_encoder)
+        for name in outline.parts:
+            mode.watch_part(stack, model.get_submodule(name), name)
         if encoder is not None:
-            ended = model.get_submodule(encoder[0]).register_forward_hook(
-                lambda _, __, result: mode.pass_boundary(result[0])
-            )
-            stack.callback(ended.remove)
+            hook = model.get_submodule(encoder[0]).register_forward_hook
+            stack.enter_context(hook(lambda _, __, result: mode.pass_boundary(result[0])))
         stack.enter_context(torch.no_grad())
         stack.enter_context(generators_as_before())
         given = tree_map(mode.outside, (tuple(args), dict(kwargs)))
         given[1].update({name: mode.placed(one) for name, one in hidden.items()})
         with Lists(), mode:
             mode.running = True
-            stack.callback(mode.stop)
-            result = functional_call(model, own, *given)
-            mode.forward.result = result if loss is None else loss(result)
-    return mode.forward
-
-
-def _watch_part(mode: Trace, stack: ExitStack, part: nn.Module, name: str) -> None:
-    stack.callback(part.register_forward_pre_hook(lambda _, __: mode.parts.append(name)).remove)
-    stack.callback(part.register_forward_hook(lambda *_: mode.end_part()).remove)
-
-
-def _watch_layer(mode: Trace, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
-    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if number == 0 and not mode.forward.order:
-            mode.pass_boundary(args[0] if args else next(iter(kwargs.values())))
-        mode.parts.append(name)
-
-    def end(_: nn.Module, __: Any, result: Any) -> None:
-        mode.parts.pop()
-        mode.forward.order.append(number)
-        if ends:
-            mode.pass_boundary(result)
-
-    stack.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
-    stack.callback(layer.register_forward_hook(end).remove)
+            try:
+                result = functional_call(model, own, *given)
+                mode.result = result if loss is None else loss(result)
+            finally:
+                mode.running = False  # its tensors take part in nothing more
+    return mode

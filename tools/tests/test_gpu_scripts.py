@@ -57,6 +57,44 @@ def test_a_dry_run_measures_something(tmp_path, script, printed):
     assert (tmp_path / script.replace(".sh", ".log")).stat().st_size
 
 
+def spin(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT / "tools/gpu",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+
+def test_a_dry_run_of_the_spinning_kernel_answers_every_question():
+    """With calls that wait as is assumed: a row's answer is what it assumes, of a flag that another process set."""
+    rows = [line.strip("| ").split(" | ") for line in spin("7_spin.py", DRY_RUN="1").splitlines() if line[:1] == "|"]
+    assert len(rows) > 35
+    assumed = [(answer, last.strip(" |")) for _, answer, *rest in rows[2:] for last in rest if last.strip(" |")]
+    assert {word for _, word in assumed} == {"waits", "returns"}
+    assert all(answer.startswith(word) for answer, word in assumed)
+    source = (ROOT / "tools/gpu/7_spin.py").read_text()
+    questions = re.findall(r'^    "(.*)": (?:WAITS|RETURNS|""),$', source, re.MULTILINE)
+    assert len(questions) > 12
+    assert all(source.count(f'"{question}"') > 1 for question in questions)  # each has a call for a GPU
+    assert f"| `{'7_spin.py'}`" in (ROOT / "tools/gpu/README.md").read_text()
+
+
+def test_a_flag_is_set_in_time_though_a_call_keeps_the_interpreters_lock():
+    """As a call does that waits for the device behind the kernel that waits for the flag."""
+    code = (
+        "import ctypes, spinning\n"
+        "keeper = spinning.Keeper()\n"
+        "slots = [keeper.arm(0.3), keeper.arm(60.0)]\n"
+        "ctypes.PyDLL(None).usleep(2_000_000)\n"
+        "print(*map(keeper.is_set, slots))\n"
+    )
+    assert spin("-c", code) == "True False\n"
+
+
 def test_what_is_packed_holds_the_library_under_the_name_that_the_scripts_look_for(tmp_path):
     (tmp_path / "some.xz").write_bytes(b"x")
     subprocess.run(

@@ -47,7 +47,10 @@ def test_a_group_that_a_member_does_not_make_ends_at_its_deadline_and_names_the_
     ranks.barrier()
 
 
-@EVERY
+@pytest.mark.parametrize(  # groups of the others are connected when they are made
+    "mode",
+    [pytest.param(m, marks=pytest.mark.ranks(3, backend="fake_nccl", fake_nccl=m)) for m in ("streams", "legacy")],
+)
 def test_an_eager_connect_of_some_members_names_the_others(ranks, mode):
     group = dist.new_group([0, 1, 2], timeout=SHORT)
     if ranks.rank == 2:

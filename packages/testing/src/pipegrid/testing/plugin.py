@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fake-nccl",
         choices=FAKE_NCCL,
-        help="with --backend fake_nccl: a stream for each group (default), one serial stream for the rank, a stream "
-        "for each group by the rules of torch 2.15's nccl, or one for each communicator by those of its nccl-lazy",
+        help="with --backend fake_nccl: a stream for each group (default), one serial stream for the rank, or a stream "
+        "for each communicator by the rules of torch's nccl-legacy (without a bound device), nccl2 or nccl-lazy",
     )
     parser.addini("ranks_backend", "default of --backend", default="gloo")
     parser.addini("ranks_deadline", "default of --deadline, in seconds", default="60")

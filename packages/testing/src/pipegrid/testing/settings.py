@@ -10,9 +10,9 @@ from attrs import frozen
 from pipegrid.testing.faults import Fault, FaultError, check_rank
 
 BACKENDS = ("gloo", "nccl", "fake_nccl", "staged")
-# How the fake NCCL plays its entries: a stream for each group, or one for the rank; or for each group by nccl2's rules,
-# or for each communicator by those of nccl-lazy.
-FAKE_NCCL = ("streams", "serial", "nccl2", "lazy")
+# How the fake NCCL plays its entries: a stream for each group, or one for the rank; or by the rules of nccl-legacy, of
+# nccl2 or of nccl-lazy.
+FAKE_NCCL = ("streams", "serial", "legacy", "nccl2", "lazy")
 # The argument that `@pytest.mark.ranks(2, 4)` adds to the test's parameters.
 WORLD_SIZE = "_pipegrid_testing_world_size"
 

@@ -46,7 +46,7 @@ def make_world(job: Job, channel: Channel) -> Ranks:
     if job.backend == "fake_nccl":
         mode = job.fake_nccl
         nccl2 = Nccl2Rules() if mode in ("nccl2", "lazy") else None
-        fake_device = FakeDevice(serial=mode == "serial", nccl2=nccl2, lazy=mode == "lazy")
+        fake_device = FakeDevice(serial=mode == "serial", nccl2=nccl2, lazy=mode in ("legacy", "lazy"))
         fake_device.watchdog.store = store
         register(fake_device)
     backend = _BACKENDS.get(job.backend, job.backend)

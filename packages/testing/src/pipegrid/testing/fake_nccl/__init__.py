@@ -9,6 +9,7 @@ from pipegrid.testing.fake_nccl.groups.group import FakeGroup
 from pipegrid.testing.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.testing.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.testing.fake_nccl.groups.nccl2 import Nccl2Group
+from pipegrid.testing.fake_nccl.groups.pairs import LegacyGroup
 from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.testing.fake_nccl.groups.backend import register
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
@@ -25,6 +26,7 @@ __all__ = [
     "LateRun",
     "Launch",
     "LazyGroup",
+    "LegacyGroup",
     "LegacyRules",
     "Mark",
     "Moment",

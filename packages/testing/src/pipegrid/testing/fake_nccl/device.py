@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
@@ -44,7 +44,8 @@ class FakeDevice:
         waits_hold: a work's ``wait()`` holds the host until its entry has ended or was aborted, so that CPU code that
             follows comes after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
         nccl2: groups keep the rules of torch 2.15's ``nccl``, with these settings; None: those of ``nccl-legacy``.
-        lazy: with ``nccl2``: those of ``nccl-lazy``, a communicator for each pair of peers beside the group's.
+        lazy: a communicator for each pair of peers beside the group's. With ``nccl2`` by the rules of ``nccl-lazy``,
+            else by those of ``nccl-legacy``, whose groups connect at their first use where no device is bound.
 
     Attributes:
         closing: set when the test ends.
@@ -217,15 +218,13 @@ class FakeDevice:
             for entry in self.unfinished():
                 entry.ended.wait()
 
-    def abort(self, group: str, error: Exception) -> None:
-        """End the group's entries with ``error``, then `drain`."""
-        with self._frees.abort(group):
-            stuck = self.unfinished(group)
-            for entry in stuck:
-                self._cancel(entry, error)
-            if any(entry.started for entry in stuck):
-                self._cuts[group]()
-            self.drain()
+    def abort(self, groups: Sequence[str], error: Exception) -> None:
+        """End the entries of ``groups`` with ``error``, then `drain`."""
+        with ExitStack() as aborts:
+            for group in groups:
+                aborts.enter_context(self._frees.abort(group))
+            stuck = [entry for entry in self.unfinished() if entry.launch.group in groups]
+            self._cancel_all(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
 
     def shut_down(self, group: str) -> None:
         """Free a group: `drain`."""
@@ -238,11 +237,7 @@ class FakeDevice:
         error = RuntimeError("the test ended")
         # Sends that ended before their receives came may still be on their way.
         groups = set(self._cuts) if self.eager_bytes else {entry.launch.group for entry in self.unfinished()}
-        for entry in self.unfinished():
-            self._cancel(entry, error)
-        for group in groups:
-            self._cuts[group]()
-        self.drain()
+        self._cancel_all(self.unfinished(), groups, error)
         self._closed.set()
         self._lines.close()
         self.watchdog.store = None
@@ -250,6 +245,13 @@ class FakeDevice:
 
     def _note(self, what: What, of: Launch | Mark) -> None:
         self.timeline.append(Moment(what, of))
+
+    def _cancel_all(self, entries: Sequence[Entry], groups: Iterable[str], error: Exception) -> None:
+        for entry in entries:
+            self._cancel(entry, error)
+        for group in groups:
+            self._cuts[group]()
+        self.drain()
 
     def _cancel(self, entry: Entry, error: Exception) -> None:
         """End an entry with ``error``, whatever it waits for."""

@@ -7,8 +7,10 @@ torch's `Backend` cannot be subclassed in Python; hence ``type(group) is Process
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,9 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     simultaneous. A send is done when its receive has the data. A receive's tensor holds NaN (integers 0x7f7f...) until
     its entry ends. A send's tensor is read when its entry starts; a tensor that no longer holds the posted values at
     the entry's end is a violation.
+
+    A group connects when it is made. Of the groups that do so at their first use, the first batch or collective holds
+    the host until every member has come to one.
     """
 
     supports_coalescing = True
@@ -53,11 +58,27 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self.connected: list[torch.device] = []
         self._here: int = options.group_rank
         self._ranks = global_ranks(options)
-        self._joining = Meeting("connect", options)
-        Meeting("make", options).connect(self.timeout)
-        self._hidden = HiddenGroup(options, self._ranks, device)
+        self._meeting, self._connecting = partial(Meeting, options=options), threading.Lock()
+        self._make_hidden = partial(HiddenGroup, options, self._ranks, device)
+        self._hidden: HiddenGroup | None = None
         self._batch: list[tuple[Transfer, Tensor]] | None = None
-        device.add_group(self._name, self._hidden.cut)
+        self._splits = 0
+        if not self._connects_at_use():
+            self._connect()
+
+    def _connects_at_use(self) -> bool:
+        """Whether the group connects at its first use, and not when it is made."""
+        return False
+
+    def _connect(self) -> HiddenGroup:
+        """The connections of the communicator; where there are none, made with all members."""
+        self._require_not_aborted()
+        with self._connecting:
+            if self._hidden is None:
+                self._meeting("make").connect(self.timeout)
+                self._hidden = self._make_hidden()
+                self.device.add_group(self._name, self._hidden.cut)
+            return self._hidden
 
     # Point to point
 
@@ -103,7 +124,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         return None
 
     def _launch_transfers(self, batch: Sequence[tuple[Transfer, Tensor]]) -> FakeWork:
-        transfers, late = [transfer for transfer, _ in batch], self._runs_later()
+        transfers, late, hidden = [transfer for transfer, _ in batch], self._runs_later(), self._connect()
         operations = tuple(
             Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
             for each in transfers
@@ -113,7 +134,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             if late:  # what was posted is there now
                 for each in transfers:
                     each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
-            self._hidden.exchange(transfers)
+            hidden.exchange(transfers)
 
         return self._launch(
             "p2p",
@@ -129,7 +150,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
         written = _tensors(arguments[0]) if name in _WRITES_FIRST else tensors
         streams = self.device.streams
-        late = self._runs_later()
+        late, hidden = self._runs_later(), self._connect()
         with streams.paused():
             there = tree_map(lambda value: streams.on_device(value) if isinstance(value, Tensor) else value, arguments)
             unread = _tensors(there[0]) if name in _WRITES_FIRST else []
@@ -139,7 +160,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         def run() -> None:
             for tensor in unread if late else ():
                 make_unreadable(tensor)
-            getattr(self._hidden.gloo, name)(*there, **options).wait(NEVER)
+            getattr(hidden.gloo, name)(*there, **options).wait(NEVER)
 
         return self._launch(name, (), run, reads=tensors, writes=written, holds=name == "barrier")
 
@@ -155,7 +176,6 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         writes: Sequence[Tensor],
         holds: bool = False,
     ) -> FakeWork:
-        self._require_not_aborted()
         entry = self.device.launch(self._name, kind, operations, run, self.timeout, reads=reads, writes=writes)
         return self._work_of(entry, reads, holds=holds or self.device.waits_hold)
 
@@ -173,16 +193,27 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the group's entries with an error, then wait for the whole device."""
-        self._end.abort()
-        self.aborted = True
-        self.device.abort(self._name, dist.DistBackendError(f"group {self._name} was aborted"))
+        groups = self._aborted_together()
+        for group in groups:
+            group._end.abort()  # noqa: SLF001 (of the same class)
+            group.aborted = True
+        names = [group._name for group in groups]  # noqa: SLF001
+        self.device.abort(names, dist.DistBackendError(f"group {self._name} was aborted"))
+
+    def _aborted_together(self) -> list[FakeGroup]:
+        """The communicators that an abort of the group ends at the same time."""
+        return [self]
 
     def shutdown(self) -> None:
         """Wait for the whole device and for the other members; the group takes no entries from then on."""
         if not self.aborted:
             self.device.shut_down(self._name)
-            self._end.meet()
+            self._meet_at_the_end()
         self.aborted = True
+
+    def _meet_at_the_end(self) -> None:
+        if self._hidden is not None:
+            self._end.meet()
 
     # What callers ask a group or its backend for
 
@@ -192,8 +223,23 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         Raises:
             DistBackendError: some did not come before the group's timeout.
         """
-        self._joining.connect(self.timeout)
+        self._meeting("connect").connect(self.timeout)
+        self._connect()
         self.connected.append(device)
+
+    def perform_nocolor_split(self, device: Any = None) -> None:
+        """Take part in a split as a rank that the new group leaves out."""
+        del device
+        self.split(self.timeout)
+
+    def split(self, seconds: float) -> None:
+        """Split this group's communicator for a new group, in which all members of this one take part.
+
+        Raises:
+            DistBackendError: some did not come within ``seconds``.
+        """
+        self._splits += 1
+        self._meeting(f"split {self._splits}").connect(seconds, ", to split this group for a new one")
 
     def _get_backend(self, device: Any) -> FakeGroup:
         del device

@@ -46,8 +46,10 @@ class Meeting:
             time.sleep(_LOOK_SECONDS)
         return True
 
-    def connect(self, seconds: float) -> None:
+    def connect(self, seconds: float, how: str = "") -> None:
         """Come, and wait for the others as a communicator's creation does, for ``seconds`` at most.
+
+        ``how`` they connect, at the end of the error's text.
 
         Raises:
             DistBackendError: some did not come.
@@ -57,5 +59,5 @@ class Meeting:
             missing = [rank for index, rank in enumerate(self._ranks) if not self._store.check([str(index)])]
             raise dist.DistBackendError(
                 f"rank {self._ranks[self._here]}, group {self._name}: ranks {missing} did not come to connect within "
-                f"{seconds:g} s"
+                f"{seconds:g} s{how}"
             )

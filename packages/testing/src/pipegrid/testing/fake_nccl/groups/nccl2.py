@@ -9,10 +9,13 @@
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
 - A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a wait.
 - A shutdown meets the other members. One with unfinished entries never returns: a violation.
+- The default group is bound to a device, so a new group is a split of it by all ranks of the world (see `backend`). One
+  with the option ``lazy_init`` is none, and connects at its first use.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -77,18 +80,33 @@ class Nccl2Work(FakeWork):
         return self._future(lambda: 0 if self.exception() is None else 2)
 
 
+def is_lazy(chosen: Any) -> bool:
+    """Whether the options of a new group say ``lazy_init``."""
+    return bool(getattr(chosen, "lazy_init", False))
+
+
 class Nccl2Group(FakeGroup):
     """A group of the backend ``fake_nccl`` by the rules of nccl2."""
 
     supports_splitting = True
 
-    def __init__(self, device: FakeDevice, options: Any, chosen: Any, rules: Nccl2Rules) -> None:
+    def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
         super().__init__(device, options, chosen)
-        self.rules = rules
+        self.rules = device.nccl2 or Nccl2Rules()
+        if not options.global_ranks_in_group:  # the default group
+            self.bound_device_id = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self._here)))
         self.failure: Exception | None = None
         self._idle: deque[Entry] = deque()
         self._lock = threading.Lock()
         self._aborting, self._seen, self._ended = threading.Event(), threading.Event(), threading.Event()
+
+    def _connects_at_use(self) -> bool:
+        return is_lazy(self.options)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Wait for all members; torch calls it of each new group where the default group is bound."""
+        if not self._connects_at_use():
+            super().eager_connect_single_device(device)
 
     @property
     def _set_default_timeout(self) -> Any:
@@ -172,9 +190,9 @@ class Nccl2Group(FakeGroup):
             return
         if left := self.device.unfinished(self._name):
             self.device.violations.append(f"shutdown of group {self._name} with {left[0]} under way never returns")
-            self.device.abort(self._name, RuntimeError("shut down"))
+            self.device.abort([self._name], RuntimeError("shut down"))
         else:
-            self._end.meet()
+            self._meet_at_the_end()
         self.aborted = True
 
 

@@ -1,0 +1,74 @@
+"""The table of the museum of hangs on ranks: what the page says hangs does, at its deadline, with each rank's place."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from .kit.museum import BACKENDS, orders_of, stuck_at, table
+
+HERE = Path(__file__).parent
+CELLS = {f"{name}/{model}": verdict for (name, model), verdict in table().items() if model in BACKENDS}
+LARGE = 4  # ranks
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """Of each cell that is selected, the text of its failure; "" where its ranks came to the end of their orders."""
+    directory = tmp_path_factory.mktemp("museum")
+    report = directory / "out.xml"
+    shutil.copy(HERE / "museum_ranks.py", directory / "test_orders.py")
+    (directory / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    items = [item for item in request.session.items if item.module is request.module]
+    cells = [item.callspec.params["cell"] for item in items if "outcomes" in item.fixturenames]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
+            *(f"test_orders.py::test_orders[{cell}]" for cell in cells),
+        ],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        capture_output=True,
+        text=True,
+        timeout=1800,  # against a hang of the session, not of a cell
+        check=False,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    found = {}
+    for case in ET.parse(report).iter("testcase"):
+        name = re.fullmatch(r"test_orders\[(.*)\]", case.get("name"))[1]
+        found[name] = "\n".join(child.get("message", "") + (child.text or "") for child in case.iter("failure"))
+        assert case.find("error") is None, done.stdout
+    return found
+
+
+def _nightly(cell):
+    name, model = cell.split("/")
+    large = len(orders_of(name).ranks) > LARGE and model != "nccl2"
+    return [pytest.mark.nightly] if large else []
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=_nightly(cell)) for cell in CELLS])
+def test_ranks_end_or_hang_as_the_table_of_the_page_says(cell, outcomes):
+    text = outcomes[cell]
+    if CELLS[cell] == "ends":
+        assert text == ""
+    elif CELLS[cell] == "crosses":
+        assert re.search("crossed: '(activation|gradient) of rank", text)
+    else:
+        for rank, place in enumerate(stuck_at(*cell.split("/"))):
+            assert f"rank {rank}: still running at the deadline, at position '{place}' for " in text
+
+
+def test_the_table_has_hangs_and_ends_for_each_backend():
+    for model in BACKENDS:
+        verdicts = [verdict for cell, verdict in CELLS.items() if cell.endswith(f"/{model}")]
+        assert {"hangs", "ends", "crosses"} == set(verdicts)
+        assert len(verdicts) > 12

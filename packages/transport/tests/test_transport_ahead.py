@@ -92,7 +92,7 @@ def test_each_costs_a_buffer(ranks):
     ids=["strict", "shared", "headers", "list", "empty"],
 )
 def test_elsewhere_none_is_posted_ahead(ranks, settings, payload):
-    with open_lanes([THERE], config=config(**settings)) as lanes:
+    with open_lanes([THERE, BACK], config=config(**settings)) as lanes:
         lane = lanes[THERE]
         for _ in range(5):
             (lane.isend(payload) if ranks.rank == 0 else lane.irecv()).wait()

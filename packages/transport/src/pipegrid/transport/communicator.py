@@ -22,7 +22,8 @@ from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.messages.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes, placed
+from pipegrid.transport.pipeline_lanes import carried_lanes, direction_lane, pipeline_lanes, placed, planned_lanes
+from pipegrid.transport.spec import LaneSpec
 
 
 class P2PCommunicator(LaneCommunicator):
@@ -41,7 +42,8 @@ class P2PCommunicator(LaneCommunicator):
         tensor_shape: the one shape of all messages, in ``pipeline_dtype``: compared between neighbours now, so that no
             message ever needs a header.
         device: where tensors live; None is the device of the group's backend.
-        traffic: the edges and directions that the plan uses; other lanes are not opened. None opens all.
+        traffic: the edges and directions that the plan uses; other lanes are not opened. None opens all, or those that
+            the ``communicators`` of the config are for.
 
     Raises:
         P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is not
@@ -67,9 +69,18 @@ class P2PCommunicator(LaneCommunicator):
         self.rank = dist.get_rank()
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         backend, self.device = resolve_device(None, device, group)
-        specs = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
-        standing = None if tensor_shape is None else dict.fromkeys(specs, _example(tensor_shape, self.config))
-        self.lanes = open_lanes(specs, config=self.config, backend=backend, device=self.device, standing=standing)
+        specs: Sequence[LaneSpec] = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
+        carried = carried_lanes(self._ranks, specs)
+        if traffic is None:
+            specs = planned_lanes(specs, carried, self.config.communicators)
+        self.lanes = open_lanes(
+            specs,
+            config=self.config,
+            backend=backend,
+            device=self.device,
+            standing=None if tensor_shape is None else dict.fromkeys(specs, _example(tensor_shape, self.config)),
+            carried=carried,
+        )
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
         self._neighbours = NeighbourTransfers(
             self.lanes, self.config, ranks=self._ranks, place=self.current_stage, placement=self._placement
@@ -159,7 +170,7 @@ class P2PCommunicator(LaneCommunicator):
             raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            why = "the argument traffic left out" if self.rank in spec.pair else f"rank {self.rank} is no end of"
+            why = "traffic or communicators leave out" if self.rank in spec.pair else f"rank {self.rank} is no end of"
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         return self.lanes[spec]
 

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from pipegrid.topology.fields import Count, Rule, checked_fields, instance, integer
 from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.sharing import Communicators
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
 """How a receiver learns the shapes and dtypes of the next message.
@@ -23,13 +24,6 @@ ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
     Every message has a header, on a CPU group.
 ``manifest``
     The sender announces the next messages of a lane in one table (`Lane.announce`), once per step.
-"""
-
-Communicators: TypeAlias = Literal["separate", "shared"]
-"""``separate``: each lane has a communicator of its own; order matters within a lane only.
-
-``shared``: all lanes between two ranks use one communicator; each exchange is one batch, and the batches of the two
-ranks match pairwise, in order. Takes less of a GPU and demands more of the plan.
 """
 
 LONGEST_SECONDS = 365 * 24 * 3600  # beyond a year, clocks that count nanoseconds overflow
@@ -65,7 +59,7 @@ class P2PConfig:
     Args:
         pipeline_dtype: dtype of floating-point tensors that are sent; None allows any.
         variable_seq_lengths: shapes and dtypes may differ from message to message.
-        batch_p2p_comm: the blocking verbs start their sends and receives as one batch; with ``strict`` or ``"shared"``
+        batch_p2p_comm: the blocking verbs start their sends and receives as one batch; with ``strict`` or shared
             communicators always.
         batch_p2p_sync: the blocking verbs also hold the host until their transfers are done. (Never the device:
             transfers are ordered among the streams that use them.)
@@ -74,15 +68,16 @@ class P2PConfig:
         timers: ``timers(name, log_level=2).start()`` and ``timers(name).stop()`` around each blocking verb.
         shapes: how a receiver learns shapes; see `ShapeMode`. None is ``"header"`` with ``variable_seq_lengths``, else
             ``"agreed"``.
-        communicators: a communicator per lane, or one for all lanes of two ranks; see `Communicators`.
+        communicators: a communicator per lane, one for all lanes of two ranks, or those that
+            ``fewest_communicators(plan)`` has found, and no others; see `Communicators`.
         strict: wait for each batch before the next action, as a rendezvous would. For tests.
         deadline: seconds until a send that was posted, or a receive that is waited for, has failed. At most a year, as
             all times here.
         open_deadline: seconds that all members have to open their lanes.
         receives_ahead: receives that a lane keeps posted beyond those asked for, so that a message finds its buffer
             however late the receiver is; at most 1024. Each costs the memory of one message, also between steps.
-            Applies to messages of one tensor with an agreed shape, over gloo with separate communicators and without
-            ``strict``; ignored elsewhere.
+            Applies to messages of one tensor with an agreed shape, over gloo on lanes with a communicator of their own
+            and without ``strict``; ignored elsewhere.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
         staged: payloads travel through host memory over gloo, whatever the group's backend: several ranks per GPU, or
             GPUs without NCCL. On a group whose backend for CUDA is gloo this is always so.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from attrs import field, frozen
 
 from pipegrid.transport.edge import Edge
 from pipegrid.transport.graph import ModuleGraph
+from pipegrid.transport.sharing import Communicators
 
 
 @frozen
@@ -32,7 +32,7 @@ class JobTopology:
         payload_edges: the edges whose payload is declared, and checked where it is sent.
         frozen_modules: modules that get no gradient.
         dims: the sizes of each module's grid, by dim; None where they are not known.
-        lanes: what a plan is proved for: a communicator per lane, or one for all lanes of two ranks.
+        lanes: what a plan is proved for: which lanes share a communicator.
         slices: whether a message may hold a slice of a microbatch.
     """
 
@@ -48,5 +48,5 @@ class JobTopology:
     payload_edges: frozenset[Edge] = frozenset()
     frozen_modules: tuple[str, ...] = ()
     dims: Mapping[str, Mapping[str, int]] | None = field(default=None, hash=False)
-    lanes: Literal["separate", "shared"] = "separate"
+    lanes: Communicators = "separate"
     slices: bool = True

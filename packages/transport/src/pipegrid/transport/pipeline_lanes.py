@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.sharing import Communicators, LaneSharing, PositionLane
 from pipegrid.transport.spec import LaneSpec
 
 
@@ -53,3 +54,30 @@ def pipeline_lanes(
         source, destination = (ranks[stages[stage % len(stages)]] for stage in (edge.source, edge.destination))
         lanes.add(direction_lane(source, destination, direction))
     return tuple(sorted(lanes))
+
+
+def carried_lanes(ranks: Sequence[int], lanes: Iterable[LaneSpec]) -> dict[LaneSpec, PositionLane]:
+    """The lane of a plan that each of these lanes of a pipeline carries; without those from a rank to itself."""
+    return {
+        lane: PositionLane(ranks.index(lane.source), ranks.index(lane.destination), Direction[lane.label.upper()])
+        for lane in lanes
+        if not lane.is_local
+    }
+
+
+def planned_lanes(
+    lanes: Sequence[LaneSpec], carried: Mapping[LaneSpec, PositionLane], communicators: Communicators
+) -> Sequence[LaneSpec]:
+    """Of all lanes of a pipeline, those for which a plan has communicators; all, where no plan is given.
+
+    Raises:
+        P2PConfigError: the plan has a lane that the pipeline does not have.
+    """
+    if not isinstance(communicators, LaneSharing):
+        return lanes
+    if foreign := sorted(communicators.numbers.keys() - carried.values()):
+        raise P2PConfigError(
+            f"communicators has lane {foreign[0]} of a plan, but these positions are no neighbours in the pipeline: it "
+            f"has {', '.join(map(str, sorted(carried.values())))}"
+        )
+    return [lane for lane in lanes if lane.is_local or carried[lane] in communicators.numbers]

@@ -44,20 +44,19 @@ class LaneSpec:
         return min(self.source, self.destination), max(self.source, self.destination)
 
 
-def opening_key(pair: tuple[int, int]) -> tuple[int, int, int]:
-    """The place of a pair of ranks in the one order in which all ranks open their lanes.
+def opening_key(ranks: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    """The place of a pair of ranks, or of the members of a communicator, in the one order in which all ranks open.
 
-    A key of the pair alone, and another for each pair: every rank, whichever lanes it knows, connects its pairs in a
-    restriction of one total order, which cannot deadlock (`pipegrid.topology.groups.creation_order`).
+    A key of the ranks alone (ascending), and another for each set: every rank, whichever lanes it knows, connects its
+    own in a restriction of one total order, which cannot deadlock (`pipegrid.topology.groups.creation_order`).
 
     Pairs come by distance, and those of one distance ``d`` in two rounds: ``a // d`` is even for one end of a pair
     and odd for the other, so no rank is in two pairs of a round. A chain of ranks, of any stride, opens in two rounds,
     and the way from its last rank to its first is a third. Where all ranks of two sides meet, a rank waits for at most
     two rounds for each distance that occurs.
     """
-    first, second = pair
-    distance = second - first
-    return distance, first // distance % 2 if distance else 0, first
+    distance = ranks[-1] - ranks[0]
+    return distance, ranks[0] // distance % 2 if distance else 0, ranks
 
 
 @frozen(kw_only=True)

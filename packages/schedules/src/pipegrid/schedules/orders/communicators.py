@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
-from pipegrid.schedules.orders.ends import End, message_of
+from pipegrid.schedules.orders.ends import End, crossing, message_of, partners_of
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.orders import Orders
 from pipegrid.schedules.orders.play import Wait
@@ -22,6 +22,7 @@ from pipegrid.schedules.orders.prove import Played, model_named, play_orders, pr
 from pipegrid.schedules.plan import Lane, Plan
 from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
+from pipegrid.transport.sharing import LaneSharing
 
 _STEPS = 200_000  # of one search for a placing; past them one more communicator is tried
 
@@ -29,30 +30,20 @@ _Pair: TypeAlias = tuple[Lane, Lane]
 
 
 @frozen
-class SharedCommunicators:
-    """Lanes on communicators, with which a plan was proved to end.
+class SharedCommunicators(LaneSharing):
+    """Communicators of lanes with which a plan was proved to end: the ``communicators`` of a `P2PConfig`.
 
     Attributes:
         plan: the plan, lowered.
         models: the order models of the proof.
         drains: whether computes may wait for the whole device.
-        numbers: of each lane the number of its communicator, which has all positions at the ends of its lanes.
         is_fewest: whether no placing has fewer on its fullest position; otherwise the search for one was cut short.
     """
 
     plan: Plan = field(repr=False)
     models: tuple[OrderModel, ...]
     drains: bool
-    numbers: Mapping[Lane, int]
     is_fewest: bool
-
-    @property
-    def members(self) -> tuple[tuple[int, ...], ...]:
-        """Of each communicator, the positions that it joins."""
-        joined: dict[int, set[int]] = {}
-        for lane, number in self.numbers.items():
-            joined.setdefault(number, set()).update((lane.source, lane.destination))
-        return tuple(tuple(sorted(joined[number])) for number in sorted(joined))
 
     @property
     def per_position(self) -> tuple[int, ...]:
@@ -61,15 +52,14 @@ class SharedCommunicators:
         return tuple(sum(position in one for one in members) for position in range(self.plan.num_positions))
 
     def __str__(self) -> str:
-        most, alone = max(self.per_position), max(_lanes_at(self.plan, self.numbers))
+        most, alone = max(self.per_position), max(_lanes_at(self.plan, list(self.numbers)))
         waits = ", also with waits for the whole device" if self.drains else ""
         fewest = "the fewest" if self.is_fewest else "the fewest found"
         names = [model.name for model in self.models]
         under = "every order model" if set(ORDER_MODELS) <= set(names) else ", ".join(names)
         lines = [f"{most} per rank, {fewest} under {under}{waits}; with one for each lane {alone}"]
-        for number, positions in enumerate(self.members):
-            lanes = " ".join(str(lane) for lane in sorted(self.numbers) if self.numbers[lane] == number)
-            lines.append(f"  {number}: positions {', '.join(map(str, positions))}: {lanes}")
+        for number, (positions, lanes) in enumerate(zip(self.members, self.communicators, strict=True)):
+            lines.append(f"  {number}: positions {', '.join(map(str, positions))}: {' '.join(map(str, lanes))}")
         return "\n".join(lines)
 
 
@@ -84,9 +74,7 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
         PlanError: as `orders_of_plan`; or a plan that gets stuck even with a communicator for each lane.
     """
     models = tuple(model_named(order) for order in orders or ORDER_MODELS)
-    apart = orders_of_plan(plan, lanes="separate")
-    lanes = sorted(lane for lane in dataflow_of(plan).lanes)
-    named = {str(lane): lane for lane in lanes}
+    lanes = sorted(dataflow_of(plan).lanes)
     clauses: set[frozenset[_Pair]] = set()
     is_fewest = True
     most = 1
@@ -96,61 +84,74 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
             is_fewest = is_fewest and is_whole
             most += 1
             continue
-        regrouped = _regrouped(apart, named, placed)
-        found = set[frozenset[_Pair]]()
-        for model in models:
-            played = play_orders(regrouped, model, drains=drains and not model.host_waits)
-            found |= {frozenset(_separable(apart, named, played, cycle, model)) for cycle in played.cycles}
+        found = _crossing(orders_of_plan(plan, lanes=placed))
+        for model in () if found else models:
+            played = play_orders(orders_on(plan, placed, model), model, drains=drains and not model.host_waits)
+            found |= {frozenset(_separable(played, cycle, model, placed)) for cycle in played.cycles}
         if not found:
-            return SharedCommunicators(plan, models, drains, placed, is_fewest)
+            return _proved(plan, models, placed, drains=drains, is_fewest=is_fewest)
         if frozenset() in found:  # no lanes of this cycle share a communicator
             break
         clauses |= found
-    for model in models:
-        prove_order(apart, model, drains=drains and not model.host_waits)  # with the cycle in its error
     separate = {lane: number for number, lane in enumerate(lanes)}
-    return SharedCommunicators(plan, models, drains, separate, False)
+    for model in models:  # with the cycle in its error
+        prove_order(orders_on(plan, separate, model), model, drains=drains and not model.host_waits)
+    return _proved(plan, models, separate, drains=drains, is_fewest=False)
 
 
-def _lanes_at(plan: Plan, lanes: Sequence[Lane] | Mapping[Lane, int]) -> list[int]:
+def _proved(
+    plan: Plan, models: tuple[OrderModel, ...], placed: Mapping[Lane, int], *, drains: bool, is_fewest: bool
+) -> SharedCommunicators:
+    communicators = [[lane for lane in placed if placed[lane] == number] for number in sorted(set(placed.values()))]
+    return SharedCommunicators(communicators, plan, models, drains, is_fewest)
+
+
+def orders_on(plan: Plan, numbers: Mapping[Lane, int], model: OrderModel) -> Orders:
+    """The orders of a plan whose lanes are on these communicators, for the proof under a model.
+
+    On a device that runs one communication kernel at a time, with a host that waits for each of them, as in strict
+    mode: that has the waits of all models but where peers connect.
+    """
+    return orders_of_plan(plan, lanes=numbers, holds=model.batched == "rank")
+
+
+def _lanes_at(plan: Plan, lanes: Sequence[Lane]) -> list[int]:
     """Per position, the lanes that start or end there."""
     return [
         sum(position in (lane.source, lane.destination) for lane in lanes) for position in range(plan.num_positions)
     ]
 
 
-def _regrouped(apart: Orders, named: Mapping[str, Lane], placed: Mapping[Lane, int]) -> Orders:
-    """Orders in which the messages of each lane go through the communicator of that lane."""
-    names = {name: f"communicator {placed[lane]}" for name, lane in named.items()}
-    return evolve(
-        apart,
-        ranks=tuple(
-            tuple(
-                evolve(
-                    launch,
-                    messages=tuple(evolve(one, group=names.get(one.group, one.group)) for one in launch.messages),
-                )
-                for launch in launches
-            )
-            for launches in apart.ranks
-        ),
-    )
+def _crossing(orders: Orders) -> set[frozenset[_Pair]]:
+    """Per two lanes of a pair of positions, whose messages cross on their one communicator: these must be apart."""
+    partners, _ = partners_of(orders)
+    pairs = {
+        frozenset(lane for end in ends if (lane := message_of(orders, end).lane) is not None)
+        for ends in crossing(orders, partners)
+    }
+    return {frozenset(combinations(sorted(pair), 2)) for pair in pairs if len(pair) > 1}
 
 
 def _separable(
-    apart: Orders, named: Mapping[str, Lane], played: Played, cycle: Sequence[tuple[Wait, Wait]], model: OrderModel
+    played: Played, cycle: Sequence[tuple[Wait, Wait]], model: OrderModel, placed: Mapping[Lane, int]
 ) -> Iterator[_Pair]:
     """The pairs of lanes of which one must be on two communicators, or a cycle is there again.
 
-    Of each line in the cycle: lanes whose messages start together, or come one behind the other. Where peers connect,
-    calls are joined by any lanes that are in one batch.
+    Of each line in the cycle: lanes whose messages start together, or come one behind the other. Of each host that
+    waits for shapes: the lane of a receive, and all that it shares its communicator with. Where peers connect, calls
+    are joined by any lanes that are in one batch.
     """
 
     def lanes_of(ends: Sequence[End]) -> set[Lane]:
-        groups = {message_of(apart, end).group for end in ends}
-        return {named[group] for group in groups if group in named}
+        return {lane for end in ends if (lane := message_of(played.orders, end).lane) is not None}
 
     stuck = {wait.position: wait.step for wait, _ in cycle}
+    for position, step in stuck.items():
+        track = played.tracks[position]
+        launch = played.orders.ranks[track.rank][track.launches[step]]
+        for lane in {one.lane for one in launch.messages if track.name == "host" and one.label in launch.headers}:
+            mates = [other for other in placed if lane is not None and placed[other] == placed[lane]]
+            yield from ((min(lane, other), max(lane, other)) for other in mates if lane is not None and other != lane)
     for _, setter in cycle:
         ends = played.tracks[setter.position].ends
         here, behind = lanes_of(ends[stuck[setter.position]]), lanes_of(ends[setter.step])
@@ -158,7 +159,7 @@ def _separable(
         for lanes in together:
             yield from combinations(sorted(lanes), 2)
     if model.connects:
-        for rank, launches in enumerate(apart.ranks):
+        for rank, launches in enumerate(played.orders.ranks):
             for number, launch in enumerate(launches):
                 batch = [(rank, number, part) for part in range(len(launch.messages))]
                 yield from combinations(sorted(lanes_of(batch)), 2)

@@ -105,21 +105,28 @@ def ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
     return faults
 
 
-def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
-    """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
-    faults, last = [], dict[tuple[int, int, str], tuple[End, End]]()
+def crossing(orders: Orders, partners: dict[End, End]) -> Iterator[tuple[End, End]]:
+    """Sends of one rank to another through one group, one behind the other, whose receives are the other way round."""
+    last: dict[tuple[int, int, str], tuple[End, End]] = {}
     for end, message in ends_of(orders):
         if message.way == "send" and end in partners:
             key, other = (end[0], message.peer, message.group), partners[end]
             if key in last and other[1:] < last[key][1][1:]:
-                before = message_of(orders, last[key][0]).label
-                text = (
-                    f"rank {end[0]} sends {before!r} before {message.label!r}, rank {message.peer} receives them the "
-                    "other way round: messages have no names, so each is received as the other"
-                )
-                faults.append(Fault("order", text))
+                yield last[key][0], end
             last[key] = end, other
-    return faults
+
+
+def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
+    """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
+    return [
+        Fault(
+            "order",
+            f"rank {before[0]} sends {message_of(orders, before).label!r} before {message_of(orders, end).label!r}, "
+            f"rank {message_of(orders, end).peer} receives them the other way round: messages have no names, so each "
+            "is received as the other",
+        )
+        for before, end in crossing(orders, partners)
+    ]
 
 
 def on_two_communicators(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias
 
@@ -13,15 +14,18 @@ from pipegrid.transport.edge import Direction, Edge
 
 _READS = {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: BACKWARD}
 
-Groups: TypeAlias = Literal["one", "separate", "shared"] | Mapping[Lane, str]
-"""The process group of each lane: one for all, one for each lane, one for each pair of positions, or by name."""
+Groups: TypeAlias = Literal["one", "separate", "shared"] | Mapping[Lane, int]
+"""The process group of each lane: one for all, one for each lane, one for each pair of positions, or by number."""
 
 
-def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True) -> Orders:
+def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True, holds: bool = False) -> Orders:
     """The orders of a lowered plan, with a rank for each position.
 
     ``lanes``: the group of each lane. One for all is what torch.distributed.pipelining has; pipegrid's communicators
-    are ``"separate"``, or ``"shared"`` by pairs. ``batched``: a lone message is a batch of one.
+    are ``"separate"``, ``"shared"`` by pairs, or by `fewest_communicators`: there a batch is one call for each of them,
+    with its messages in the order of lanes, and where lanes share one it starts when the shapes of its receives have
+    come. ``batched``: a lone message is a batch of one. ``holds``: the host waits for each message or batch, as in
+    strict mode.
 
     A collective among positions is a batch of messages, from each member to each, in a group of its own; so is the
     start of a compute of a stage that lies on several positions, which waits for all of them. What the ranks of one
@@ -32,12 +36,14 @@ def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True) -
     """
     if not plan.has_communication and dataflow_of(plan).crossing:
         raise PlanError("a plan of computes has no messages; lower adds them")
-    rows = tuple(tuple(_launches(plan, position, lanes, batched=batched)) for position in range(plan.num_positions))
+    rows = tuple(
+        tuple(_launches(plan, position, lanes, batched=batched, holds=holds)) for position in range(plan.num_positions)
+    )
     whole = (True,) * plan.num_positions
     return Orders(rows, begins=whole, ends=whole)
 
 
-def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool) -> Iterator[Launch]:
+def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool, holds: bool) -> Iterator[Launch]:
     dataflow = dataflow_of(plan)
     routes = {(flow.edge, flow.direction): flow.routes for flow in dataflow.crossing if flow.group is None}
     members = {group.name: group.positions for group in plan.groups}
@@ -48,6 +54,8 @@ def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool) -> Ite
         for way in ways_of(action)
     }
     calls: dict[str, int] = {}
+    used = Counter(lanes.values()) if isinstance(lanes, Mapping) else Counter[int]()
+    shared = {lane for lane in lanes if used[lanes[lane]] > 1} if isinstance(lanes, Mapping) else set[Lane]()
 
     def meet(name: str, others: Iterable[int], label: str) -> Iterator[Message]:
         """The messages of a collective, from each of its members to each."""
@@ -68,7 +76,9 @@ def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool) -> Ite
                 label = label_of(action, f"{action.group} {calls[action.group]}")
                 messages += meet(f"group {action.group}", members[action.group], label)
         if messages:
-            yield Launch(text, tuple(messages), batched=batched or len(messages) > 1)
+            messages = messages if lanes in ("one", "separate") else _in_calls(messages)
+            headers = frozenset(one.label for one in messages if one.way == "receive" and one.lane in shared)
+            yield Launch(text, tuple(messages), batched or len(messages) > 1, holds=holds, headers=headers)
             continue
         together: frozenset[str] = frozenset()
         places = dataflow.shared.get(first.stage, ())
@@ -84,16 +94,28 @@ def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lane
     """The messages of an action at a position, of those that go along its edge from position to position."""
     assert action.direction is not None
     for source, destination in route:
-        group = _group_of(Lane(source, destination, action.direction), lanes)
+        lane = Lane(source, destination, action.direction)
         if action.kind.is_send and source == position:
-            yield Message("send", destination, label_of(action), group)
+            yield Message("send", destination, label_of(action), _group_of(lane, lanes), lane)
         elif action.kind.is_receive and destination == position:
-            yield Message("receive", source, label_of(action), group)
+            yield Message("receive", source, label_of(action), _group_of(lane, lanes), lane)
+
+
+def _in_calls(messages: Iterable[Message]) -> list[Message]:
+    """The messages of a batch by groups in the order of their first ones, and those of a group by lanes."""
+    calls: dict[str, list[Message]] = {}
+    for message in messages:
+        calls.setdefault(message.group, []).append(message)
+    return [
+        message
+        for call in calls.values()
+        for message in (call if call[0].lane is None else sorted(call, key=lambda one: one.lane))  # type: ignore[arg-type, return-value]
+    ]
 
 
 def _group_of(lane: Lane, lanes: Groups) -> str:
     if isinstance(lanes, Mapping):
-        return lanes[lane]
+        return f"communicator {lanes[lane]}"
     if lanes == "separate":
         return str(lane)
     first, second = sorted((lane.source, lane.destination))

@@ -6,6 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
+from pipegrid.schedules.plan import Lane
+
 
 @frozen
 class Message:
@@ -16,12 +18,14 @@ class Message:
         peer: the rank at the other end.
         label: what is sent; the two ends of a message have one label.
         group: the process group that it goes through.
+        lane: of the plan, which it travels on; None of other programs, and in a collective.
     """
 
     way: Literal["send", "receive"]
     peer: int
     label: str
     group: str = "default"
+    lane: Lane | None = None
 
 
 @frozen
@@ -34,6 +38,8 @@ class Launch:
         batched: the messages are one batch, also where there is only one.
         needs: labels of the messages that a compute reads.
         holds: the host waits here until the messages have ended.
+        headers: labels of the receives whose sends must have been launched before any message of this starts: their
+            shapes come with it, and a later start would be in another order.
     """
 
     text: str
@@ -41,6 +47,7 @@ class Launch:
     batched: bool = False
     needs: frozenset[str] = frozenset()
     holds: bool = False
+    headers: frozenset[str] = frozenset()
 
     @property
     def is_compute(self) -> bool:

@@ -73,6 +73,11 @@ def tracks_of(
     size = len(started)
     tracks: list[Track] = []
     joined = _joined(orders, partners) if model.connects else {}
+    announced: dict[tuple[int, int], int] = {}  # of launches for which others wait: the shapes of their sends are known
+    for (rank, number, _), message in ends_of(orders) if _agree(orders) else ():
+        if message.way == "send" and (rank, number) not in announced:
+            announced[rank, number] = size
+            size += 1
     for rank, launches in enumerate(orders.ranks):
         host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
         lines: dict[Hashable, Track] = {}
@@ -94,7 +99,13 @@ def tracks_of(
                 compute.step(number, [~launched, *inputs, ended])
                 computed = ended
                 continue
-            host.step(number, [launched])
+            sends = [
+                partners[rank, number, part][:2]
+                for part, message in enumerate(launch.messages)
+                if message.label in launch.headers and (rank, number, part) in partners
+            ]
+            says = [announced[rank, number]] if (rank, number) in announced else []
+            host.step(number, [*says, *(~announced[send] for send in sends), launched])
             for part, ends in enumerate(_parts(launch, model)):
                 message = launch.messages[ends[0]]
                 key = _line_of(model, rank, launch, message, number)
@@ -120,6 +131,10 @@ def tracks_of(
 
 _Part: TypeAlias = tuple[int, int, str]
 """The messages of a batch that go through one group: rank, launch, group."""
+
+
+def _agree(orders: Orders) -> bool:
+    return any(launch.headers for launches in orders.ranks for launch in launches)
 
 
 def _joined(orders: Orders, partners: dict[End, End]) -> dict[_Part, list[End]]:

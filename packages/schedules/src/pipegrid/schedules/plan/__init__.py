@@ -20,7 +20,7 @@ from pipegrid.schedules.plan.actions import (
 )
 from pipegrid.schedules.plan.csv import from_csv, to_csv
 from pipegrid.schedules.plan.json import from_json, load_json, to_json
-from pipegrid.schedules.plan.parts import Group, Lane, Step, actions_of, as_placement, chain, step_text
+from pipegrid.schedules.plan.parts import Group, Step, actions_of, as_placement, chain, step_text
 from pipegrid.schedules.plan.plan import (
     Plan,
     compute_plan,
@@ -35,6 +35,7 @@ from pipegrid.schedules.plan.routes_check import check_routes
 from pipegrid.schedules.plan.routes_text import routes_from_json, routes_from_text, routes_to_json
 from pipegrid.schedules.plan.text import from_text
 from pipegrid.schedules.plan.tokens import parse_edge
+from pipegrid.transport.sharing import PositionLane as Lane
 
 __all__ = [
     "AT_SOURCE",

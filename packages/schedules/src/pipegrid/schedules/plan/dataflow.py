@@ -12,9 +12,9 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.schedules.plan.parts import Lane
 from pipegrid.schedules.plan.plan import Plan
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.sharing import PositionLane as Lane
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 

@@ -1,4 +1,4 @@
-"""The parts of a plan: steps, groups, lanes, the graph of a chain.
+"""The parts of a plan: steps, groups, the graph of a chain.
 
 A *step* is one action, or a batch (a tuple) of messages and collectives that are issued together.
 """
@@ -15,7 +15,7 @@ from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.schedules.plan.actions import ALONE, Action, GroupName
 from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.edge import Edge
 
 Step: TypeAlias = Action | tuple[Action, ...]
 """One action, or a batch of at least two communications that are issued together."""
@@ -59,25 +59,6 @@ class Group:
     positions: Places = field(converter=ascending)
     edges: tuple[Edge, ...] = field(converter=ascending, default=())
     tied: tuple[Index, ...] = field(converter=ascending, default=())
-
-
-def _direction_key(direction: Direction) -> str:
-    return direction.value
-
-
-@frozen(order=True, cache_hash=True, field_transformer=checked_fields(PlanError))
-class Lane:
-    """One direction of traffic from one position to another, first in, first out.
-
-    All edges that lead between the two positions in that direction share it.
-    """
-
-    source: Index
-    destination: Index
-    direction: Direction = field(order=_direction_key)
-
-    def __str__(self) -> str:
-        return f"{self.direction.value}{self.source}>{self.destination}"
 
 
 def chain(num_stages: int) -> ModuleGraph:

@@ -15,6 +15,7 @@ from pipegrid.schedules.runtime.stages.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
 from pipegrid.topology.fields import shown
 from pipegrid.transport.adapted import AdaptedCommunicator
+from pipegrid.transport.sharing import LaneSharing
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -33,7 +34,8 @@ def prove(plan: Plan | Proof, job: JobTopology) -> Proof:
         return verify(plan, lanes=kind)
     if plan.lanes == kind or not dataflow_of(plan.plan).lanes:
         return plan
-    return verify(plan.plan, rendezvous=plan.rendezvous, lanes=kind, batches=plan.batches)
+    batches = "in_order" if isinstance(kind, LaneSharing) else plan.batches  # an order model says how batches block
+    return verify(plan.plan, rendezvous=plan.rendezvous, lanes=kind, batches=batches)
 
 
 def position_of(plan: Plan, stages: Iterable[int]) -> int:

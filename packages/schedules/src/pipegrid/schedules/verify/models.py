@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from pipegrid.schedules.orders.communicators import orders_on
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.prove import prove_order
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.verify.table import Blocking
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
+from pipegrid.transport.sharing import LaneSharing
 
 
 def models_covered(blocking: Blocking) -> tuple[str, ...]:
@@ -22,7 +26,20 @@ def models_covered(blocking: Blocking) -> tuple[str, ...]:
     return tuple(name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank")
 
 
+def strictest(names: Collection[str], *, drains: bool) -> list[str]:
+    """Of order models those whose proofs cover all ``names``.
+
+    With drains a device that runs one kernel at a time makes a rank one queue of computes and launches: what waits in
+    any other model waits there too, but for peers that connect.
+    """
+    covering = {"nccl-serial", "nccl-connecting"}
+    return [name for name in names if name in covering or not drains or "nccl-serial" not in names]
+
+
 def require_end(plan: Plan, model: OrderModel, blocking: Blocking, *, drains: bool) -> None:
     """Raise for a plan, right in all else, that hangs under an order model: a cycle is named launch by launch."""
-    orders = orders_of_plan(plan, lanes=blocking.lanes)
+    if isinstance(blocking.lanes, LaneSharing):
+        orders = orders_on(plan, blocking.lanes.numbers, model)
+    else:
+        orders = orders_of_plan(plan, lanes=blocking.lanes)
     prove_order(orders, model, buffered=not blocking.rendezvous, drains=drains)

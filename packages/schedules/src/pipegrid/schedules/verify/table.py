@@ -10,10 +10,10 @@ from pipegrid.schedules.plan import Action, ActionKind, Lane
 from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, EdgeFlow
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS, EventIds, Route
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.sharing import Communicators
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 
-Lanes: TypeAlias = Literal["separate", "shared"]
 Batches: TypeAlias = Literal["in_order", "simultaneous"]
 
 
@@ -22,7 +22,7 @@ class Blocking:
     """How communication blocks: the arguments of `verify`."""
 
     rendezvous: bool = True
-    lanes: Lanes = "separate"
+    lanes: Communicators = "separate"
     batches: Batches = "in_order"
 
     @property

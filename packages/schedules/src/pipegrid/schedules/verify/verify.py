@@ -17,13 +17,14 @@ from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.memory import Peaks, peaks_of
-from pipegrid.schedules.verify.models import models_covered, require_end
+from pipegrid.schedules.verify.models import models_covered, require_end, strictest
 from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.sharding import Gathering, check_sharding
-from pipegrid.schedules.verify.table import Batches, Blocking, Lanes, PositionTable
+from pipegrid.schedules.verify.table import Batches, Blocking, PositionTable
 from pipegrid.topology.fields import Count, checked, shown
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
+from pipegrid.transport.sharing import Communicators, LaneSharing
 
 
 @frozen(slots=False)
@@ -42,7 +43,7 @@ class Proof:
     num_actions: int
     num_messages: int
     rendezvous: bool
-    lanes: Lanes
+    lanes: Communicators
     batches: Batches
     orders: tuple[str, ...]
     drains: bool
@@ -69,26 +70,27 @@ class Proof:
     def communicators(self) -> tuple[int, ...]:
         """Per position, the communicators of each of its ranks; on NCCL, each has a stream of its own.
 
-        The formula: lanes that start or end at the position (with shared lanes: positions it exchanges messages with)
-        plus groups it is a member of. A middle position of a chain has 4 separate lanes (activations in and out,
-        gradients in and out), or 2 shared ones. A lane that no message of the plan uses is not counted; nor are the
-        groups inside modules (tensor, context, data parallel) and the pieces of a bridge, which the plan does not name.
+        The formula: communicators of lanes that start or end at the position (a lane has one of its own; with shared
+        lanes, each position that it exchanges messages with has one) plus groups it is a member of. A middle position
+        of a chain has 4 separate lanes (activations in and out, gradients in and out), or 2 shared ones. A lane that no
+        message of the plan uses is not counted; nor are the groups inside modules (tensor, context, data parallel) and
+        the pieces of a bridge, which the plan does not name.
         """
         lanes: list[set[object]] = [set() for _ in self.plan.positions]
+        numbers = self.lanes.numbers if isinstance(self.lanes, LaneSharing) else {}
         for lane in dataflow_of(self.plan).lanes:
             ends = lane.source, lane.destination
             for position in ends:
-                lanes[position].add(lane if self.lanes == "separate" else frozenset(ends))
+                lanes[position].add(frozenset(ends) if self.lanes == "shared" else numbers.get(lane, lane))
         groups = [position for group in self.plan.groups for position in group.positions]
         return tuple([len(own) + groups.count(position) for position, own in enumerate(lanes)])
 
     def __str__(self) -> str:
+        lanes = "given communicators" if isinstance(self.lanes, LaneSharing) else f"{self.lanes} lanes"
         if not self.communicates:
             blocking = "computes alone"
-        elif not self.rendezvous:
-            blocking = f"no deadlock if sends are buffered, {self.lanes} lanes"
         else:
-            blocking = f"no deadlock even if sends block, {self.lanes} lanes"
+            blocking = f"no deadlock {'even if sends block' if self.rendezvous else 'if sends are buffered'}, {lanes}"
         if self.communicates:
             under = "every order model" if len(self.orders) == len(ORDER_MODELS) else ", ".join(self.orders)
             blocking += f", under {under}{' and with waits for the whole device' if self.drains else ''}"
@@ -108,7 +110,7 @@ def verify(
     *,
     rendezvous: bool = True,
     memory_limit: float | Sequence[float] | None = None,
-    lanes: Lanes = "separate",
+    lanes: Communicators = "separate",
     batches: Batches = "in_order",
     window: int | None = None,
     order: OrderModel | str | None = None,
@@ -128,9 +130,11 @@ def verify(
     worst that NCCL may do. Without it a send is buffered, a receive is posted, and only the compute that needs the data
     waits. ``lanes``: with ``"separate"``, each ordered pair of positions has a communicator for activations and one for
     gradients, and order matters within each; with ``"shared"``, a pair of positions has one, and their batches must
-    match one to one. ``batches``: with ``"in_order"``, the messages of a batch block one after the other as written (a
-    GPU that runs one communication kernel at a time, in the order of their launch); with ``"simultaneous"``, none of
-    them waits for another of the batch. A batch on a shared lane is one call, and always simultaneous.
+    match one to one; or what `fewest_communicators` returns for this plan or another: then the proof is under each
+    order model, in place of a rule. ``batches``: with ``"in_order"``, the messages of a batch block one after the other
+    as written (a GPU that runs one communication kernel at a time, in the order of their launch); with
+    ``"simultaneous"``, none of them waits for another of the batch. A batch on a shared lane is one call, and always
+    simultaneous.
 
     That rule is stricter than any backend and covers all order models (`pipegrid.transport.order`); with
     ``"simultaneous"``, or shared lanes, all but ``"nccl-serial"``; without rendezvous, ``"gloo"``. ``order``: one
@@ -155,22 +159,23 @@ def verify(
             looked for only where nothing else is wrong.
     """
     require_plan(plan)
-    checked(lanes, Lanes, "lanes", PlanError)
+    lanes = checked(lanes, Communicators, "lanes", PlanError)
     checked(batches, Batches, "batches", PlanError)
     checked(window, Count | None, "window", PlanError)
     limits = _limits(memory_limit, plan)
     blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)
-    if order is None:
+    if order is None and not isinstance(lanes, LaneSharing):
         proof = _proof(plan, blocking, limits, window)
         names, drained = models_covered(blocking), rendezvous
     else:
-        model = model_named(order)
+        models = {model.name: model for model in (ORDER_MODELS.values() if order is None else [model_named(order)])}
         if batches != "in_order":
             raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")
         proof = evolve(_proof(plan, evolve(blocking, rendezvous=False), limits, window), rendezvous=rendezvous)
-        names, drained = (model.name,), drains and not model.host_waits
-        if plan.has_communication:
-            require_end(plan, model, blocking, drains=drained)
+        names, drained = tuple(models), drains and not all(model.host_waits for model in models.values())
+        _require_placed(plan, lanes)
+        for name in strictest(names, drains=drained) if plan.has_communication else ():
+            require_end(plan, models[name], blocking, drains=drained and not models[name].host_waits)
     return evolve(proof, orders=names, drains=drained) if plan.has_communication else proof
 
 
@@ -206,6 +211,15 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
         peak_live_inputs=tuple(peak.inputs for peak in peaks),
         peak_gathered=tuple(found.peak for found in gathered),
     )
+
+
+def _require_placed(plan: Plan, lanes: Communicators) -> None:
+    """Raise for a lane of the plan without a communicator."""
+    numbers = lanes.numbers if isinstance(lanes, LaneSharing) else None
+    lacking = [lane for lane in dataflow_of(plan).lanes if numbers is not None and lane not in numbers]
+    if lacking:
+        text = f"lane {lacking[0]} is on none of the communicators; give the fewest_communicators of this plan"
+        raise PlanError("the plan has 1 fault:", faults=(Fault("communicator", text),))
 
 
 def _require_enough_steps(plan: Plan) -> None:

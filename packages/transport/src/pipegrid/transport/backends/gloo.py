@@ -10,9 +10,9 @@ of another name, registered the public way, takes them.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -91,37 +91,38 @@ class GlooMover:
 
     Args:
         backend: has ``send`` and ``recv``.
-        peer: the other rank, as rank in the group.
-        lanes: how many lanes use it.
+        peers: per lane of this rank, by index, the rank at its other end, as rank in the group.
+        lanes: how many lanes use it, on all ranks.
     """
 
     streams = False
 
-    def __init__(self, backend: Any, peer: int, lanes: int) -> None:
+    def __init__(self, backend: Any, peers: Mapping[int, int], lanes: int) -> None:
         self._send, self._recv = backend.send, backend.recv
-        self._peer = peer
+        self._peers = peers
         self._lanes = lanes
-        self._sent, self._received = itertools.count(), itertools.count()
+        self._started = Counter[tuple[bool, int]]()  # sends to each peer, and receives
 
     def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
         """See `Mover.start`."""
         tickets = []
         for sending, tensors, lane, epoch in operations:
-            verb, peer = self._send if sending else self._recv, self._peer
-            tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, lane, epoch)
+            verb, peer = self._send if sending else self._recv, self._peers[lane]
+            tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, peer, lane, epoch)
             if len(tensors) == 1:  # most messages
                 tickets.append(GlooTicket((verb(tensors, peer, tag),)))
             else:
                 tickets.append(GlooTicket([verb([tensor], peer, tag) for tensor in tensors]))
         return tickets
 
-    def _tag(self, sending: bool, lane: int, epoch: int) -> int:
+    def _tag(self, sending: bool, peer: int, lane: int, epoch: int) -> int:
         """Keep apart messages that would meet by mistake: the mistake then runs into the deadline.
 
         Without it, gloo would let messages meet across a renewal that one side did not make, or, on a shared
         communicator, messages that the two sides did not start in the same order: an overflow or a swap.
         """
-        number = next(self._sent if sending else self._received) % _ORDER_NUMBERS
+        number = self._started[sending, peer] % _ORDER_NUMBERS
+        self._started[sending, peer] += 1
         return self._lanes * (CONTROL_TAGS + number * _EPOCHS + epoch % _EPOCHS) + lane
 
     def abort(self) -> None:

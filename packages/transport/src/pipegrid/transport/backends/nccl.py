@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -127,7 +127,7 @@ class NcclMover:
 
     Args:
         group: the process group.
-        peer: the other rank, as rank in the group.
+        peers: per lane of this rank, by index, the rank at its other end, as rank in the group.
         device: where tensors live.
         kind: of the group's backend.
         aside: see `NcclTicket`.
@@ -136,10 +136,15 @@ class NcclMover:
     streams = True
 
     def __init__(
-        self, group: Any, peer: int, device: torch.device, kind: BackendKind, aside: torch.Stream | None
+        self,
+        group: Any,
+        peers: Mapping[int, int],
+        device: torch.device,
+        kind: BackendKind,
+        aside: torch.Stream | None,
     ) -> None:
         self._group = group
-        self._peer = peer
+        self._peers = peers
         self._device = device
         self._kind, self._aside = kind, aside
 
@@ -155,12 +160,12 @@ class NcclMover:
                 "callback?): communicators whose kernels are launched in different orders on different ranks deadlock; "
                 "start it from the thread that waits"
             )
-        group, peer = self._group, self._peer
+        group, peers = self._group, self._peers
         group._start_coalescing(self._device)  # noqa: SLF001
         try:
             works = []
-            for sending, tensors, _, _ in operations:
-                verb = group.send if sending else group.recv
+            for sending, tensors, lane, _ in operations:
+                verb, peer = group.send if sending else group.recv, peers[lane]
                 for tensor in tensors:
                     works.append(verb([tensor], peer, 0))  # noqa: PERF401 -- a comprehension is a frame more
         finally:

@@ -10,6 +10,7 @@ its receive is posted, whatever its size.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ Work = Any
 _HEADER_BYTES = 512
 _LENGTH_BYTES = 4
 _NOTICE_BYTES = 2048
+_NOTICE_SECONDS, _POLL_SECONDS = 0.05, 0.001
 _HEADER, _NOTICE, CONTROL_TAGS = 0, 1, 2
 NEVER_SENT = 2**30
 FOREVER = timedelta(days=36_500)
@@ -125,10 +127,11 @@ class Wire:
         self._notice.wait(FOREVER)
 
     def end_notice(self) -> tuple[str, str] | None:
-        """Kind and text of the other side's end notice; None before it came. Only on an end: may cut the connection."""
-        if not self.has_end_notice() and not self._watched:
-            with contextlib.suppress(RuntimeError):
-                self._notice.wait(timedelta(milliseconds=50))
+        """Kind and text of the other side's end notice; None where it has not come in a moment. Only on an end."""
+        limit = time.monotonic() + _NOTICE_SECONDS
+        # Not by a wait: one that times out would cut the connections to other members before they know the cause.
+        while not self.has_end_notice() and not self._watched and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
         if not self.has_end_notice():
             return None
         # Cut by bytes, so the last character may be incomplete.

@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any, Self
 
 from pipegrid.topology import control_store, destroy_groups, discard_groups
+from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Submitter
-from pipegrid.transport.lane.connection import Connection
-from pipegrid.transport.lane.ending import End, abort_lanes, await_aborts, end_together
+from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.lane.transfers import LaneTransfers
@@ -115,7 +115,8 @@ class Lanes(dict[LaneSpec, Lane]):
         for lane in self.values():
             if lane.peer in wanted and lane.peer not in self._handshakes and lane.group is not None:
                 # Both ends know the group by one name, and no other group ever has it.
-                self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, lane.group.group_name)
+                pair = f"{lane.group.group_name}/{'-'.join(map(str, lane.spec.pair))}"
+                self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, pair)
         peers = [self._handshakes[rank] for rank in sorted(wanted) if rank in self._handshakes]
         return Handshake(self._store, peers, self._calls)
 
@@ -153,19 +154,23 @@ class Lanes(dict[LaneSpec, Lane]):
 
 
 def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
-    """A thread per connection of a device group: it sees at once that its peer is gone, as no call waits there."""
+    """A thread per wire of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
-    for connection in {id(lane.connection): lane.connection for lane in ends if lane.connection.mover.streams}.values():
+    devices = {id(lane.connection): lane.connection for lane in ends if lane.connection.mover.streams}.values()
+    for wire, lanes in [
+        (wire, [lane for lane in connection.lanes if lane.peer == peer])
+        for connection in devices
+        for peer, wire in connection.wires.items()
+    ]:
 
-        def watch(connection: Connection = connection) -> None:
-            assert connection.wire is not None
+        def watch(wire: Wire = wire, lanes: Sequence[LaneEnding] = lanes) -> None:
             try:
-                connection.wire.watch()
+                wire.watch()
             except RuntimeError as error:
-                for lane in connection.lanes:
+                for lane in lanes:
                     lane.explain(error, first_of(lane.queue))
 
-        watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{connection.lanes[0].spec}", daemon=True))
+        watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{lanes[0].spec}", daemon=True))
         watchers[-1].start()
     return watchers
 

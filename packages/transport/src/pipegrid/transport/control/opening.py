@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,14 @@ from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.payload import flatten, signature_of
+from pipegrid.transport.sharing import LaneSharing, PositionLane, communicators_of
 from pipegrid.transport.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import current_device, new_stream
+
+_Bundle: TypeAlias = tuple[LaneSpec, ...]
+"""All lanes of a communicator, of whichever ranks, ascending."""
+_Connected: TypeAlias = tuple[Connection, int]
+"""The connection of a lane, and its number among all lanes of the communicator."""
 
 # torch hands out 32 streams per device; groups past that share one, and wait for each other.
 _MOST_STREAMS = 28
@@ -72,11 +78,12 @@ def open_lanes(
     rank: int | None = None,
     standing: Mapping[LaneSpec, Any] | None = None,
     declared: Mapping[LaneSpec, str] | None = None,
+    carried: Mapping[LaneSpec, PositionLane] | None = None,
 ) -> Lanes:
     """Open those lanes of ``specs`` that this rank is an end of; each has carried a message on return.
 
-    All ranks that are ends of a lane call this with the lane among their specs (and with all lanes of the same two
-    ranks, where lanes share communicators); further lanes cost nothing. All ranks open lanes in one order.
+    All ranks that are ends of a lane call this with the lane among their specs (and with all lanes of its communicator,
+    where lanes share them); further lanes cost nothing. All ranks open lanes in one order.
 
     Args:
         specs: lanes, in any order.
@@ -88,6 +95,8 @@ def open_lanes(
         standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
             between the two sides, and never need a header.
         declared: per lane, what its user says of the messages, in words; compared between the two sides.
+        carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are those of a
+            plan.
 
     Returns:
         the lanes of this rank: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
@@ -103,26 +112,27 @@ def open_lanes(
     backend, place = resolve_device(backend, device)
     mine = [spec for spec in ordered if here in spec.pair]
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
-    submitter = Submitter(settings)
+    every = communicators_of([spec for spec in ordered if not spec.is_local], settings.communicators, carried or {})
+    own = [bundle for bundle in every if any(here in spec.pair for spec in bundle)]
+    submitter = Submitter(settings, shares=any(len(bundle) > 1 for bundle in own))
     lanes: dict[LaneSpec, Lane] = {}
     connector = _Connector(here, backend=backend, device=place, config=settings)
     try:
-        remote = [spec for spec in mine if not spec.is_local]
-        connections = connector.connect(remote) if kind_of(backend).peers else connector.stand_alone(remote)
+        connections = connector.connect(own) if kind_of(backend).peers else connector.stand_alone(own)
         for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
-            connection = Connection(LocalMover(place)) if spec.is_local else connections[spec]
+            connection, index = connections.get(spec) or (Connection(LocalMover(place)), 0)
             end = Endpoint(
                 spec=spec,
                 rank=here,
                 device=place,
                 config=settings,
                 connection=connection,
-                index=len(connection.lanes),
+                index=index,
                 standing=fixed.get(spec),
             )
             lanes[spec] = Lane(end, submitter)
-            if connection.wire is not None:
-                _prove(end, connection.wire, (declared or {}).get(spec, ""))
+            if end.wire is not None:
+                _prove(end, end.wire, (declared or {}).get(spec, ""))
     except BaseException:
         discard_groups(connector.groups)
         raise
@@ -185,54 +195,65 @@ class _Connector:
         self._on_device = kind_of(backend).in_streams and not config.staged
         self._staged = not self._on_device and (config.staged or device.type != "cpu")
         self._backend = "gloo" if config.staged and kind_of(backend).peers else backend
-        # What one communicator moves both ways is one batch, which comes after the computing of what it sends.
-        beside = (self._on_device or self._staged) and config.communicators == "separate"
-        self._receive_stream = new_stream(device) if beside else None
+        self._receive_stream = new_stream(device) if self._on_device or self._staged else None
         self._aside = new_stream(device) if kind_of(self._backend).keeps_sends else None
         self._timeout = timedelta(seconds=config.open_deadline)
         self._calls = StoreCalls(config.open_deadline)
 
-    def connect(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
-        """A connection for each of these lanes: one pair of ranks after the other, in the order of `opening_key`."""
-        bundles = _bundles(lanes, self._config)
+    def connect(self, bundles: Sequence[_Bundle]) -> dict[LaneSpec, _Connected]:
+        """A connection for each lane of this rank on these communicators of it.
+
+        First all pairs of ranks compare what they open, then communicators are made, each in the order of
+        `opening_key`.
+        """
         if self._on_device and bundles:
             warn_of_watchdog(self._backend)
         if self._on_device and len(bundles) > _MOST_STREAMS:
             warnings.warn(
                 f"rank {self._rank} opens {len(bundles)} communicators, each with a stream; beyond {_MOST_STREAMS} "
-                f"torch shares streams, and transfers wait for each other. Use communicators='shared', or open fewer "
-                f"lanes (traffic=)",
+                f"torch shares streams, and transfers wait for each other. Use "
+                f"communicators=fewest_communicators(plan), or open fewer lanes (traffic=)",
                 stacklevel=3,
             )
-        found: dict[LaneSpec, Connection] = {}
+        wanted = {_group_spec(bundle, "data"): bundle for bundle in bundles}
+        own = {spec: [lane for lane in lanes if self._rank in lane.pair] for spec, lanes in wanted.items()}
+        found: dict[LaneSpec, _Connected] = {}
         try:
-            for pair in sorted({lane.pair for lane in lanes}, key=opening_key):
-                between = {_group_spec(bundle, "data"): bundle for bundle in bundles if bundle[0].pair == pair}
+            for pair in sorted({lane.pair for lanes in own.values() for lane in lanes}, key=opening_key):
+                between = {
+                    spec: here for spec, lanes in own.items() if (here := [lane for lane in lanes if lane.pair == pair])
+                }
                 with _meeting(between, self._rank, self._config.open_deadline):
-                    self._compare(pair, [lane for lane in lanes if lane.pair == pair])
-                    found |= self._connect_pair(between)
+                    self._compare(pair, between)
+            for ranks in sorted({spec.ranks for spec in wanted}, key=opening_key):
+                alike = [spec for spec in wanted if spec.ranks == ranks]
+                with _meeting({spec: own[spec] for spec in alike}, self._rank, self._config.open_deadline):
+                    found |= self._connect_members({spec: wanted[spec] for spec in alike})
         finally:
             self._calls.end()
         return found
 
-    def stand_alone(self, lanes: Sequence[LaneSpec]) -> dict[LaneSpec, Connection]:
+    def stand_alone(self, bundles: Sequence[_Bundle]) -> dict[LaneSpec, _Connected]:
         """A connection for each of these lanes in a dry run, where no other rank exists."""
-        found: dict[LaneSpec, Connection] = {}
-        for bundle in _bundles(lanes, self._config):
+        found: dict[LaneSpec, _Connected] = {}
+        for bundle in bundles:
             (group,) = self._create([_group_spec(bundle, "data")], self._backend, None).values()
-            found.update(dict.fromkeys(bundle, Connection(DryMover(), group=group)))
+            connection = Connection(DryMover(), group=group, is_shared=len(bundle) > 1)
+            found |= {lane: (connection, index) for index, lane in enumerate(bundle)}
         return found
 
-    def _compare(self, pair: tuple[int, int], lanes: Sequence[LaneSpec]) -> None:
+    def _compare(self, pair: tuple[int, int], between: Mapping[GroupSpec, Sequence[LaneSpec]]) -> None:
         """Compare with the other rank of ``pair`` how both make groups: each would wait for one that it alone makes.
 
         Raises:
             P2PMismatchError: they differ; on both ranks, once both have come.
         """
         rank, config = self._rank, self._config
+        groups = "; ".join(f"{spec.label} of ranks {list(spec.ranks)}" for spec in between)
+        kind = config.communicators
         here = {
-            "lanes": _shortened(", ".join(map(str, lanes))),
-            "communicators": config.communicators,
+            "lanes": _shortened(", ".join(str(lane) for lane in sorted(itertools.chain(*between.values())))),
+            "communicators": _shortened(groups if isinstance(kind, LaneSharing) else kind),
             "backend": self._backend,
             "max_ctas": str(config.max_ctas if self._on_device else None),
             "open_deadline": str(float(config.open_deadline)),
@@ -247,8 +268,8 @@ class _Connector:
         there = json.loads(self._calls.call("while lanes are opened", exchange))
         _require_same(here, there, f"ranks {rank} and {peer} open lanes")
 
-    def _connect_pair(self, wanted: Mapping[GroupSpec, Sequence[LaneSpec]]) -> dict[LaneSpec, Connection]:
-        """Connections with one other rank, by the lanes of each."""
+    def _connect_members(self, wanted: Mapping[GroupSpec, _Bundle]) -> dict[LaneSpec, _Connected]:
+        """Connections over communicators of the same ranks."""
         _, loop = gloo = self._gloo
         channels: dict[GroupSpec, Any] = {}
         if self._on_device:
@@ -256,18 +277,25 @@ class _Connector:
             channels = self._create([_group_spec(lanes, "control") for lanes in wanted.values()], *gloo)
         else:
             made = self._create(wanted, *gloo)
-        found: dict[LaneSpec, Connection] = {}
+        found: dict[LaneSpec, _Connected] = {}
         for spec, lanes in wanted.items():
-            group, peer = made[spec], 1 - spec.ranks.index(self._rank)
+            group, own = made[spec], {index: lane for index, lane in enumerate(lanes) if self._rank in lane.pair}
+            there = {index: sum(lane.pair) - self._rank for index, lane in own.items()}
+            peers = {index: spec.ranks.index(peer) for index, peer in there.items()}
             mover: Mover
             if self._on_device:
                 lift_timeout(group)
-                mover = NcclMover(group, peer, self._device, kind_of(self._backend, group), self._aside)
+                mover = NcclMover(group, peers, self._device, kind_of(self._backend, group), self._aside)
             else:
-                mover = GlooMover(loop.take_backend(group), peer, len(lanes))
+                mover = GlooMover(loop.take_backend(group), peers, len(lanes))
                 mover = StagedMover(mover, self._device) if self._staged else mover
-            wire = Wire(channels.get(_group_spec(lanes, "control"), group), peer)
-            found.update(dict.fromkeys(lanes, Connection(mover, wire, group, self._receive_stream)))
+            channel = channels.get(_group_spec(lanes, "control"), group)
+            wires = {peer: Wire(channel, peers[index]) for index, peer in there.items()}
+            # What a shared one moves both ways is one batch, which comes after the computing of what it sends.
+            shared = len(lanes) > 1
+            stream = None if shared else self._receive_stream
+            connection = Connection(mover, wires, group, is_shared=shared, receive_stream=stream)
+            found |= {lane: (connection, index) for index, lane in own.items()}
         return found
 
     def _create(self, wanted: Iterable[GroupSpec], backend: str, options: Any) -> dict[GroupSpec, Any]:
@@ -285,14 +313,6 @@ class _Connector:
         return one_loop()
 
 
-def _bundles(specs: Iterable[LaneSpec], config: P2PConfig) -> Sequence[Sequence[LaneSpec]]:
-    """The lanes of each communicator: one lane, or all lanes between two ranks."""
-    bundles: dict[object, list[LaneSpec]] = {}
-    for spec in specs:
-        bundles.setdefault(spec.pair if config.communicators == "shared" else spec, []).append(spec)
-    return list(bundles.values())
-
-
 @contextmanager
 def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds: float) -> Iterator[None]:
     """Failures of group creation, as errors of lanes."""
@@ -304,7 +324,8 @@ def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds:
         if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupStoreError):
             named = [spec for spec in groups if repr(spec.label) in str(error)]
             spec = [*named, *groups][0]
-            raise _not_opened(groups[spec][0], rank, spec.ranks[1 - spec.ranks.index(rank)], seconds) from error
+            lane = groups[spec][0]
+            raise _not_opened(lane, rank, sum(lane.pair) - rank, seconds) from error
         lanes = ", ".join(str(lane) for bundle in groups.values() for lane in bundle)
         raise P2PPeerError(f"rank {rank} could not open lanes {lanes}: {error}") from error
 
@@ -321,11 +342,12 @@ def _not_opened(spec: LaneSpec, rank: int, peer: int, seconds: float) -> P2PTime
     )
 
 
-def _group_spec(bundle: Sequence[LaneSpec], use: str) -> GroupSpec:
+def _group_spec(bundle: _Bundle, use: str) -> GroupSpec:
     names = ",".join(map(str, bundle))
     if len(bundle) > 1:
         names = f"{len(bundle)} lanes/{hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"
-    return GroupSpec(bundle[0].pair, f"transport/{names}/{use}", shared=False)
+    ranks = sorted({rank for lane in bundle for rank in lane.pair})
+    return GroupSpec(ranks, f"transport/{names}/{use}", shared=False)
 
 
 def _prove(end: Endpoint, wire: Wire, declared: str) -> None:

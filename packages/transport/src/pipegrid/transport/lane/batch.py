@@ -61,22 +61,25 @@ class Submitter:
         lock: held while transfers get their numbers and are started, so that both happen in the same order.
         asleep: whether the progress thread needs ``wake`` to look at the lanes.
         in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
+
+    Args:
+        config: of the lanes.
+        shares: whether some of them share a communicator.
     """
 
-    def __init__(self, config: P2PConfig) -> None:
+    def __init__(self, config: P2PConfig, *, shares: bool) -> None:
         self.lock = threading.RLock()
         self.wake: threading.Event = threading.Event()
         self.asleep = True
         self.in_order = False
         self.pending: dict[int, list[Transfer]] = {}
         self.calls: dict[int, list[Callable[[], None]]] = {}
-        self._shared = config.communicators == "shared"
-        self._strict = config.strict
+        self._shares, self._strict = shares, config.strict
 
     @property
     def batches(self) -> bool:
         """Whether the transfers of a batch always start together: in strict mode and on shared communicators."""
-        return self._strict or self._shared
+        return self._strict or self._shares
 
     def batch(self, *, together: bool = True, by_lane: bool = False) -> Batch:
         """Collect the transfers of the block, and start them together at its end; none of them if the block raises.
@@ -149,9 +152,9 @@ class Submitter:
                     errors.append(error)
                 else:
                     admitted.append(transfer)
-            if self._shared:
-                # The order on a communicator is the order of batches, so a receive cannot be posted later.
-                for transfer in admitted:
+            for transfer in admitted if self._shares else ():
+                lane = transfer.lane
+                if lane.connection.is_shared:  # its order is that of batches, so a receive cannot be posted later
                     _settle(transfer)
             if not self.in_order:
                 self.start([transfer for transfer in admitted if transfer.is_ready])
@@ -191,9 +194,9 @@ class Submitter:
         """Hand numbered transfers to their movers, those of one communicator as one batch. Under the lock.
 
         Communicators start in the order of the transfers, which is the plan's: `verify(batches="in_order")` proves that
-        order. With separate communicators only neighbours in it are combined, so that none starts before its turn; with
-        shared ones all of a pair of ranks are one call, in the order of lanes, which both sides know. A batch has one
-        stream: that of one lane's sends or receives, or on a shared communicator the caller's.
+        order. On a lane's own communicator only neighbours in it are combined, so that none starts before its turn; on
+        a shared one all are one call, in the order of lanes, which all sides know. A batch has one stream: that of one
+        lane's sends or receives, or on a shared communicator the caller's.
         """
         batches: list[list[tuple[Any, Transfer]]] = []
         by_connection: dict[int, list[tuple[Any, Transfer]]] = {}
@@ -203,7 +206,7 @@ class Submitter:
             if transfer.state is not _ACTIVE or transfer.ticket is not None:
                 continue
             connection = lane.connection
-            if self._shared and id(connection) in by_connection:
+            if connection.is_shared and id(connection) in by_connection:
                 by_connection[id(connection)].append((lane, transfer))
             elif connection is previous:
                 batches[-1].append((lane, transfer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -21,22 +21,25 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Connection:
-    """The mover, the wire and the group that the lanes of one communicator share.
+    """The mover, the wires and the group that the lanes of one communicator share.
 
     Attributes:
         mover: moves their payloads.
-        wire: moves headers and end notices; None where both ends are one rank, and in a dry run.
+        wires: move headers and end notices, by the rank at the other end; none where that is this rank, and in a dry
+            run.
         group: the process group of the payloads; None where both ends are one rank.
+        is_shared: the communicator has several lanes, not all of them of this rank.
         receive_stream: receives are posted under it, so that a transfer waits for its buffer and for no computing; None
             is the caller's stream.
         lanes: this rank's ends, each a `LaneEnding`.
         aborting: the abort of a device group, once it has begun.
-        told: the other side knows of the end.
+        told: the other sides know of the end.
     """
 
     mover: Mover
-    wire: Wire | None = None
+    wires: Mapping[int, Wire] = field(factory=dict)
     group: ProcessGroup | None = None
+    is_shared: bool = False
     receive_stream: torch.Stream | None = None
     lanes: list[Any] = field(factory=list)
     aborting: Abort | None = None
@@ -44,11 +47,11 @@ class Connection:
     _held: deque[torch.Tensor] = field(factory=deque, init=False)
 
     def tell_closed(self) -> None:
-        """Tell the other side, which has not ended the lanes, that this one closes them."""
-        if self.wire is not None:
+        """Tell the other sides, which have not ended the lanes, that this one closes them."""
+        text = ", ".join(f"lane {lane.spec} was closed on rank {lane.rank}" for lane in self.lanes)
+        for wire in self.wires.values():
             self.told = True
-            text = ", ".join(f"lane {lane.spec} was closed on rank {lane.rank}" for lane in self.lanes)
-            self.wire.post_end_notice("closed", text)
+            wire.post_end_notice("closed", text)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Hold tensors of transfers that failed: the device may write to them until the abort has returned."""

@@ -43,6 +43,7 @@ class LaneEnding:
     Attributes:
         spec: which lane.
         rank: this global rank.
+        peer: the global rank at the other end.
         connection: what the lane shares with others.
         queue: transfers that were started, in order, and have not been seen to end.
         error: why the lane is dead; None while it lives.
@@ -57,16 +58,22 @@ class LaneEnding:
         queue: deque[Transfer],
         wait_lock: WaitLock,
     ) -> None:
-        self.spec, self.rank, self.connection, self.queue = end.spec, end.rank, end.connection, queue
+        self.spec, self.rank, self.peer, self.connection, self.queue = (
+            end.spec,
+            end.rank,
+            end.peer,
+            end.connection,
+            queue,
+        )
         self.error: P2PError | None = None
-        self._peer, self._outgoing, self._incoming = end.peer, outgoing, incoming
+        self._wire, self._outgoing, self._incoming = end.wire, outgoing, incoming
         self._wait_lock, self._states = wait_lock, wait_lock.states
         self._last_queue: list[str] = []  # under way when the lane ended
 
     # ---- Why a lane ends
 
     def fail(self, error: P2PError, *, kind: str) -> None:
-        """End the lane, and all of its communicator, because of ``error``; ``kind`` goes to the other side."""
+        """End the lane, and all of its communicator, because of ``error``; ``kind`` goes to the other sides."""
         end_together([End(self, error, text_of(error))], kind=kind)
 
     def explain(self, error: RuntimeError, transfer: Transfer | None) -> None:
@@ -84,17 +91,16 @@ class LaneEnding:
             self.set_end(transfer, _FAILED, self.error)
 
     def _cause_of(self, error: RuntimeError, transfer: Transfer | None) -> P2PError:
-        wire = self.connection.wire
-        notice = None if wire is None else wire.end_notice()
+        notice = None if self._wire is None else self._wire.end_notice()
         if notice is not None:
             kind, text = notice
             told = P2PMismatchError if kind == "mismatch" else P2PPeerError
-            return told(relayed(text, f"rank {self._peer} ended lane {self.spec}"))
+            return told(relayed(text, f"rank {self.peer} ended lane {self.spec}"))
         if transfer is not None and time.monotonic() >= transfer.due:
             return self._timed_out(transfer)
         what = "" if transfer is None else f" while {_verb(transfer)} message {transfer.sequence} of lane {self.spec}"
         return P2PPeerError(
-            f"rank {self.rank} lost rank {self._peer}{what}: rank {self._peer} died, or closed its connection; "
+            f"rank {self.rank} lost rank {self.peer}{what}: rank {self.peer} died, or closed its connection; "
             f"look at its output first ({text_of(error).splitlines()[0]})"
         )
 
@@ -105,7 +111,7 @@ class LaneEnding:
     def _timed_out(self, transfer: Transfer) -> P2PTimeoutError:
         return P2PTimeoutError(
             rank=self.rank,
-            peer=self._peer,
+            peer=self.peer,
             lane=str(self.spec),
             sequence=transfer.sequence,
             seconds=transfer.seconds,
@@ -151,7 +157,7 @@ class LaneEnding:
             transfer.state = state
             if self.queue and self.queue[0] is transfer:
                 self.queue.popleft()
-            elif self.connection.wire is None and transfer in self.queue:
+            elif self._wire is None and transfer in self.queue:
                 self.queue.remove(transfer)  # both ends of the lane are in one queue
             if state is _FAILED:
                 self.connection.keep(transfer.tensors)
@@ -194,7 +200,7 @@ class LaneEnding:
     @property
     def notice(self) -> str | None:
         """The kind of the other side's end notice; None before it came. Looks at memory only."""
-        wire = self.connection.wire
+        wire = self._wire
         found = wire.end_notice() if wire is not None and wire.has_end_notice() else None
         return None if found is None else found[0]
 
@@ -234,33 +240,34 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
     lanes of a communicator end with the first cause on it.
     """
     over: list[tuple[LaneEnding, P2PError]] = []
-    connections: dict[int, tuple[Connection, str]] = {}
+    connections: dict[int, tuple[Connection, str, int]] = {}
     siblings = [End(lane, end.error, end.text) for end in ends for lane in end.lane.connection.lanes]
     for lane, error, text in (*ends, *siblings):
         if lane.take_error(error):
             over.append((lane, error))
-            connections.setdefault(id(lane.connection), (lane.connection, text))
+            connections.setdefault(id(lane.connection), (lane.connection, text, lane.peer))
     # A group of a device with nothing under way is shut down, which waits for the device; any other is aborted.
     busy = [
         one
-        for one, _ in connections.values()
+        for one, _, _ in connections.values()
         if kind != "closed" or not one.mover.streams or any(lane.queue for lane in one.lanes)
     ]
     limit = time.monotonic() + _TELL_SECONDS.get(kind, _TELL_OTHERS_SECONDS)
     telling = [
-        connection.wire.post_end_notice(kind, text)
-        for connection, text in connections.values()
+        wire.post_end_notice(kind, text)
+        for connection, text, lost in connections.values()
+        for peer, wire in connection.wires.items()
         # A device group may be lost while its wire, another connection, is not.
-        if connection.wire is not None and not connection.told and (kind != "lost" or connection.mover.streams)
+        if not connection.told and (kind != "lost" or peer != lost or connection.mover.streams)
     ]
     for connection in busy:
         if connection.mover.streams:
             connection.abort(connections[id(connection)][1])
     for work in telling:
         _finish(work, limit)
-    for connection, _ in connections.values():
-        if connection.wire is not None:
-            connection.wire.cut()
+    for connection, _, _ in connections.values():
+        for wire in connection.wires.values():
+            wire.cut()
     for connection in busy:
         if not connection.mover.streams:
             connection.abort(connections[id(connection)][1])

@@ -22,7 +22,7 @@ class Endpoint:
         device: where payloads live.
         config: the settings that the lane was opened with.
         connection: what it shares with others.
-        index: its number among the lanes of its connection.
+        index: its number among all lanes of its communicator.
         standing: the one message of the lane, where it was fixed when the lane was opened.
         tally: what is counted.
     """
@@ -44,7 +44,7 @@ class Endpoint:
     @property
     def wire(self) -> Wire | None:
         """Moves headers and end notices; None where both ends are one rank, and in a dry run."""
-        return self.connection.wire
+        return self.connection.wires.get(self.peer)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -55,4 +55,4 @@ class Endpoint:
     @property
     def one_by_one(self) -> bool:
         """Whether each message is started alone: a plain one then needs nothing but its mover."""
-        return self.config.communicators == "separate" and not self.config.strict and self.wire is not None
+        return not self.connection.is_shared and not self.config.strict and self.wire is not None

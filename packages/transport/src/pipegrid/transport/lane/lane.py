@@ -61,7 +61,7 @@ class Lane:
         connection = end.connection
         self.spec, self.rank, self.peer = end.spec, end.rank, end.peer
         self.device, self.config, self.connection, self.tally = end.device, end.config, connection, end.tally
-        self.mover, self.wire = connection.mover, connection.wire
+        self.mover, self.wire = connection.mover, end.wire
         self.sent = 0
         self.received = 0
         self.incoming = Incoming(end)
@@ -328,6 +328,6 @@ class Lane:
 
 
 def _waits_of(connection: Connection) -> type[LaneTransfers]:
-    if connection.wire is None:
+    if not connection.wires:
         return LocalWaits
     return StreamWaits if connection.mover.streams else HostWaits

@@ -145,7 +145,7 @@ class LaneTransfers(ABC):
         except P2PMismatchError as error:
             self.ending.fail(error, kind="mismatch")
             return
-        if self.config.communicators == "separate":  # with shared ones, a receive starts with its batch: see `settle`
+        if not self.connection.is_shared:  # on a shared one, a receive starts with its batch: see `settle`
             self._start_deferred()
 
     def _start_deferred(self) -> None:

@@ -136,9 +136,9 @@ class ActivationsInFlight:
             offload.wait()
         return self.live.pop(piece)
 
-    def forget(self, part: Slice | None, piece: int) -> None:
+    def forget(self, part: Slice, piece: int) -> None:
         """Forget a microbatch after the backward of its first slice, which is the last to run."""
-        if part is not None and part.is_first:
+        if part.is_first:
             del self.kept[piece // self.num_slices]
 
     def offload(self, piece: int) -> None:

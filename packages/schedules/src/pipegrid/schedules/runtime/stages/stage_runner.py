@@ -78,6 +78,7 @@ class StageRunner:
     _lending: tuple[RecvQueue, ...] = field(init=False)
     _resume: Callable[[Slice], None] | None = field(init=False)
     _unread: tuple[Unread, ...] = field(init=False)
+    _answered: tuple[Unread, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._num_slices = self.flight.num_slices
@@ -90,6 +91,7 @@ class StageRunner:
         self._lending = tuple(queue for queue in self.arriving if queue.lends)
         self._resume = getattr(self.stage, "resume", None)
         self._unread = tuple(queue.unread for queue in (*self.leaving, *self.gradients_out))
+        self._answered = tuple(self.leaving[index].unread for index in self.flight.answered)
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -100,7 +102,9 @@ class StageRunner:
 
     def forward(self, piece: int) -> None:
         """``F``."""
-        self._settle()
+        for unread in self._unread:  # the stage may write what it returned before
+            if unread.kept:
+                unread.settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
         for edge, take, differentiated in self.incoming:
@@ -153,15 +157,12 @@ class StageRunner:
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""
         live = self.flight.take(piece)
-        self._settle()
-        for index in self.flight.answered:
-            self.leaving[index].unread.end(piece)
+        for unread in self._unread:  # the backward may write what the stage returned before
+            if unread.kept:
+                unread.settle()
+        for unread in self._answered:
+            unread.end(piece)
         return live
-
-    def _settle(self) -> None:
-        """Before the stage runs again, which may write what it returned before."""
-        for queue in self._unread:
-            queue.settle()
 
     def backward(self, piece: int) -> None:
         """``B``: both halves at once."""
@@ -174,7 +175,8 @@ class StageRunner:
             queue.put(piece, _taken(payload) if is_one else map_tensors(payload, _taken))
         for lending in self._lending:
             lending.give_back(piece)
-        self.flight.forget(live.part, piece)
+        if live.part is not None:
+            self.flight.forget(live.part, piece)
 
     def backward_inputs(self, piece: int) -> None:
         """``I``."""
@@ -201,7 +203,8 @@ class StageRunner:
         for leaf, gradient in zip(read, found[len(inputs) :], strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-        self.flight.forget(live.part, piece)
+        if live.part is not None:
+            self.flight.forget(live.part, piece)
         by_input: dict[int, torch.Tensor] = {}
         for tensor, gradient in zip(inputs, found, strict=False):
             # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns

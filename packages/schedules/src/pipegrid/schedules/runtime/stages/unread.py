@@ -14,7 +14,7 @@ Nothing here holds the memory of a message after its send: the communicator does
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from attrs import define, field
@@ -30,21 +30,10 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NOTHING = torch.empty(0)
 
 
-class Mark(NamedTuple):
-    """What an unread tensor is known by.
-
-    Attributes:
-        version: of the tensor with a graph; None without.
-        address: of its memory; 0 where the same may come again, unchanged.
-        probe: has the version of the tensor with a graph, and no memory.
-    """
-
-    version: int | None
-    address: int
-    probe: torch.Tensor | None = None
-
-
-_COPIED = Mark(None, 0)
+# What an unread tensor is known by: its version where it has a graph; the address of its memory, 0 where the same may
+# come again unchanged; and for one with a graph a tensor without memory that has its version. Made for each message.
+Mark: TypeAlias = tuple[int | None, int, torch.Tensor | None]
+_COPIED: Mark = (None, 0, None)
 Marks: TypeAlias = Mark | list[Mark]
 Payload: TypeAlias = Any
 Aliased: TypeAlias = tuple[Payload, Marks]
@@ -54,20 +43,20 @@ Aliased: TypeAlias = tuple[Payload, Marks]
 class Unread:
     """The unread payloads of one edge and direction, by microbatch.
 
-    ``local``: a stage on the same rank reads them.
+    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send.
     """
 
     edge: Edge
     direction: Direction
     local: bool = False
     num_slices: int = 1
-    _kept: dict[int, Aliased] = field(factory=dict, init=False)  # until their send
-    _left: dict[int, Marks] = field(factory=dict, init=False)  # from then on until its end
+    kept: dict[int, Aliased] = field(factory=dict, init=False)
+    _left: dict[int, Marks] = field(factory=dict, init=False)  # from the send on until its end
     _places: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = field(factory=dict, init=False)  # by address
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
-        self._kept.clear()
+        self.kept.clear()
         self._left.clear()
         self._places.clear()
 
@@ -79,24 +68,24 @@ class Unread:
         """
         if aliased is None or self.local:
             aliased = without_graph(payload, local=self.local)
-        kept, marks = self._kept[microbatch] = aliased
+        kept, marks = self.kept[microbatch] = aliased
         if isinstance(marks, list):
             for tensor, mark in zip(_tensors(kept), marks, strict=True):
-                self._place(microbatch, tensor, mark.address, payload)
-        elif marks.address:
-            self._place(microbatch, kept, marks.address, payload)
+                if mark[1]:
+                    self._place(microbatch, tensor, mark[1], payload)
+        elif marks[1]:
+            self._place(microbatch, kept, marks[1], payload)
 
     def _place(self, microbatch: int, tensor: torch.Tensor, address: int, payload: Payload) -> None:
         place = self._places.get(address)
         if place is not None and place[0] != microbatch and place[1]() is not None and _may_change(payload, address):
             raise self._written(place[0])
-        if address:
-            self._places[address] = microbatch, weakref.ref(tensor)
+        self._places[address] = microbatch, weakref.ref(tensor)
 
     def settle(self) -> None:
         """The stage runs again: copy what it may write."""
-        for microbatch, (payload, marks) in self._kept.items():
-            self._kept[microbatch] = self._own(microbatch, payload, marks)
+        for microbatch, (payload, marks) in self.kept.items():
+            self.kept[microbatch] = self._own(microbatch, payload, marks)
 
     def take(self, microbatch: int) -> Payload:
         """The payload of ``microbatch`` for its send, or for the stage on the same rank; once.
@@ -104,7 +93,7 @@ class Unread:
         Raises:
             StageOutputError: it was written since its stage returned it.
         """
-        payload, marks = self._own(microbatch, *self._kept.pop(microbatch))
+        payload, marks = self._own(microbatch, *self.kept.pop(microbatch))
         if self.local:
             self._forget(marks)
             return unpacked(_as_leaf(payload, marks))
@@ -118,19 +107,22 @@ class Unread:
         Raises:
             StageOutputError: it was written before that.
         """
-        marks = self._left.pop(microbatch, _COPIED)
-        if marks is _COPIED:
+        marks = self._left.pop(microbatch, None)
+        if marks is None:
             return
-        for mark in marks if isinstance(marks, list) else (marks,):
-            self._require_version(microbatch, mark)
+        for version, _, probe in marks if isinstance(marks, list) else (marks,):
+            if probe is not None and probe._version != version:  # noqa: SLF001 -- see `_alias`
+                raise self._written(microbatch)
         self._forget(marks)
 
     def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
         if not isinstance(marks, list):
-            if marks.version is not None:
-                self._require_version(microbatch, marks)
+            version, address, probe = marks
+            if probe is not None:
+                if probe._version != version:  # noqa: SLF001 -- see `_alias`
+                    raise self._written(microbatch)
             elif marks is not _COPIED and is_shared(payload):
-                self._forget(marks)
+                self._places.pop(address, None)
                 return payload.clone(), _COPIED
             return payload, marks
         found: list[Mark] = []
@@ -143,13 +135,12 @@ class Unread:
 
         return map_tensors(payload, own), found
 
-    def _require_version(self, microbatch: int, mark: Mark) -> None:
-        if mark.probe is not None and mark.probe._version != mark.version:  # noqa: SLF001 -- see `_alias`
-            raise self._written(microbatch)
-
     def _forget(self, marks: Marks) -> None:
-        for mark in marks if isinstance(marks, list) else (marks,):
-            self._places.pop(mark.address, None)
+        if isinstance(marks, list):
+            for mark in marks:
+                self._places.pop(mark[1], None)
+        else:
+            self._places.pop(marks[1], None)
 
     def _written(self, microbatch: int) -> StageOutputError:
         forward = self.direction is Direction.FORWARD
@@ -183,7 +174,7 @@ def without_graph(payload: Payload, *, local: bool = False) -> Aliased:
 def _alias(tensor: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, Mark]:
     if tensor.requires_grad:
         probe = tensor.detach()  # has the tensor's own version
-        mark = Mark(tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr(), probe)  # noqa: SLF001 -- the documented way to ask for changes in place
+        mark = tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr(), probe  # noqa: SLF001 -- the documented way to ask for changes in place
         if local:  # the graph of the other stage compares versions from then on
             return probe, mark
         alias = tensor.detach() if type(tensor) not in _PLAIN else tensor.data
@@ -191,13 +182,13 @@ def _alias(tensor: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, Mark]:
         return alias, mark
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return tensor, _COPIED  # left to the communicator's checks
-    return tensor.data, Mark(None, tensor.data_ptr())
+    return tensor.data, (None, tensor.data_ptr(), None)
 
 
 def _as_leaf(payload: Payload, marks: Marks) -> Payload:
     """The payload for a stage on the same rank: what had a graph gets a gradient of its own."""
     if not isinstance(marks, list):
-        return payload if marks.version is None else payload.requires_grad_()
+        return payload if marks[0] is None else payload.requires_grad_()
     each = iter(marks)
     return map_tensors(payload, lambda tensor: _as_leaf(tensor, next(each)))
 

@@ -18,7 +18,7 @@ from typing import Any
 from pipegrid.layout import LayoutError
 from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.goodput import (
+from pipegrid.planner.failures import (
     POLICIES,
     Scenario,
     Throughput,

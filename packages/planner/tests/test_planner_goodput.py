@@ -18,7 +18,7 @@ from pipegrid.planner import (
     Throughput,
     random_failures,
 )
-from pipegrid.planner.goodput import POLICIES, best_interval, daly, daly_goodput, simulate, young
+from pipegrid.planner.failures import POLICIES, best_interval, daly, daly_goodput, simulate, young
 
 from .naive_goodput import Naive
 
@@ -34,13 +34,13 @@ def scenarios(draw, *, most_seconds=400, returns=True, distinct=False):
     duration = draw(st.integers(1, most_seconds))
     moments = st.integers(0, duration)
     names = st.permutations([f"node{node}" for node in range(nodes)])
-    count = draw(st.integers(0, nodes if distinct else 12))
+    count = draw(st.integers(0, nodes if distinct else 30))
     order = draw(names)
     outages = []
     for at in range(count):
         start = draw(moments)
         node = order[at] if distinct else draw(st.sampled_from(order))
-        back = start + draw(st.integers(0, 60)) if returns and draw(st.booleans()) else math.inf
+        back = start + draw(st.integers(0, 60)) if returns and draw(st.integers(0, 3)) else math.inf
         outages.append(Outage(node, start, back))
     small = st.integers(0, 12)
     return Scenario(
@@ -184,6 +184,15 @@ def test_published_samples_per_second_within_five_percent(system, rate):
         outcome = simulate(scenario, "restart", PUBLISHED["checkpoint_every_steps"])
     samples = outcome.goodput * scenario.throughput.rate(30)
     assert samples == pytest.approx(PUBLISHED["published_samples_per_second"][system][rate], rel=0.05)
+
+
+def test_a_failure_in_a_restart_is_one_more_restart():
+    """Also where enough nodes are up by then to go on, which have nothing to go on with."""
+    outages = [Outage("a", 100, 310), Outage("b", 200, 300), Outage("b", 320)]
+    scenario = Scenario(Throughput({3: 1.0, 2: 1.0}, 1), Failures(outages, 500), restart=50, checkpoint=0, replan=1)
+    outcome = simulate(scenario, "re-plan", 10)
+    assert outcome.lost["waiting"] == 100
+    assert outcome.lost["recovery"] == 1 + 20 + 50
 
 
 def test_a_node_that_is_back_joins_where_it_pays():

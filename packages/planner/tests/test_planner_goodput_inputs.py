@@ -20,8 +20,8 @@ from pipegrid.planner import (
     read_failures,
 )
 from pipegrid.planner.__main__ import main
-from pipegrid.planner.goodput import simulate
-from pipegrid.planner.goodput.durations import duration_text, seconds_of
+from pipegrid.planner.failures import simulate
+from pipegrid.planner.failures.durations import duration_text, seconds_of
 
 
 def test_durations_are_read_and_written():
@@ -188,7 +188,7 @@ def test_the_command_line_takes_a_job_and_a_file_of_failures(tmp_path, capsys):
     trace.write_text("time,node,back\n1h,b,2h\n5h,a,\n")
     given = ["goodput", str(job), "--nodes", "4", "--failures", str(trace), "--restart", "5m", "--checkpoint", "20s"]
     assert main([*given, "--for", "8h"]) == 0
-    assert "4 nodes, 8h: 2 failures, one every 4h; a step takes 120ms" in capsys.readouterr().out
+    assert "4 nodes, 8h: 2 failures, one every 4h, 1 nodes never back; a step takes 120ms" in capsys.readouterr().out
     assert main(given[:2] + given[4:]) == 2
     assert "a job has no number of nodes; give --nodes" in capsys.readouterr().err
 

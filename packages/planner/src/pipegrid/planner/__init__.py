@@ -6,7 +6,7 @@ Names outside ``__all__`` (results) are imported from here as well.
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun as DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.goodput import (
+from pipegrid.planner.failures import (
     Failures as Failures,
     Goodput as Goodput,
     Outage as Outage,

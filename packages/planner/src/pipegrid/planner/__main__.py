@@ -22,7 +22,7 @@ from pipegrid.layout import LayoutError
 from pipegrid.planner.choice import Choice
 from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.goodput import (
+from pipegrid.planner.failures import (
     POLICIES,
     Scenario,
     Throughput,

@@ -7,9 +7,9 @@ from typing import Annotated, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.planner.errors import JobError
-from pipegrid.planner.goodput.durations import GivenPositive
-from pipegrid.planner.goodput.interval import best_interval, daly
-from pipegrid.planner.goodput.simulate import POLICIES, Outcome, Policy, Scenario, simulate
+from pipegrid.planner.failures.durations import GivenPositive
+from pipegrid.planner.failures.interval import best_interval, daly
+from pipegrid.planner.failures.simulate import POLICIES, Outcome, Policy, Scenario, simulate
 from pipegrid.topology.fields import checked_arguments, instance
 
 

@@ -40,7 +40,6 @@ PositiveDuration: TypeAlias = Annotated[float, Rule(_above_zero, f"{DURATION}, a
 DurationOrNever: TypeAlias = Annotated[float, Rule(_or_never, f'{DURATION}, or "never"')]
 """Infinite where it is ``"never"``."""
 
-GivenDuration: TypeAlias = Annotated[float | str, Rule(seconds_of, DURATION)]
 GivenPositive: TypeAlias = Annotated[float | str, Rule(_above_zero, f"{DURATION}, above 0")]
 GivenOrNever: TypeAlias = Annotated[float | str, Rule(_or_never, f'{DURATION}, or "never"')]
 

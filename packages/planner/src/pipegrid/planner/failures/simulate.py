@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 from attrs import define, field, frozen
 
 from pipegrid.planner.errors import JobError
-from pipegrid.planner.goodput.durations import DURATION, Duration, seconds_of
-from pipegrid.planner.goodput.failures import Failures
-from pipegrid.planner.goodput.stretch import Stretch, whole
-from pipegrid.planner.goodput.throughput import Throughput, by_nodes
+from pipegrid.planner.failures.durations import DURATION, Duration, seconds_of
+from pipegrid.planner.failures.outages import Failures
+from pipegrid.planner.failures.stretch import Stretch, whole
+from pipegrid.planner.failures.throughput import Throughput, by_nodes
 from pipegrid.topology.fields import Index, Rule, checked_fields, instance
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
@@ -205,7 +205,7 @@ class _Run:
         if self.policy == "restart":
             stop += self.scenario.checkpoint + self.scenario.write
         now, then = throughput.rate(len(self.training)), throughput.rate(min(self.up, self.places))
-        return then > now and (then - now) * self.scenario.failures.mtbf > then * stop
+        return (then - now) * self.scenario.failures.mtbf > then * stop
 
     def stop(self, time: float, *, joins: bool = False) -> None:
         """Stop training to change its nodes; a restart for which no node has failed makes a checkpoint first."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from statistics import mean
 
 from attrs import asdict
 
-from pipegrid.planner.goodput.durations import duration_text
-from pipegrid.planner.goodput.goodput import Goodput
-from pipegrid.planner.goodput.interval import daly_goodput
-from pipegrid.planner.goodput.simulate import CAUSES, Outcome
+from pipegrid.planner.failures.durations import duration_text
+from pipegrid.planner.failures.goodput import Goodput
+from pipegrid.planner.failures.interval import daly_goodput
+from pipegrid.planner.failures.outages import Failures
+from pipegrid.planner.failures.simulate import CAUSES, Outcome
 from pipegrid.topology.job.tables import table, text_table
 
 
@@ -44,7 +47,7 @@ def every_text(found: Goodput, outcome: Outcome) -> str:
 def _assumed(found: Goodput) -> str:
     scenario, failures = found.scenario, found.scenario.failures
     text = duration_text
-    often = f", one every {text(failures.mtbf)}" if failures.count else ""
+    often = f", one every {text(failures.mtbf)}, {_away(failures)}" if failures.count else ""
     restart = scenario.restart_seconds(scenario.throughput.nodes)
     each = [f"restart {text(restart)}", f"checkpoint {text(scenario.checkpoint)}"]
     each += [f"written after {text(scenario.write)} more"] if scenario.write else []
@@ -56,6 +59,13 @@ def _assumed(found: Goodput) -> str:
         f"{scenario.throughput.nodes} nodes, {text(failures.duration)}: {failures.count} failures{often}; "
         f"a step takes {text(scenario.step)}\n{', '.join(each)}\n"
     )
+
+
+def _away(failures: Failures) -> str:
+    lengths = [outage.end - outage.start for outage in failures.outages if outage.end < math.inf]
+    if len(lengths) < len(failures.outages):
+        return f"{len(failures.outages) - len(lengths)} nodes never back"
+    return f"nodes back after {duration_text(mean(lengths))}"
 
 
 def _advice(found: Goodput) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipegrid.planner.goodput.simulate import Outcome, Policy, Scenario, simulate
+from pipegrid.planner.failures.simulate import Outcome, Policy, Scenario, simulate
 
 _RATIO = 1.5  # between intervals that are tried first
 _ROUNDS = 3  # of the search between the neighbours of the best

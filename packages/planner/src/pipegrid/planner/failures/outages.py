@@ -12,7 +12,7 @@ from typing import Annotated
 from attrs import field, frozen
 
 from pipegrid.planner.errors import JobError
-from pipegrid.planner.goodput.durations import (
+from pipegrid.planner.failures.durations import (
     Duration,
     DurationOrNever,
     GivenOrNever,

@@ -66,24 +66,19 @@ def _run(given: argparse.Namespace) -> int:
 def _maker(model: str, kind: str | None) -> Callable[[], nn.Module]:
     if ":" in model and not Path(model).exists():
         return _named(model)
+    if not Path(model).exists():  # never a name on the hub
+        raise argparse.ArgumentTypeError(
+            f"{model} is no file and no folder; give a config.json, its folder, or module:function"
+        )
     import transformers
 
-    found = transformers.AutoConfig.from_pretrained(_folder(model))
+    found = transformers.AutoConfig.from_pretrained(model)
     name = kind or next(iter(found.architectures or ()), None)
     if name is None:
         return lambda: transformers.AutoModelForCausalLM.from_config(found)  # type: ignore[no-untyped-call]
     if not hasattr(transformers, name):
         raise argparse.ArgumentTypeError(f"transformers has no class {name}; give --class")
     return lambda: getattr(transformers, name)(found)
-
-
-def _folder(path: str) -> str:
-    """What `AutoConfig` reads; never a name on the hub."""
-    if not Path(path).exists():
-        raise argparse.ArgumentTypeError(
-            f"{path} is no file and no folder; give a config.json, its folder, or module:function"
-        )
-    return path
 
 
 def _named(text: str) -> Callable[[], Any]:

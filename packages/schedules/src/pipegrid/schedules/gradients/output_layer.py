@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.errors import GradientError
+from pipegrid.schedules.gradients.lanes import size_of
 from pipegrid.schedules.gradients.main_grad import add_gradient
 from pipegrid.transport.collectives.gathering import gather_flat
 
@@ -62,7 +63,7 @@ def output_linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    group = None if _size(tp_group) == 1 else tp_group
+    group = None if size_of(tp_group) == 1 else tp_group
     shared = group is not None and bool(getattr(config, "sequence_parallel", False))
     limit = int(getattr(config, "wgrad_deferral_limit", 0)) if deferred else None
     output: torch.Tensor = _OutputLinear.apply(x, weight, bias, group, shared, module, limit)  # type: ignore[no-untyped-call]
@@ -189,7 +190,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
     if not inputs:
         return
     weight = _weight_of(embedding_module)
-    shared = _size(tp_group) > 1 and bool(getattr(config, "sequence_parallel", False))
+    shared = size_of(tp_group) > 1 and bool(getattr(config, "sequence_parallel", False))
     following = _start_gather(inputs[0], tp_group) if shared else None
     while inputs:
         x = inputs.pop(0)
@@ -227,7 +228,3 @@ def _weight_of(module: Any) -> torch.nn.Parameter:
     if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
         raise GradientError(f"{type(module).__name__} has no Parameter as output_layer.weight, nor a shared one")
     return weight
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()

@@ -22,12 +22,7 @@ from pipegrid.schedules.runtime import MessageHook
 
 @frozen(eq=False, kw_only=True)
 class StepCall:
-    """The arguments of one call, under the names that the step functions have for them.
-
-    Attributes:
-        communicator: ``p2p_communicator``.
-        adjust: ``adjust_tensor_shapes_fn``.
-    """
+    """The arguments of one call, under the names that the step functions have for them."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -39,8 +34,8 @@ class StepCall:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    adjust: Callable[..., Any] | None = None
-    communicator: Any
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: Any
     pg_collection: Any
 
 
@@ -83,12 +78,12 @@ def step_key(kind: object, call: StepCall) -> StepKey:
     config = config_of(models[0])
     return StepKey(
         kind,
-        call.communicator,
+        call.p2p_communicator,
         (type(call.num_microbatches), call.num_microbatches),
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),
-        call.adjust is not None,
+        call.adjust_tensor_shapes_fn is not None,
         nesting,
         tuple(map(weakref.ref, models)),
         (have_one_config(models), *options_of(config)),

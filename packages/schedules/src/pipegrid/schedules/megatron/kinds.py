@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
@@ -62,8 +62,8 @@ class Scheduled(StepKind):
     def place(self, call: StepCall) -> Place:
         """By the communicator; without a placement, every rank has as many stages as there are models."""
         chunks = len(call.model) if isinstance(call.model, (list, tuple)) else 1
-        place = place_of(call.communicator, several=self.several, num_chunks=chunks)
-        if call.adjust is not None and len(place.graph.modules) > 1:
+        place = place_of(call.p2p_communicator, several=self.several, num_chunks=chunks)
+        if call.adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
             raise StepArgumentError(
                 "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
                 "agree on shapes without it"
@@ -99,12 +99,9 @@ class Scheduled(StepKind):
         """Of the schedule over the graph of modules."""
         del config
         return step_proof(
-            place.graph,
+            evolve(place, stages=()),
             num_microbatches,
             ties,
-            placement=place.placement,
-            collectives=place.collectives,
-            frozen=place.frozen,
             schedule=self.schedule,
             sharding=sharding,
             num_slices=self.num_slices,
@@ -120,11 +117,11 @@ class NoPipeline(Scheduled):
 
     def place(self, call: StepCall) -> Place:
         """Of the only stage."""
-        if call.adjust is not None:
+        if call.adjust_tensor_shapes_fn is not None:
             raise StepArgumentError(
                 "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
             )
-        stages = 1 if call.communicator is None else require_job(call.communicator).total_stages
+        stages = 1 if call.p2p_communicator is None else require_job(call.p2p_communicator).total_stages
         if stages != 1:
             raise StepArgumentError(
                 f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them"
@@ -138,7 +135,7 @@ class Interleaved(StepKind):
 
     def place(self, call: StepCall) -> Place:
         """Every ``ranks``-th stage from this rank's on."""
-        job = require_job(call.communicator)
+        job = require_job(call.p2p_communicator)
         if job.graph is not None:
             raise StepArgumentError(
                 "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "

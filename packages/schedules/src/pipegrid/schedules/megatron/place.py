@@ -145,13 +145,17 @@ def step_plan(
         PlanError: as `schedule_for` and `lower`.
     """
     require_graph(graph)
-    return step_proof(
+    place = Place(
         graph,
+        (),
+        None if placement is None else as_placement(placement),
+        tuple(collectives),
+        checked(frozen, tuple[Name, ...], "frozen", PlanError),
+    )
+    return step_proof(
+        place,
         checked(num_microbatches, Count, "num_microbatches", PlanError),
         tuple((name, tuple(stages)) for name, stages in tied),
-        placement=None if placement is None else as_placement(placement),
-        collectives=tuple(collectives),
-        frozen=checked(frozen, tuple[Name, ...], "frozen", PlanError),
         schedule=find_schedule(schedule).name,
         sharding=sharding_key(shard, prefetch),
         num_slices=checked(num_slices, Count, "num_slices", PlanError),
@@ -160,23 +164,19 @@ def step_plan(
 
 @lru_cache(maxsize=64)
 def step_proof(
-    graph: ModuleGraph,
-    num_microbatches: int,
-    tied: Ties = (),
-    *,
-    placement: tuple[tuple[int, ...], ...] | None = None,
-    collectives: tuple[Edge, ...] = (),
-    frozen: tuple[str, ...] = (),
-    schedule: str = "1f1b",
-    sharding: Sharding = None,
-    num_slices: int = 1,
+    place: Place, num_microbatches: int, ties: Ties, *, schedule: str, sharding: Sharding, num_slices: int
 ) -> Proof:
-    """The proof of `step_plan`, cached: the runtime takes it as it is."""
+    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
     computes = schedule_for(
-        graph, schedule, num_microbatches, placement=placement, forward_only=frozen, num_slices=num_slices
+        place.graph,
+        schedule,
+        num_microbatches,
+        placement=place.placement,
+        forward_only=place.frozen,
+        num_slices=num_slices,
     )
-    names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in collectives}
-    return _proved(computes, tied, sharding, collectives=names)
+    names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
+    return _proved(computes, ties, sharding, collectives=names)
 
 
 def _proved(computes: Plan, tied: Ties, sharding: Sharding, **options: Any) -> Proof:

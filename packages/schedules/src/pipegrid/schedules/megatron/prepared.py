@@ -77,7 +77,7 @@ def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
         for prepared in kept:
             if prepared.key == key:
                 return prepared
-    kept = [prepared for prepared in kept if prepared.key.communicator is call.communicator][: _KEPT - 1]
+    kept = [prepared for prepared in kept if prepared.key.communicator is call.p2p_communicator][: _KEPT - 1]
     prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
     _STEPS[flat(call.model)[1][0]] = [prepared, *kept]
     return prepared
@@ -133,7 +133,7 @@ class PreparedStep:
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
-            call.communicator,
+            call.p2p_communicator,
             hooks=[self._hooks] if hooks or self.syncs or self.early else [],
             reducers={name: partial(self._reduce, name) for name in self.ties},
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
@@ -150,7 +150,7 @@ class PreparedStep:
         return gradient_policy(
             models=models,
             config=config,
-            communicator=call.communicator,
+            communicator=call.p2p_communicator,
             graph=self.plan.graph,
             pg_collection=call.pg_collection,
             frozen=self._place.frozen,
@@ -195,9 +195,9 @@ class PreparedStep:
 
     def announced(self, call: StepCall, config: Any) -> AnnouncedShapes | None:
         """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
-        if call.adjust is None:
+        if call.adjust_tensor_shapes_fn is None:
             return None
-        return announced_shapes(call.adjust, get_tensor_shapes(**_sizes(call, self._place, config)))
+        return announced_shapes(call.adjust_tensor_shapes_fn, get_tensor_shapes(**_sizes(call, self._place, config)))
 
     def iterators(self, data_iterator: Any) -> Mapping[int, Any]:
         """The data iterators of a call by stage."""

@@ -83,21 +83,7 @@ def forward_backward_no_pipelining(
         The ``info`` of every microbatch's loss function.
     """
     del seq_length, micro_batch_size, decoder_seq_length
-    return run_step(
-        NoPipeline(),
-        StepCall(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            adjust=adjust_tensor_shapes_fn,
-            communicator=p2p_communicator,
-            pg_collection=pg_collection,
-        ),
-    )
+    return run_step(NoPipeline(), StepCall(**locals()))
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -150,24 +136,7 @@ def forward_backward_pipelining_without_interleaving(
             not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
-    return run_step(
-        Scheduled("1f1b", several=False),
-        StepCall(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            adjust=adjust_tensor_shapes_fn,
-            communicator=p2p_communicator,
-            pg_collection=pg_collection,
-        ),
-    )
+    return run_step(Scheduled("1f1b", several=False), StepCall(**locals()))
 
 
 def forward_backward_with_schedule(
@@ -208,23 +177,9 @@ def forward_backward_with_schedule(
         StepArgumentError: no communicator, or lists without an item for each stage.
         PlanError: a graph or a placement that the schedule does not fit.
     """
-    return run_step(
-        Scheduled(schedule, num_slices),
-        StepCall(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            communicator=p2p_communicator,
-            pg_collection=pg_collection,
-        ),
-    )
+    arguments = locals()
+    kind = Scheduled(arguments.pop("schedule"), arguments.pop("num_slices"))
+    return run_step(kind, StepCall(**arguments))
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -258,21 +213,4 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-    return run_step(
-        Interleaved(),
-        StepCall(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            adjust=adjust_tensor_shapes_fn,
-            communicator=p2p_communicator,
-            pg_collection=pg_collection,
-        ),
-    )
+    return run_step(Interleaved(), StepCall(**locals()))

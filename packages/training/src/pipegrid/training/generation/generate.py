@@ -77,11 +77,8 @@ def generate(
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
     communicator = as_communicator(p2p_communicator)
     name, own = _stages_of(model, module, communicator)
-    texts = None
-    if own:
-        groups = pg_collection[name] if isinstance(pg_collection, Mapping) else pg_collection
-        deadline = communicator.deadline
-        texts = Texts(own, name, groups, num_microbatches, sampling, eos_token_id, pad_token_id, deadline)
+    given = (num_microbatches, sampling, eos_token_id, pad_token_id, communicator.deadline)
+    texts = Texts(own, name, pg_collection, *given) if own else None
     step = partial(
         get_forward_backward_func(schedule=schedule),
         num_microbatches=num_microbatches,
@@ -97,15 +94,21 @@ def generate(
             pg_collection=pg_collection,
         )
         if texts is not None:
-            texts.append(logits)
-            _go_on(texts, step, max_new_tokens - 1, p2p_communicator, name, communicator.job.graph)
+            _go_on(texts, logits, step, max_new_tokens - 1, p2p_communicator, name, communicator.job.graph)
     return [] if texts is None else texts.tokens
 
 
 def _go_on(
-    texts: Texts, step: Callable[..., Any], passes: int, communicator: Any, name: str, graph: ModuleGraph | None
+    texts: Texts,
+    logits: Sequence[Tensor],
+    step: Callable[..., Any],
+    passes: int,
+    communicator: Any,
+    name: str,
+    graph: ModuleGraph | None,
 ) -> None:
-    """A pass over module ``name`` alone for each further token, until all rows have ended."""
+    """From the ``logits`` of the first pass on, a pass over module ``name`` per token, until all rows have ended."""
+    texts.append(logits)
     alone = graph is None or len(graph.modules) == 1
     part = communicator if alone else ModulePart(communicator, name)
     with contextlib.nullcontext() if alone else _unmonitored(texts.stages):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Texts:
     Args:
         stages: of this rank.
         module: their module's name.
-        groups: of this rank; ``pp`` carries tokens, and the rank in ``dp`` is the replica.
+        pg_collection: this rank's groups; ``pp`` carries tokens, and the rank in ``dp`` is the replica.
         microbatches: M.
         sampling: as of `generate`, as are ``ends`` and ``pad``.
         ends: tokens that end a row.
@@ -38,7 +38,7 @@ class Texts:
         self,
         stages: Sequence[Stage],
         module: str,
-        groups: Any,
+        pg_collection: Any,
         microbatches: int,
         sampling: Sampling | None,
         ends: int | Iterable[int] | None,
@@ -46,6 +46,7 @@ class Texts:
         deadline: float,
     ) -> None:
         self.stages, self.microbatches = stages, microbatches
+        groups = pg_collection[module] if isinstance(pg_collection, Mapping) else pg_collection
         self._group = None
         if len(stages) < stages[0].assignment.num_stages:
             self._group = getattr(groups, "pp", None)

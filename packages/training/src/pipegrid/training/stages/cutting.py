@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -110,8 +109,8 @@ def pipeline_stage(
     numbers, placement = _numbers(layout, stage, schedule)
     if output is not None and not callable(output):
         raise CutError(f"output is {shown(output)}; give a function from what the model returns to what is sent")
-    make = None if isinstance(model, nn.Module) else model
-    model, assignment, proofs = _Cut(layout, names, numbers, allow_empty).built(model, batch)
+    chosen = _Cut(None if isinstance(model, nn.Module) else model, layout, names, numbers, carry, allow_empty)
+    model, assignment, proofs = chosen.built(model, batch)
     made = [
         Stage(
             model,
@@ -123,7 +122,7 @@ def pipeline_stage(
             config=config,
             carry=carry,
             proofs=proofs,
-            check=partial(_checked, make, layout, names, carry),
+            check=chosen.check,
         )
         for number in numbers
     ]
@@ -154,11 +153,13 @@ def _numbers(
 
 @frozen(eq=False)
 class _Cut:
-    """The stages ``numbers`` of a layout, out of a model."""
+    """The stages ``numbers`` of a layout, out of a model; ``make``: the function that makes it, where there is one."""
 
+    make: Callable[[], nn.Module] | None
     layout: PipelineParallelLayerLayout
     names: Names | None
     numbers: Sequence[int]
+    carry: Sequence[str]
     allow_empty: bool
 
     def built(self, model: Model, batch: Any) -> tuple[nn.Module, Assignment, Proofs]:
@@ -197,6 +198,15 @@ class _Cut:
         if batch is not None:
             proofs.require(whole, *called_with(batch), None)
         return proofs
+
+    def check(self, batch: Any) -> None:
+        """`check_stages` for the first call of a stage whose ``config.check`` is set."""
+        if self.make is None:
+            raise CutError(
+                "config.check compares the stages with the whole model, which is not kept; give pipeline_stage a "
+                "function that makes it, or call check_stages(model, layout, batch) before"
+            )
+        check_stages(self.make, self.layout, batch, names=self.names, carry=self.carry)
 
 
 def check_stages(
@@ -244,19 +254,3 @@ def check_stages(
     found = compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype)
     found.require()
     return found
-
-
-def _checked(
-    make: Callable[[], nn.Module] | None,
-    layout: PipelineParallelLayerLayout,
-    names: Names | None,
-    carry: Sequence[str],
-    batch: Any,
-) -> None:
-    """`check_stages` for the first call of a stage whose ``config.check`` is set."""
-    if make is None:
-        raise CutError(
-            "config.check compares the stages with the whole model, which is not kept; give pipeline_stage a "
-            "function that makes it, or call check_stages(model, layout, batch) before"
-        )
-    check_stages(make, layout, batch, names=names, carry=carry)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pipegrid.schedules.gradients import foreach
+from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.training.checkpoint.state import optimizers
 from pipegrid.training.checkpoint.state.names import Held, StateTensors, TrainingState, stages_of
 from pipegrid.training.checkpoint.stored import dcp
@@ -130,14 +130,14 @@ class Snapshots:
         return (
             tensors.keys() == self._tensors.keys()
             and all(_alike(tensor, self._tensors[key]) for key, tensor in tensors.items())
-            and all(copy.shape == _local(tensors[item.index.fqn]).shape for item, copy in self._boxes)
+            and all(copy.shape == local_of(tensors[item.index.fqn]).shape for item, copy in self._boxes)
         )
 
     @torch.no_grad()
     def _copy(self) -> list[Any]:
         """Copy the tensors into the boxes; events that end when all are complete."""
         copies = [copy for _, copy in self._boxes]
-        sources = [_local(self._tensors[item.index.fqn]) for item, _ in self._boxes]
+        sources = [local_of(self._tensors[item.index.fqn]) for item, _ in self._boxes]
         devices = {source.device for source in sources if not source.is_cpu}
         if not devices:
             foreach.copy_(copies, sources)
@@ -146,20 +146,16 @@ class Snapshots:
         return [_recorded(device) for device in devices]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _alike(tensor: Tensor, known: Tensor) -> bool:
     if tensor is known:
         return True
-    if isinstance(tensor, DTensor) or isinstance(known, DTensor):
+    if is_dtensor(tensor) or is_dtensor(known):
         return False  # the sharding may be another one
     return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
 
 
 def _room_for(tensor: Tensor) -> Tensor:
-    local = _local(tensor)
+    local = local_of(tensor)
     return torch.empty(local.shape, dtype=local.dtype, pin_memory=not local.is_cpu)
 
 

@@ -10,45 +10,28 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.training.generators import States, capture, restore
+from pipegrid.training.generators import States, restore
 from pipegrid.training.stages.torch_compat import map_tensors, tensors_in
 
 
-class Draws:
-    """The random numbers of a forward of the whole model, which stages draw again.
+@contextmanager
+def at_layers(model: nn.Module, layers: Sequence[str], act: Callable[[str], None]) -> Iterator[None]:
+    """Call ``act`` with the name of the place, at the start of a forward of ``model`` and at both ends of each layer.
 
-    The generators of the whole model are noted at its start and at both ends of each layer, and those of a stage are
-    set to that: dropout masks are the same, whatever a stage leaves out.
+    Stages whose generators are set there to those of the whole model draw the same dropout masks, whatever they leave
+    out.
     """
 
-    def __init__(self, layers: Sequence[str]) -> None:
-        self._layers = layers
-        self._noted: dict[str, States] = {}
+    def hook(at: str) -> Callable[..., None]:
+        return lambda *_: act(at)
 
-    @contextmanager
-    def noted(self, whole: nn.Module) -> Iterator[None]:
-        """Note the draws of a forward."""
-        with self._at_layers(whole, lambda at: self._noted.__setitem__(at, capture())):
-            yield
-
-    @contextmanager
-    def repeated(self, stage: nn.Module) -> Iterator[None]:
-        """Repeat them in a forward of ``stage``."""
-        with self._at_layers(stage, lambda at: restore(self._noted[at])):
-            yield
-
-    @contextmanager
-    def _at_layers(self, model: nn.Module, act: Callable[[str], None]) -> Iterator[None]:
-        def hook(at: str) -> Callable[..., None]:
-            return lambda *_: act(at)
-
-        with ExitStack() as stack:
-            act("start")
-            for name in self._layers:
-                layer = model.get_submodule(name)
-                stack.callback(layer.register_forward_pre_hook(hook(f"before {name}")).remove)
-                stack.callback(layer.register_forward_hook(hook(f"after {name}")).remove)
-            yield
+    with ExitStack() as stack:
+        act("start")
+        for name in layers:
+            layer = model.get_submodule(name)
+            stack.enter_context(layer.register_forward_pre_hook(hook(f"before {name}")))
+            stack.enter_context(layer.register_forward_hook(hook(f"after {name}")))
+        yield
 
 
 @frozen(eq=False)
@@ -57,38 +40,42 @@ class Turn:
 
     Attributes:
         stage: as `pipeline_stage` makes it.
-        received: a copy of what the stage before has sent; None on the first.
-        sent: what the stage returned.
+        sent: what it returned.
+        inputs: the tensors with gradients of what it received, a copy of what the stage before has sent.
+        outputs: those of ``sent``; `inputs` of the next stage are their copies.
     """
 
     stage: Any
-    received: Any
     sent: Any
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors of ``received`` that have gradients."""
-        return [one for one in tensors_in(self.received) if one.requires_grad]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """The tensors of ``sent`` that have gradients; `inputs` of the next stage are their copies."""
-        return [one for one in tensors_in(self.sent) if one.requires_grad]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
 
 def forwards(
-    stages: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], carry: Sequence[str], draws: Draws
+    stages: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    carry: Sequence[str],
+    states: Mapping[str, States],
 ) -> list[Turn]:
-    """Run the stages in turn; those behind the first are called without the arguments that ``carry`` names."""
+    """Run the stages in turn, with the random generators set to ``states`` at the places of `at_layers`.
+
+    Those behind the first are called without the arguments that ``carry`` names.
+    """
     turns: list[Turn] = []
     for stage in stages:
         received = map_tensors(_arrived, turns[-1].sent) if turns else None
         if turns:
             stage.set_input_tensor([received])
         given = {name: value for name, value in kwargs.items() if not turns or name not in carry}
-        with draws.repeated(stage.whole):
-            turns.append(Turn(stage, received, stage(*args, **given)))
+        with at_layers(stage.whole, stage.assignment.layers, lambda at: restore(states[at])):
+            sent = stage(*args, **given)
+        turns.append(Turn(stage, sent, _with_gradients(received), _with_gradients(sent)))
     return turns
+
+
+def _with_gradients(value: Any) -> list[Tensor]:
+    return [one for one in tensors_in(value) if one.requires_grad]
 
 
 def gradients(turns: Sequence[Turn], loss: Tensor) -> list[dict[str, Tensor]]:

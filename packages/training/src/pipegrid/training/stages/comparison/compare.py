@@ -11,9 +11,9 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError, few
-from pipegrid.training.generators import capture, generators_as_before, restore
+from pipegrid.training.generators import States, capture, generators_as_before, restore
 from pipegrid.training.stages.calls import accepted_by, by_name, without_cache
-from pipegrid.training.stages.comparison.chain import Draws, Turn, forwards, gradients, trained
+from pipegrid.training.stages.comparison.chain import Turn, at_layers, forwards, gradients, trained
 from pipegrid.training.stages.proof import CutProof
 from pipegrid.training.stages.torch_compat import map_tensors, named_leaves
 
@@ -157,10 +157,10 @@ def compare(
             stage.proofs = stages[0].proofs
         proof, _ = stages[0].proofs.found(whole, args, kwargs)
         proof.require()
-        draws = Draws(stages[0].assignment.layers)
-        with draws.noted(whole):
+        states: dict[str, States] = {}
+        with at_layers(whole, stages[0].assignment.layers, lambda at: states.update({at: capture()})):
             output = whole(*args, **without_cache(accepted_by(whole), kwargs))
-        turns = forwards(stages, args, kwargs, carry, draws)
+        turns = forwards(stages, args, kwargs, carry, states)
         weigh = _loss_like(turns[-1].sent) if loss is None else loss
         losses = weigh(output), weigh(turns[-1].sent)
         if not (math.isfinite(losses[0].item()) and losses[0].requires_grad):

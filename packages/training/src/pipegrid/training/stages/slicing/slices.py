@@ -115,11 +115,11 @@ def require_slices(stage: nn.Module, assignment: Assignment, accepted: Sequence[
 
 def other_states(model: nn.Module, layers: Iterable[str], config: Any) -> list[str]:
     """What of a model's ``layers`` keeps another state than keys and values: convolutions, linear attention."""
+    parts = {layer: model.get_submodule(layer) for layer in layers}
     convolutions = [
         f"{layer}.{name}"
-        for layer in layers
-        for real in [model.get_submodule(layer)]
-        for name, module in vars(real).get("ghost", real).named_modules()  # of a layer of another stage, what it was
+        for layer, part in parts.items()
+        for name, module in vars(part).get("ghost", part).named_modules()  # of another stage's layer, the real one
         if isinstance(module, nn.Conv1d)
     ]
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

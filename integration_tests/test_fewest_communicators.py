@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.schedules import SCHEDULES, PipelineRuntime, PlanError, from_text, lower, one_f_one_b, verify
+from pipegrid.schedules import SCHEDULES, PipelineError, PipelineRuntime, PlanError, from_text, lower, verify
 from pipegrid.schedules.orders import fewest_communicators
-from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig, P2PError, P2PMismatchError
+from pipegrid.transport import P2PCommunicator, P2PConfig
 from pipegrid.transport.sharing import LaneSharing
 
 from .test_generated_plans import ROWS, Layer, reference
@@ -121,3 +120,22 @@ def test_random_plans_on_a_fake_gpu(ranks, mode):
         found, proof = random_plan(chance, ranks.world_size)
         ranks.report_position(f"plan {number}: {found}\n{proof.plan}")
         run(ranks, proof, found)
+
+
+@pytest.mark.parametrize("mode", over("fake_nccl", "streams", "nccl2", size=2))
+def test_a_wrong_assignment_is_rejected_by_the_proof_and_hangs_without_it(ranks, mode):
+    found = fewest_communicators(FACING, "nccl2")
+    assert found.per_position == (2, 2)
+    proof = verify(FACING, lanes=found, order="nccl2")
+    run(ranks, proof, found)
+    wrong = LaneSharing([found.numbers])
+    with pytest.raises(PlanError, match="deadlock under nccl2"):
+        verify(FACING, lanes=wrong, order="nccl2")
+    config = P2PConfig(pipeline_dtype=torch.float64, communicators=wrong, deadline=3.0)
+    communicator = P2PCommunicator(dist.group.WORLD, config, device=ranks.device)
+    stages = {ranks.rank: Layer(ranks.rank, FACING, ranks.device)}
+    with pytest.raises(PlanError, match="deadlock under nccl"):
+        PipelineRuntime(FACING, stages, communicator)
+    with pytest.raises(PipelineError, match=r"position \d, step \d of \d.*"):
+        PipelineRuntime(evolve(proof, lanes=wrong), stages, communicator).step()
+    communicator.close()

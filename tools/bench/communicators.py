@@ -2,10 +2,9 @@
 
     python tools/bench/communicators.py [--rounds 15]
 
-Counts are per rank, of a plan on 4 positions with 8 microbatches. pipegrid opens the first two kinds: the time that
-opening takes on 4 ranks over gloo, and a step with one for each pair over one with one for each lane, whose modules do
-next to nothing. Both communicators live in the same processes and take turns; a ratio is the median of those of single
-rounds, with quartiles. The fewest are proved and not opened (`pipegrid.schedules.orders.fewest_communicators`).
+Counts are per rank, of a plan on 4 positions with 8 microbatches; the time that opening takes on 4 ranks over gloo, and
+a step over one with a communicator for each lane, of modules that do next to nothing. All three live in the same
+processes and take turns; a ratio is the median of those of single rounds, with quartiles.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from pipegrid.schedules.generators import find_schedule
 from pipegrid.schedules.orders import fewest_communicators
 from pipegrid.schedules.plan import Plan
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+from pipegrid.transport.sharing import Communicators, LaneSharing
 from runtime_parts.processes import on_ranks
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_v", "dualpipe_v")
 POSITIONS, MICROBATCHES, STEPS, WIDTH = 4, 8, 5, 16
-KINDS = ("separate", "shared")
+KINDS = ("separate", "shared", "fewest")
 
 
 class Stage:
@@ -54,16 +54,22 @@ def plan_of(name: str) -> Plan:
     return lower(find_schedule(name, None).plan(POSITIONS, MICROBATCHES, None))
 
 
+def kinds_of(plan: Plan) -> tuple[Communicators, ...]:
+    """The communicators that are compared, in the order of `KINDS`."""
+    return "separate", "shared", fewest_communicators(plan)
+
+
 def _rank(report: Callable[[Any], None], name: str, rounds: int) -> None:
     plan = plan_of(name)
     placement = [position for (position,) in plan.placement]
     opening, runtimes = [], []
     communicators = []
-    for kind in KINDS:
-        config = P2PConfig(pipeline_dtype=torch.float32, communicators=kind, deadline=120.0)  # type: ignore[arg-type]
+    for kind in kinds_of(plan):
+        config = P2PConfig(pipeline_dtype=torch.float32, communicators=kind, deadline=120.0)
         dist.barrier()
         start = time.perf_counter()
-        communicators.append(P2PCommunicator(dist.group.WORLD, config, placement=placement))
+        traffic = None if isinstance(kind, LaneSharing) else plan.traffic
+        communicators.append(P2PCommunicator(dist.group.WORLD, config, placement=placement, traffic=traffic))
         opening.append(time.perf_counter() - start)
         stages = {number: Stage(number, plan) for number in plan.stages_at[dist.get_rank()]}
         runtimes.append(PipelineRuntime(plan, stages, communicators[-1]))
@@ -94,20 +100,17 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-    print(f"{'':<18}{'per lane':>9}{'per pair':>9}{'fewest':>7}{'opening ms':>19}{'step, pair / lane':>19}")
+    print(f"{'':<18}{'':<10}{'per rank':>9}{'opening ms':>12}{'step / per lane':>18}")
     for name in SCHEDULES:
         plan = plan_of(name)
-        counts = [max(verify(plan, lanes=kind).communicators) for kind in KINDS]  # type: ignore[arg-type]
-        fewest = max(fewest_communicators(plan).per_position)
+        counts = [max(verify(plan, lanes=kind).communicators) for kind in kinds_of(plan)]
         with on_ranks(POSITIONS, _rank, name, options.rounds) as reports:
             opening, seconds = reports.first()
-        lower_quarter, ratio, upper = statistics.quantiles([pair / lane for lane, pair in seconds], n=4)
-        times = " and ".join(f"{1000 * one:.0f}" for one in opening)
-        print(
-            f"{name:<18}{counts[0]:>9}{counts[1]:>9}{fewest:>7}{times:>19}{ratio:>10.2f}"
-            f"   [{lower_quarter:.2f}, {upper:.2f}]",
-            flush=True,
-        )
+        for index, kind in enumerate(KINDS):
+            low, ratio, high = statistics.quantiles([taken[index] / taken[0] for taken in seconds], n=4)
+            step = f"{ratio:>11.2f} [{low:.2f}, {high:.2f}]" if index else ""
+            title = name if index == 0 else ""
+            print(f"{title:<18}{kind:<10}{counts[index]:>9}{1000 * opening[index]:>12.0f}{step}", flush=True)
     return 0
 
 

@@ -106,7 +106,7 @@ A `LaneSharing`: these communicators, and no lanes but theirs. A batch is one ca
 def communicators_of(
     specs: Iterable[LaneSpec], kind: Communicators, carried: Mapping[LaneSpec, PositionLane]
 ) -> list[tuple[LaneSpec, ...]]:
-    """The lanes of each communicator, ascending; a lane that carries none of the plan has its own.
+    """The lanes of each communicator, ascending.
 
     Where positions have several ranks, a communicator of the plan is one for each set of ranks that its lanes join.
 
@@ -116,18 +116,21 @@ def communicators_of(
         carried: the lane of the plan that each one carries, for a `LaneSharing`.
 
     Raises:
-        P2PConfigError: a lane that the `LaneSharing` does not have; or two of the same ranks that carry one lane of the
-            plan, whose messages would come in the order of their labels.
+        P2PConfigError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
+            the plan, whose messages would come in the order of their labels.
     """
     numbers = kind.numbers if isinstance(kind, LaneSharing) else {}
     bundles: dict[object, list[LaneSpec]] = {}
     seen: dict[object, LaneSpec] = {}
     for spec in sorted(specs):
         key: object = spec.pair if kind == "shared" else spec
-        if isinstance(kind, LaneSharing) and spec in carried:
-            lane = carried[spec]
-            if lane not in numbers:
-                raise P2PConfigError(f"communicators has no lane {lane}, which {spec} carries: it is of another plan")
+        if isinstance(kind, LaneSharing):
+            lane = carried.get(spec)
+            if lane is None or lane not in numbers:
+                what = f"{spec} carries no lane of a plan" if lane is None else f"{spec} carries {lane}"
+                raise P2PConfigError(
+                    f"communicators has {', '.join(map(str, sorted(numbers)))} of a plan, but lane {what}"
+                )
             key = numbers[lane]
             twin = seen.setdefault((spec.source, spec.destination, lane), spec)
             if twin is not spec and len(kind.communicators[key]) > 1:

@@ -33,8 +33,10 @@ from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction
+from pipegrid.transport.errors import P2PConfigError
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.sharing import LaneSharing
 from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]
@@ -335,7 +337,17 @@ def renew_lanes(lanes: Iterable[Lane]) -> None:
 
 
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
-    """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header."""
+    """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header.
+
+    Raises:
+        P2PConfigError: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a
+            receive after its batch, when the sizes have come; the proof knows neither.
+    """
+    if isinstance(settings.communicators, LaneSharing):
+        raise P2PConfigError(
+            "communicators has those of a plan, which are for a P2PCommunicator; lanes of bridges, modules and "
+            "variable-TP stages are 'separate' or 'shared'"
+        )
     return evolve(
         settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes="header" if variable else "agreed"
     )

@@ -51,7 +51,7 @@ def outcomes(request, tmp_path_factory):
 
 def _nightly(cell):
     name, model = cell.split("/")
-    large = len(orders_of(name).ranks) > LARGE and model != "nccl2"
+    large = len(orders_of(name).ranks) > LARGE and model not in ("nccl2", "nccl-connecting")
     return [pytest.mark.nightly] if large else []
 
 

@@ -22,6 +22,7 @@ BACKENDS = {
     "nccl2": ("fake_nccl", "nccl2"),
     "nccl-lazy": ("fake_nccl", "lazy"),
     "nccl-serial": ("fake_nccl", "serial"),
+    "nccl-connecting": ("fake_nccl", "nccl2"),  # with `connects_in_batches`
     "gloo": ("gloo", None),
 }
 _COLUMNS = ("nccl-legacy", "nccl2", "nccl-lazy", "nccl-serial", "nccl-connecting", "gloo")
@@ -79,6 +80,8 @@ def play(ranks, name: str, model: str) -> None:
     except PlanError:  # crossed messages: there is no play
         pass
     labels = sorted({message.label for launches in orders.ranks for each in launches for message in each.messages})
+    if model == "nccl-connecting":
+        ranks.fake_device.connects_in_batches = True
     groups = {"default": dist.group.WORLD}
     for group in sorted({m.group for launches in orders.ranks for each in launches for m in each.messages}):
         groups.setdefault(group, dist.new_group())
@@ -94,7 +97,7 @@ def play(ranks, name: str, model: str) -> None:
 
 
 def _connect(ranks, orders: Orders, groups) -> None:
-    """What came before a fragment has connected: every group by a collective, every pair by a lone message."""
+    """What came before a fragment has connected: every group by a collective, every pair by lone messages."""
     pairs = {
         (message.group, *sorted((rank, message.peer)))
         for rank, launches in enumerate(orders.ranks)
@@ -104,10 +107,11 @@ def _connect(ranks, orders: Orders, groups) -> None:
     for group in groups.values():
         dist.all_reduce(torch.zeros(1), group=group)
     for name, low, high in sorted(pairs):
-        if ranks.rank == low:
-            dist.isend(torch.zeros(1), high, groups[name]).wait()
-        elif ranks.rank == high:
-            dist.irecv(torch.zeros(1), low, groups[name]).wait()
+        for sender, receiver in ((low, high), (high, low)):
+            if ranks.rank == sender:
+                dist.isend(torch.zeros(1), receiver, groups[name]).wait()
+            elif ranks.rank == receiver:
+                dist.irecv(torch.zeros(1), sender, groups[name]).wait()
 
 
 class _Player:

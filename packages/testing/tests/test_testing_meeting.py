@@ -81,6 +81,36 @@ def test_a_deadline_of_hours_is_over_when_the_clock_has_moved(ranks, mode):
         ranks.barrier()
 
 
+@pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="nccl2")
+@pytest.mark.parametrize("order", ["connecting", "not modelled", "a batch for each peer"])
+def test_a_first_batch_connects_with_all_of_its_peers(ranks, order):
+    """Wrong: a batch with two peers, one of which comes to it only after the other one's message has ended."""
+    device, group = ranks.fake_device, dist.new_group([0, 1, 2], timeout=timedelta(minutes=5))
+    batches = {
+        0: [[("send", 1), ("send", 2)]],
+        1: [[("recv", 0)], [("send", 2)]],
+        2: [[("recv", 0), ("recv", 1)]],
+    }[ranks.rank]
+    if order == "a batch for each peer":
+        batches = [[message] for each in batches for message in each]
+    for connects in [False] * (order != "connecting") + [True] * (order != "not modelled"):
+        device.connects_in_batches = connects
+        for messages in batches:
+            group._start_coalescing(CPU)
+            for verb, peer in messages:
+                getattr(group, verb)([torch.zeros(1)], peer, 0)
+            work = group._end_coalescing(CPU)
+            if order == "connecting":
+                ended(running(work.entry.ended.wait), 0.5)
+                assert not work.is_completed()
+                ranks.barrier()
+                group.abort()
+                ranks.barrier()
+                return
+            work.wait()
+    ranks.barrier()
+
+
 @PAIR
 def test_a_destroy_of_one_member_hangs_until_the_other_one_comes(ranks, mode):
     group = dist.new_group([0, 1])

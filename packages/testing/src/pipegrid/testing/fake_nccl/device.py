@@ -58,6 +58,8 @@ class FakeDevice:
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
         eager_bytes: sends end before their receives have come, up to so many bytes for each peer of a communicator, as
             NCCL may buffer. 0: none, which is what a proof has to assume.
+        connects_in_batches: two ranks of a group connect in the first batch between them, each way, which starts when
+            all batches have started that such messages join to it: the worst case of how NCCL connects.
         drains_at_compute: every operation inside `Streams.watch` first waits for all entries launched so far, as a
             call that loads a module or frees memory does.
         graph: of the capture that is under way.
@@ -78,6 +80,7 @@ class FakeDevice:
         self.waits_hold = waits_hold
         self.reports_peer_errors = False
         self.eager_bytes = 0
+        self.connects_in_batches = False
         self.drains_at_compute = False
         self.graph: FakeGraph | None = None
         self.history: list[Launch | Mark] = []

@@ -101,7 +101,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         batch, self._batch = self._batch, None
         if batch is None:
             raise RuntimeError("_end_coalescing without _start_coalescing")
-        return self._launch_transfers(batch) if batch else None
+        return self._launch_transfers(batch, batched=True) if batch else None
 
     def _post(self, tensors: Sequence[Tensor], peer: int, *, sending: bool) -> FakeWork | None:
         verb = "send" if sending else "receive"
@@ -119,11 +119,11 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                 copy = there.detach().clone() if sending else torch.empty_like(there, requires_grad=False)
                 transfers.append((Transfer(sending, there, peer, copy), tensor))
         if self._batch is None:
-            return self._launch_transfers(transfers)
+            return self._launch_transfers(transfers, batched=False)
         self._batch += transfers
         return None
 
-    def _launch_transfers(self, batch: Sequence[tuple[Transfer, Tensor]]) -> FakeWork:
+    def _launch_transfers(self, batch: Sequence[tuple[Transfer, Tensor]], *, batched: bool) -> FakeWork:
         transfers, late, hidden = [transfer for transfer, _ in batch], self._runs_later(), self._connect()
         operations = tuple(
             Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
@@ -134,7 +134,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             if late:  # what was posted is there now
                 for each in transfers:
                     each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
-            hidden.exchange(transfers)
+            hidden.exchange(transfers, batched=batched)
 
         return self._launch(
             "p2p",

@@ -24,6 +24,7 @@ NEVER = timedelta(days=36_500)
 _DATA, _ANSWER, _UNSENT, _KIND = 0, 1, 2, 3
 _KIND_BYTES = 48
 _UNREAD_BYTE = 0x7F
+_LOOK_SECONDS = 0.002  # between two looks for the other end of a first message
 
 
 @define(eq=False)
@@ -52,6 +53,10 @@ class HiddenGroup:
         self._ranks, self._device, self._violations = ranks, device, device.violations
         self._lock = threading.Lock()
         self._buffered: Counter[int] = Counter()  # bytes of eager sends on their way, by peer
+        self._cut = threading.Event()
+        # Ways ("0>1") that had a message, and what each end says of its first: the ways that its batch connects.
+        self._met: set[str] = set()
+        self._first = dist.PrefixStore("fake_nccl/first", options.store)  # type: ignore[attr-defined]  # untyped
         self.gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(BACKEND, options.store),  # type: ignore[attr-defined]
             options.group_rank,
@@ -60,8 +65,10 @@ class HiddenGroup:
         )
         self.gloo.set_timeout(NEVER)
 
-    def exchange(self, transfers: Sequence[Transfer]) -> None:
-        """Move a batch, and compare the two ends of each transfer."""
+    def exchange(self, transfers: Sequence[Transfer], *, batched: bool) -> None:
+        """Move a batch or a lone message, and compare the two ends of each transfer."""
+        if self._device.connects_in_batches:
+            self._connect_peers(transfers, batched=batched)
         kinds, others = self._move(transfers)
         for transfer, kind, other in zip(transfers, kinds, others, strict=True):
             if not torch.equal(kind, other):
@@ -102,6 +109,25 @@ class HiddenGroup:
                 _wait_all(works)
         return kinds, others
 
+    def _connect_peers(self, transfers: Sequence[Transfer], *, batched: bool) -> None:
+        """Wait until each batch has started that the first message of a way joins to this one, or to such a one."""
+        here = self._here
+        ways = {f"{here}>{each.peer}" if each.sending else f"{each.peer}>{here}" for each in transfers} - self._met
+        self._met |= ways
+        for way in ways:
+            self._first.set(f"{way}/{here}", " ".join(sorted(ways)) if batched else "")
+        ready = sorted(ways) if batched else []
+        seen = set(ready)
+        while ready:
+            ends = [f"{ready[-1]}/{rank}" for rank in ready[-1].split(">")]
+            if self._first.check(ends):
+                ready.pop()
+                joined = {way for end in ends for way in self._first.get(end).decode().split()} - seen
+                ready += joined
+                seen |= joined
+            elif self._cut.wait(_LOOK_SECONDS):
+                raise RuntimeError(f"group {self._name} was cut while its ranks connected")
+
     def _buffer(self, transfer: Transfer) -> bool:
         """Whether a send ends before its receive has come: its bytes fit into what may be buffered."""
         with self._lock:
@@ -132,6 +158,7 @@ class HiddenGroup:
 
     def cut(self) -> None:
         """Close the connections: a gloo wait that times out does, at both ends."""
+        self._cut.set()
         for peer in range(len(self._ranks)):
             if peer != self._here:
                 with contextlib.suppress(RuntimeError):

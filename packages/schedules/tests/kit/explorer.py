@@ -307,10 +307,14 @@ class Explorer:
         if queue[0] == "group":
             return sorted(self.members[queue[1]] - {side})
         if queue[0] == "stage":
-            return sorted(self.places[queue[1]] - {side})
+            return sorted(self._together(queue) - {side})
         if self.lanes == "separate":
             return [not side]
         return [other for other in queue if other != side]
+
+    def _together(self, queue):
+        """The positions that do the computes of a stage together."""
+        return self.places[queue[1]]
 
     def judge(self, parts):
         """What comes of the parts in one order of events, which is as good as all (see `walk`)."""
@@ -437,13 +441,20 @@ def _with(state, position, value):
     return (*state[:position], value, *state[position + 1 :])
 
 
+def explorer_of(plan, lanes="separate", batches="in_order"):
+    """The explorer of a plan, with routes or without."""
+    from .routes_explorer import RoutedExplorer
+
+    return (Explorer if plan.routes is None else RoutedExplorer)(plan, lanes, batches)
+
+
 def explore(plan, *, lanes="separate", batches="in_order", every_order=True):
     """What can go wrong with ``plan``: a set with any of `STUCK` and `WRONG`, empty if nothing can.
 
     ``every_order`` walks through all states that any timing can reach; otherwise one order of events, which
     is enough as long as no event can disable another (the tests hold both against each other).
     """
-    explorer = Explorer(plan, lanes, batches)
+    explorer = explorer_of(plan, lanes, batches)
     parts = [explorer.part(position, steps) for position, steps in enumerate(plan.positions)]
     return explorer.walk(parts) if every_order else explorer.judge(parts)
 

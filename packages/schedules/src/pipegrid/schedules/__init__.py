@@ -27,6 +27,7 @@ from pipegrid.schedules.generators import (
     looped_bfs as looped_bfs,
     multi_module_1f1b as multi_module_1f1b,
     one_f_one_b as one_f_one_b,
+    routed as routed,
     schedule_for,
     seq1f1b as seq1f1b,
     seq1f1b_interleaved as seq1f1b_interleaved,
@@ -48,8 +49,10 @@ from pipegrid.schedules.monitor import JobFailedError, Monitor
 from pipegrid.schedules.plan import (
     Action,
     ActionKind as ActionKind,
+    Actor as Actor,
     Group as Group,
     Plan,
+    Routes as Routes,
     chain,
     compute_plan as compute_plan,
     from_csv as from_csv,

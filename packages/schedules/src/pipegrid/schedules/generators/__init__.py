@@ -16,6 +16,7 @@ from pipegrid.schedules.generators.multi_module import (
 )
 from pipegrid.schedules.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.schedules.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
+from pipegrid.schedules.generators.routed import routed
 from pipegrid.schedules.generators.sliced import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
 from pipegrid.schedules.generators.shapes import looped_placement, v_placement
 from pipegrid.schedules.generators.u_shaped import UShapeCounts, u_shape, u_shape_counts
@@ -40,6 +41,7 @@ __all__ = [
     "multi_module_1f1b",
     "one_f_one_b",
     "require_slices",
+    "routed",
     "schedule_for",
     "seq1f1b",
     "seq1f1b_interleaved",

@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias
 
+from attrs import evolve
+
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
 from pipegrid.schedules.plan import SHARDING, Action, ActionKind, Lane, Plan, actions_of, step_text
-from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, dataflow_of
+from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, Dataflow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
 _READS = {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: BACKWARD}
 
 Groups: TypeAlias = Literal["one", "separate", "shared"] | Mapping[Lane, int]
 """The process group of each lane: one for all, one for each lane, one for each pair of positions, or by number."""
+_Way: TypeAlias = tuple[Edge, Direction]
 
 
 def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True, holds: bool = False) -> Orders:
@@ -45,8 +48,12 @@ def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True, h
 
 def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool, holds: bool) -> Iterator[Launch]:
     dataflow = dataflow_of(plan)
-    routes = {(flow.edge, flow.direction): flow.routes for flow in dataflow.crossing if flow.group is None}
-    members = {group.name: group.positions for group in plan.groups}
+    routes = {
+        (flow.edge, flow.direction, piece): flow.routes
+        for flow in dataflow.crossing
+        if flow.group is None
+        for piece in (flow.pieces if dataflow.routed else (0,))
+    }
     came = {
         way
         for action in plan.actions(position)
@@ -70,24 +77,37 @@ def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool, holds:
         for action in actions_of(step):
             if action.kind.is_message:
                 for way in ways_of(action):
-                    messages += _along(action, position, routes[way], lanes)
-            elif action.group is not None:
-                calls[action.group] = calls.get(action.group, -1) + 1
-                label = label_of(action, f"{action.group} {calls[action.group]}")
-                messages += meet(f"group {action.group}", members[action.group], label)
+                    piece = (action.microbatch or 0) if dataflow.routed else 0
+                    messages += _along(action, position, routes[(*way, piece)], lanes)
+            elif (name := dataflow.group_of(action, position)) is not None:
+                calls[name] = calls.get(name, -1) + 1
+                label = label_of(action, f"{name} {calls[name]}")
+                messages += meet(f"group {name}", dataflow.groups[name], label)
         if messages:
             messages = messages if lanes in ("one", "separate") else _in_calls(messages)
             headers = frozenset(one.label for one in messages if one.way == "receive" and one.lane in shared)
             yield Launch(text, tuple(messages), batched or len(messages) > 1, holds=holds, headers=headers)
             continue
         together: frozenset[str] = frozenset()
-        places = dataflow.shared.get(first.stage, ())
+        places = dataflow.together(first.stage, position)
         if places and (first.kind.is_compute or (first.kind in SHARDING and first.kind is not ActionKind.RESHARD)):
             together = frozenset({f"stage {text}"})
             starts = tuple(meet(f"stage {first.stage}", places, f"stage {text}"))
             yield Launch(f"start of {text}", starts, batched=True)
         if first.kind.is_compute:
-            yield Launch(text, needs=needs_of(first, came) | together)
+            yield Launch(text, needs=_needed(dataflow, first, position, came) | together)
+
+
+def _needed(dataflow: Dataflow, action: Action, position: int, came: Iterable[_Way]) -> frozenset[str]:
+    """The labels of the messages that a compute reads: with routes, a call's message may serve several units."""
+    direction = _READS.get(action.kind)
+    if not dataflow.routed or direction is None or action.microbatch is None:
+        return needs_of(action, came)
+    return frozenset(
+        _labelled((flow.edge, direction), evolve(action, microbatch=message))
+        for flow, message in dataflow.arriving(action.stage, direction, action.microbatch)
+        if any(receiver == position for _, receiver in flow.routes)
+    )
 
 
 def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lanes: Groups) -> Iterator[Message]:
@@ -120,9 +140,6 @@ def _group_of(lane: Lane, lanes: Groups) -> str:
         return str(lane)
     first, second = sorted((lane.source, lane.destination))
     return "default" if lanes == "one" else f"{first}-{second}"
-
-
-_Way: TypeAlias = tuple[Edge, Direction]
 
 
 def ways_of(action: Action) -> set[_Way]:

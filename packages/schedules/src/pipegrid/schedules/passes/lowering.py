@@ -12,10 +12,21 @@ from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.passes.sharding import Shard, sharded_stages, with_gathers
-from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Group, Plan, Step, for_microbatches, require_plan
+from pipegrid.schedules.plan import (
+    COMPUTES,
+    Action,
+    ActionKind,
+    Group,
+    Plan,
+    Step,
+    for_microbatches,
+    for_piece,
+    require_plan,
+)
+from pipegrid.schedules.plan.dataflow import Dataflow, EdgeFlow, dataflow_of, replicas_of
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import Times, collector_paused, play
-from pipegrid.schedules.verify import EdgeFlow, dataflow_of, verify
+from pipegrid.schedules.verify import verify
 from pipegrid.schedules.verify.event_ids import MESSAGE_KINDS
 from pipegrid.topology.fields import Amount, Count, Index, Rule, checked, checked_arguments, instance
 from pipegrid.transport.edge import Direction, Edge
@@ -69,7 +80,8 @@ def lower(
     latency and buffers more. ``collectives`` names, for an edge, the group whose ``COLLECTIVE`` moves its data in place
     of messages; the group is the positions of both stages. ``tied`` names groups of stages that share a parameter: each
     gets a ``REDUCE`` at the end of its positions. Both are added to the groups that the plan has, which are treated
-    alike.
+    alike. Where replicas differ (``plan.routes``), each trained stage gets a ``REDUCE`` over its replicas, after the
+    last backward of it on any of them.
 
     ``shard`` places ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of stages whose parameters are sharded over their
     replicas (FSDP2): ``"step"`` reduces the gradients of a stage once, after its last backward, ``"microbatch"`` after
@@ -95,6 +107,10 @@ def lower(
     require_plan(plan)
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
         raise PlanError("the plan communicates or offloads already; lower takes a plan of computes alone")
+    if plan.routes is not None and ahead is not None:
+        raise PlanError(
+            f"ahead is {ahead} beside routes; the queue of a frozen module is bounded where replicas act alike"
+        )
     groups = with_collectives(plan, {} if collectives is None else collectives)
     groups += tied_groups(plan, {} if tied is None else tied)
     with collector_paused():
@@ -128,17 +144,27 @@ class _Line:
     end: Sequence[Sequence[float]]
     made: dict[tuple[int, int, Direction], list[int]]
 
-    def last(self, flow: EdgeFlow) -> list[int]:
-        """Per microbatch, the place of the last compute that makes the data of ``flow``."""
-        return self._each(max, flow.sources, flow.producer, flow.direction)
+    def last(self, flow: EdgeFlow) -> Sequence[int]:
+        """Per piece of ``flow``, the place of the last compute that makes its data."""
+        return self._each(max, flow, flow.sources, flow.producer, flow.makers)
 
-    def first(self, flow: EdgeFlow) -> list[int]:
-        """Per microbatch, the place of the first compute that needs the data of ``flow``."""
-        return self._each(min, flow.destinations, flow.consumer, flow.direction)
+    def first(self, flow: EdgeFlow) -> Sequence[int]:
+        """Per piece of ``flow``, the place of the first compute that needs its data."""
+        return self._each(min, flow, flow.destinations, flow.consumer, flow.users)
 
-    def _each(self, pick: Callable[..., int], positions: Sequence[int], stage: int, direction: Direction) -> list[int]:
-        places = [self.made[position, stage, direction] for position in positions]
-        return places[0] if len(places) == 1 else list(map(pick, *places))
+    def _each(
+        self,
+        pick: Callable[..., int],
+        flow: EdgeFlow,
+        positions: Sequence[int],
+        stage: int,
+        pieces: Callable[[int, int], Sequence[int]],
+    ) -> Sequence[int]:
+        places = [self.made[position, stage, flow.direction] for position in positions]
+        if flow.pieces == range(len(places[0])):  # those of the whole plan
+            return places[0] if len(places) == 1 else list(map(pick, *places))
+        at = list(zip(places, positions, strict=True))
+        return [pick([own[one] for own, p in at for one in pieces(piece, p)]) for piece in flow.pieces]
 
 
 def _line(
@@ -227,13 +253,12 @@ def _events(line: _Line, flows: Sequence[EdgeFlow], receives: Receives) -> list[
     for number, flow in enumerate(flows):
         made = line.last(flow)
         places = _late_places(line, flow, made) if receives == "late" else [place + 1 for place in made]
-        events += [(place, made[microbatch], number, microbatch) for microbatch, place in enumerate(places)]
-    events.sort()
+        events += [(place, last, number, piece) for place, last, piece in zip(places, made, flow.pieces, strict=True)]
     return events
 
 
 def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
-    """Per microbatch, the last place at which no sender and no receiver waits longer than it has to.
+    """Per piece, the last place at which no sender and no receiver waits longer than it has to.
 
     That is before the sender's next compute, and before any compute of the receiver that would still run when
     the sender could go on.
@@ -303,25 +328,33 @@ class _Writer:
 
 @frozen
 class _Party:
-    """A position's part in a flow; ``actions``: per microbatch, its ends of the messages."""
+    """A position's part in a flow; ``actions``: per piece, its ends of the messages."""
 
     writer: _Writer
     at: list[int]
     partners: frozenset[int]
-    actions: list[tuple[Action, ...]]
+    actions: Mapping[int, tuple[Action, ...]] | Sequence[tuple[Action, ...]]
 
 
 def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receives: Receives) -> list[list[Step]]:
     """Per position its computes, and between them its communication."""
-    flows = dataflow_of(plan).crossing
+    dataflow = dataflow_of(plan)
+    flows = dataflow.crossing
     writers = [_Writer(own) for own in computes]
     count = plan.num_microbatches, plan.num_slices
     parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]
-    for (_, *befores), transfers in _exchanges(_events(line, flows, receives), flows, parties):
+    events, members = _events(line, flows, receives), [flow.parties for flow in flows]
+    alone = [flow.group is not None for flow in flows]
+    for action, places, last in _averages(plan, dataflow, computes, line):
+        events.append((last + 1, last, len(parties), 0))
+        parties.append([_Party(writers[place], line.at[place], frozenset(), [(action,)]) for place in places])
+        members.append(places)
+        alone.append(True)
+    events.sort()
+    for (_, *befores), transfers in _exchanges(events, members, parties, alone):
         number, first = transfers[0]
-        flow = flows[number]
         for slot, (before, party) in enumerate(zip(befores, parties[number], strict=False)):
-            if flow.group is not None:
+            if alone[number]:
                 party.writer.collective(before, party.actions[first][0])
                 continue
             actions = party.actions[first]
@@ -331,8 +364,32 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
     return [writer.finish() for writer in writers]
 
 
+def _averages(
+    plan: Plan, dataflow: Dataflow, computes: Sequence[Sequence[Action]], line: _Line
+) -> Iterable[tuple[Action, tuple[int, ...], int]]:
+    """Where replicas differ, the ``REDUCE`` of each trained stage over its replicas: its members, and its place.
+
+    It comes after the last backward of the stage on any of them, before which one that comes to it would wait.
+    """
+    for stage in range(plan.num_stages if plan.num_replicas > 1 else 0):
+        if stage in plan.forward_only:
+            continue
+        for place in plan.placement[stage]:
+            members = dataflow.groups[replicas_of(place)]
+            ends = [
+                at
+                for member in members
+                for action, at in zip(computes[member], line.at[member], strict=True)
+                if action.stage == stage
+            ]
+            yield Action(ActionKind.REDUCE, stage), members, max(ends, default=0)
+
+
 def _exchanges(
-    events: Sequence[_Event], flows: Sequence[EdgeFlow], parties: Sequence[Sequence[_Party]]
+    events: Sequence[_Event],
+    members: Sequence[tuple[int, ...]],
+    parties: Sequence[Sequence[_Party]],
+    alone: Sequence[bool],
 ) -> Iterable[tuple[tuple[int, ...], list[tuple[int, int]]]]:
     """Per exchange its flow, then the number of computes of each party before it; and its transfers (flow, microbatch).
 
@@ -341,9 +398,8 @@ def _exchanges(
     computes.
     """
     numbers: dict[tuple[int, ...], int] = {}
-    same = [numbers.setdefault(flow.parties, number) for number, flow in enumerate(flows)]
+    same = [numbers.setdefault(places, number) for number, places in enumerate(members)]
     ats = [[party.at for party in own] for own in parties]
-    alone = [flow.group is not None for flow in flows]
     exchanges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for place, _, number, microbatch in events:
         # Keys that begin with equal parties are of one length, so no two transfers of others have equal keys.
@@ -365,7 +421,11 @@ def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: t
         send, receive = MESSAGE_KINDS[flow.direction]
         ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
         ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
-    actions = list(zip(*[for_microbatches(end, *count) for end in ends], strict=True))
+    actions: Mapping[int, tuple[Action, ...]] | Sequence[tuple[Action, ...]]
+    if flow.pieces == range(math.prod(count)):
+        actions = list(zip(*[for_microbatches(end, *count) for end in ends], strict=True))
+    else:
+        actions = {piece: tuple([for_piece(end, piece, count[1]) for end in ends]) for piece in flow.pieces}
     return _Party(writer, line.at[position], frozenset(flow.parties) - {position}, actions)
 
 
@@ -416,5 +476,5 @@ def reductions(position: int, plan: Plan, groups: Sequence[Group]) -> list[Step]
     return [
         Action(ActionKind.REDUCE, min(held), group=group.name)
         for group in groups
-        if (held := [stage for stage in group.tied if position in plan.placement[stage]])
+        if (held := [stage for stage in group.tied if stage in plan.stages_at[position]])
     ]

@@ -59,6 +59,8 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
 def _is_implied_by_its_table(plan: Plan) -> bool:
     """Whether the table of steps alone reads back to ``plan``: a chain in which every stage acts at home."""
     count, stages = plan.num_microbatches, plan.num_stages
+    if plan.routes is not None:
+        return False
     trains = False
     forwards = set()
     for position, steps in enumerate(plan.positions):

@@ -21,14 +21,19 @@ def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, 
         raise PlanFieldError(str(error), path=path) from None
 
 
-def check_extent(actions: Collection[Action], graph: ModuleGraph, num_microbatches: int, num_slices: int) -> None:
-    """Check that each stage, microbatch and slice has an action, before anything of their number is made."""
+def check_extent(
+    actions: Collection[Action], graph: ModuleGraph, num_microbatches: int, num_slices: int, *, routed: bool = False
+) -> None:
+    """Check that each stage, microbatch and slice has an action, before anything of their number is made.
+
+    With routes, all units may skip a stage; its placement is written in any case.
+    """
     for path, count, found in (
         ("modules", graph.num_stages, {action.stage for action in actions}),
         ("microbatches", num_microbatches, {action.microbatch or 0 for action in actions}),
         ("slices", num_slices, {action.slice or 0 for action in actions}),
     ):
-        if count > len(found):
+        if count > len(found) and not (routed and path == "modules"):
             what = "stages" if path == "modules" else path
             raise PlanFieldError(f"the table has actions of {len(found)} of {count} {what}", path=path)
 

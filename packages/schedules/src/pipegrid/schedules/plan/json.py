@@ -3,7 +3,8 @@
 An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names), ``placement``
 (positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``:
 per position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``,
-``forward_only``, ``groups`` and ``slices`` (of each microbatch), and a group's ``edges`` and ``tied``.
+``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`), and a group's ``edges``
+and ``tied``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
 from pipegrid.schedules.plan.actions import Action, parse_action
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
 from pipegrid.schedules.plan.parts import Group, Step, Text, as_step
-from pipegrid.schedules.plan.plan import Plan, require_plan
+from pipegrid.schedules.plan.plan import Plan, require_placed, require_plan
+from pipegrid.schedules.plan.routes_text import routes_document, routes_from_document
 from pipegrid.schedules.plan.tokens import parse_edge
 from pipegrid.topology.fields import Count, checked, shown
 from pipegrid.transport.edge import Edge
@@ -43,6 +45,7 @@ def to_json(plan: Plan) -> str:
             {"name": g.name, "positions": g.positions, "edges": [str(edge) for edge in g.edges], "tied": g.tied}
             for g in plan.groups
         ],
+        **({} if plan.routes is None else {"routes": routes_document(plan.routes)}),
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rows = [
@@ -107,14 +110,17 @@ class _Document:
     forward_only: tuple[int, ...] = ()
     groups: tuple[Group, ...] = ()
     slices: int = 1
+    routes: Any = None
 
 
 def _plan(document: _Document) -> Plan:
     count = checked(document.microbatches, Count, "microbatches", PlanError)
     graph = module_graph(document.modules, document.edges)
+    if document.routes is not None:
+        require_placed(document.placement, graph)  # before anything of the number of stages is made
     actions = list(_actions(document.positions))
     slices = checked(document.slices, Count, "slices", PlanError)
-    check_extent([action for _, action in actions], graph, count, slices)
+    check_extent([action for _, action in actions], graph, count, slices, routed=document.routes is not None)
     expected = expectation(graph, count, document.groups, slices)
     for path, action in actions:
         if (instead := expected(action)) is not None:
@@ -129,6 +135,7 @@ def _plan(document: _Document) -> Plan:
         forward_only=document.forward_only,
         groups=document.groups,
         num_slices=slices,
+        routes=None if document.routes is None else routes_from_document(document.routes),
     )
 
 

@@ -6,6 +6,7 @@ A *position* is the class of ranks that hold the same set of stages; all its ran
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, PlanFieldError
-from pipegrid.schedules.plan.actions import Action
+from pipegrid.schedules.plan.actions import OFFLOADING, SHARDING, Action
 from pipegrid.schedules.plan.parts import (
     Group,
     Step,
@@ -23,6 +24,8 @@ from pipegrid.schedules.plan.parts import (
     chain,
     step_text,
 )
+from pipegrid.schedules.plan.routes import Routes
+from pipegrid.schedules.plan.routes_check import check_routes
 from pipegrid.schedules.plan.tokens import name_text
 from pipegrid.topology.fields import Count, Index, checked_fields, shown
 from pipegrid.transport.edge import Direction, Edge
@@ -30,6 +33,10 @@ from pipegrid.transport.edge import Direction, Edge
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:
     return f"<{len(positions)} positions, {sum(map(len, positions))} steps>"
+
+
+def _unless_alike(routes: Routes | None) -> Routes | None:
+    return None if routes is None or routes.is_identity else routes
 
 
 @frozen(slots=False, kw_only=True, field_transformer=checked_fields(PlanError))
@@ -45,6 +52,10 @@ class Plan:
     them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
     ``REDUCE`` and ``COLLECTIVE`` actions name.
 
+    ``routes``: which replica computes which stage of each unit, where replicas differ. Then there is one order per
+    *actor*: ``positions`` has the positions of replica 0, then those of replica 1, ...; ``placement`` and ``groups``
+    name positions of each replica; and microbatches are units. Routes by which all replicas act alike are None.
+
     Whether the plan is *right* is proved by `verify`; the class checks only that its parts fit each other.
     """
 
@@ -55,18 +66,42 @@ class Plan:
     forward_only: tuple[Index, ...] = field(converter=ascending, default=())
     groups: tuple[Group, ...] = field(converter=tuple[Group, ...], default=())
     num_slices: Count = 1
+    routes: Routes | None = field(converter=_unless_alike, default=None)
 
     def __attrs_post_init__(self) -> None:
         require_graph(self.graph)
         require_placed(self.placement, self.graph)
+        _check_routed(self)
         _check_stages(self)
         _check_groups(self)
         _check_slices(self)
 
     @property
     def num_positions(self) -> int:
-        """Positions of the plan."""
+        """Positions of the plan; with routes, actors."""
         return len(self.positions)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas with orders of their own: 1 where all act alike."""
+        return 1 if self.routes is None else self.routes.num_replicas
+
+    @property
+    def positions_each(self) -> int:
+        """Positions of each replica, n: actor ``a`` is position ``a % n`` of replica ``a // n``."""
+        return len(self.positions) // self.num_replicas
+
+    def actors(self, places: Iterable[int], replica: int) -> tuple[int, ...]:
+        """The actors of positions ``places`` of a replica: the positions themselves, where all replicas act alike."""
+        first = replica * self.positions_each
+        return tuple([first + place for place in places])
+
+    def living(self, places: Iterable[int]) -> tuple[int, ...]:
+        """The actors of positions ``places`` in all replicas, ascending, without dead ones."""
+        if self.routes is None:
+            return tuple(sorted(places))
+        each = self.positions_each
+        return tuple(sorted(place + each * replica for place in places for replica in self.routes.living(place)))
 
     @property
     def num_stages(self) -> int:
@@ -87,9 +122,16 @@ class Plan:
         """Per position, the stages it holds, ascending."""
         stages: list[list[int]] = [[] for _ in self.positions]
         for stage, positions in enumerate(self.placement):
-            for position in positions:
+            for position in self.living(positions):
                 stages[position].append(stage)
         return tuple(tuple(held) for held in stages)
+
+    def pieces_at(self, stage: int, position: int) -> Sequence[int]:
+        """The pieces of ``stage`` that ``position``, one of those that hold it, computes, ascending."""
+        if self.routes is None:
+            return range(self.num_pieces)
+        replica, (module, _) = position // self.positions_each, self.graph.module_of(stage)
+        return [call for call in self.routes.calls(module) if self.routes.of(call, stage) == replica]
 
     @property
     def num_chunks(self) -> int:
@@ -102,7 +144,8 @@ class Plan:
 
         The stages of a position share it evenly unless costs say otherwise: each is 1/n of one.
         """
-        return tuple(max(len(self.stages_at[place]) for place in places) for places in self.placement)
+        held = Counter(place for places in self.placement for place in places)
+        return tuple(max(held[place] for place in places) for places in self.placement)
 
     @cached_property
     def has_communication(self) -> bool:
@@ -160,8 +203,9 @@ def compute_plan(
     num_microbatches: int,
     forward_only: Iterable[int] = (),
     num_slices: int = 1,
+    routes: Routes | None = None,
 ) -> Plan:
-    """A plan of computes, one order per position; ``graph`` may be the number of stages of a chain."""
+    """A plan of computes, one order per position (or actor); ``graph`` may be the number of stages of a chain."""
     return Plan(
         positions=orders,
         graph=chain(graph) if isinstance(graph, int) else graph,
@@ -169,6 +213,7 @@ def compute_plan(
         num_microbatches=num_microbatches,
         forward_only=forward_only,
         num_slices=num_slices,
+        routes=routes,
     )
 
 
@@ -212,7 +257,7 @@ def _check_known(what: str, named: Iterable[object], has: str, known: Collection
 
 def _check_stages(plan: Plan) -> None:
     """Raise unless every stage lies on positions of the plan, and a gradient comes to each that is trained."""
-    positions, stages = range(plan.num_positions), range(plan.num_stages)
+    positions, stages = range(plan.positions_each), range(plan.num_stages)
     for stage, places in enumerate(plan.placement):
         what = f"stage {stage} is placed on position"
         _check_known(what, places, "the plan has", positions, f"placement[{stage}]")
@@ -231,7 +276,7 @@ def _check_groups(plan: Plan) -> None:
     """Raise unless names and edges are of one group each, which has the positions of its stages."""
     taken: set[object] = set()
     trained = [stage for stage in range(plan.num_stages) if stage not in plan.forward_only]
-    positions, edges = range(plan.num_positions), plan.graph.stage_edges
+    positions, edges = range(plan.positions_each), plan.graph.stage_edges
     for number, group in enumerate(plan.groups):
         what, path = f"group {group.name!r}", f"groups[{number}]"
         _check_known(f"{what} names position", group.positions, "the plan has", positions, f"{path}.positions")
@@ -250,6 +295,43 @@ def _check_groups(plan: Plan) -> None:
                 f"{sorted(tied or joined)}",
                 path=f"{path}.positions",
             )
+
+
+def _check_routed(plan: Plan) -> None:
+    """Raise unless the routes fit graph, placement and number of orders, and the plan has what routes can lead around.
+
+    A collective along an edge has the members of one replica, and a gather those of all replicas in one order: a unit
+    that moves breaks either.
+    """
+    routes = plan.routes
+    if routes is None:
+        return
+    orders, count = len(plan.positions), routes.num_replicas
+    if orders % count:
+        raise PlanFieldError(f"{orders} orders are not those of {count} replicas; give one per actor", path="positions")
+    if plan.num_microbatches != routes.num_units:
+        raise PlanFieldError(
+            f"there are {plan.num_microbatches} microbatches; the routes have {routes.num_units} units",
+            path="microbatches",
+        )
+    check_routes(routes, plan.graph, plan.placement, forward_only=plan.forward_only)
+    if plan.num_slices > 1:
+        raise PlanFieldError(
+            f"microbatches are cut into {plan.num_slices} slices; routes are of whole ones", path="slices"
+        )
+    for number, group in enumerate(plan.groups):
+        if group.edges:
+            raise PlanFieldError(
+                f"group {group.name!r} carries edges {', '.join(map(str, group.edges))}; with routes, data is sent",
+                path=f"groups[{number}].edges",
+            )
+    for position, steps in enumerate(plan.positions):
+        for step in steps:
+            if isinstance(step, Action) and (step.kind in SHARDING or step.kind in OFFLOADING):
+                raise PlanFieldError(
+                    f"actor {position} has {step}; a plan with routes neither gathers parameters nor offloads",
+                    path="positions",
+                )
 
 
 def _check_slices(plan: Plan) -> None:
@@ -303,6 +385,7 @@ def header_lines(plan: Plan) -> list[str]:
         " ".join(["placement", *(",".join(map(str, places)) for places in plan.placement)]),
         " ".join(["forward_only", *map(str, plan.forward_only)]) if plan.forward_only else "",
         *map(_group_line, plan.groups),
+        *([] if plan.routes is None else plan.routes.lines()),
     ]
     return [line for line in lines if line]
 

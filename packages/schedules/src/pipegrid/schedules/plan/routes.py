@@ -207,11 +207,14 @@ class Routes:
         first = self.units_of(self.home(unit)).start
         return unit - (unit - first) % self._per_call.get(module, 1)
 
+    def units_for(self, call: int, module: str) -> range:
+        """The consecutive units of a replica for which a call of ``module`` is, those that skip it included."""
+        return range(call, min(call + self._per_call.get(module, 1), self.units_of(self.home(call)).stop))
+
     def served(self, call: int, module: str) -> tuple[int, ...]:
-        """The units that a call of ``module`` serves: consecutive ones of a replica, without those that skip it."""
-        end = min(call + self._per_call.get(module, 1), self.units_of(self.home(call)).stop)
+        """The units that a call of ``module`` serves."""
         skipped = self._skipped.get(module, frozenset())
-        return tuple([unit for unit in range(call, end) if unit not in skipped])
+        return tuple([unit for unit in self.units_for(call, module) if unit not in skipped])
 
     def calls(self, module: str) -> tuple[int, ...]:
         """The calls of ``module``, ascending: those that serve any unit."""

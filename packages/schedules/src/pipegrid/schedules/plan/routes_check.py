@@ -42,8 +42,14 @@ def check_routes(
 
 
 def _check_calls(routes: Routes, graph: ModuleGraph) -> None:
-    """A module that feeds another serves a multiple of the other's units by each call."""
+    """A module that feeds another serves a multiple of the other's units by each call; the last serve one each."""
     every = dict(routes.every)
+    for module, count in routes.every:
+        if all(source != module for source, _ in graph.edges):
+            raise PlanFieldError(
+                f"a call of {module!r} serves {count} units, and feeds no module; it is called for each",
+                path="routes.every",
+            )
     for source, destination in graph.edges:
         here, there = every.get(source, 1), every.get(destination, 1)
         if here % there:

@@ -11,8 +11,9 @@ The text form has a header, then one line per position::
 
 A header line may be left out where the table implies it: without ``modules`` the stages are a chain, without
 ``placement`` a stage lies where its computes are, without ``microbatches`` or ``slices`` the highest number counts.
-``slices``, ``forward_only`` and ``group`` lines are written only where they differ from the default. ``#`` starts
-a comment.
+``slices``, ``forward_only`` and ``group`` lines are written only where they differ from the default. With routes
+(`routes_text`) a position is an actor, a microbatch a unit, and the line ``placement`` is needed. ``#`` starts a
+comment.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
 from pipegrid.schedules.plan.parts import Group, Step, Text, as_step, chain
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.schedules.plan.plan import Plan, require_placed
+from pipegrid.schedules.plan.routes_text import LINES as ROUTE_LINES
+from pipegrid.schedules.plan.routes_text import RoutesReader
 from pipegrid.schedules.plan.tokens import QUOTED, Token, parse_edge, read_name
 from pipegrid.topology.fields import checked
 
@@ -85,6 +88,7 @@ class Reader:
     header: dict[str, list[re.Match[str]]] = field(factory=dict)  # by keyword, the words after it
     lines: dict[str, int] = field(factory=dict)  # by keyword, or a group's number as in a path
     groups: list[list[Token]] = field(factory=list)
+    routes: RoutesReader = field(factory=RoutesReader)
     rows: list[list[Step]] = field(factory=list)
     actions: list[tuple[int, Token, Action]] = field(factory=list)  # with the position
 
@@ -97,8 +101,12 @@ class Reader:
             self.lines[f"groups[{len(self.groups)}]"] = key.line
             self.groups.append(found)
             return
+        if key.text in ROUTE_LINES:
+            self.routes.add(key, words)
+            return
         if key.text not in _WORDS or key.text in self.header:
-            raise key.error(f"a position such as '0:', a group, or one line of each of {', '.join(_WORDS)}")
+            known = f"{', '.join(_WORDS)}, or lines of routes ({', '.join(ROUTE_LINES)})"
+            raise key.error(f"a position such as '0:', a group, or one line of each of {known}")
         form, expected = _WORDS[key.text]
         matches = [form.fullmatch(word.text) for word in words]
         wrong = [word for word, match in zip(words, matches, strict=True) if match is None]
@@ -126,8 +134,8 @@ class Reader:
         try:
             return self._plan()
         except PlanFieldError as error:
-            part = re.findall(r"groups\[\d+\]|\w+", error.path)[0]
-            line = self.lines.get(part, self.lines.get("edges") if part == "modules" else None)
+            part = re.findall(r"groups\[\d+\]|routes\.\w+|\w+", error.path)[0]
+            line = (self.lines | self.routes.lines).get(part, self.lines.get("edges") if part == "modules" else None)
             if line is not None:
                 raise PlanFieldError(f"line {line}: {error}", path=error.path) from None
             if (number := _IMPLIED.get(part)) is None:
@@ -141,13 +149,16 @@ class Reader:
         count = self._count("microbatches", self.num_microbatches or implied["microbatches"])
         slices = self._count("slices", implied["slices"])
         graph = self._graph(self.num_stages or implied["modules"])
-        check_extent(actions, graph, count, slices)
+        placement = [_numbers(word[0]) for word in header["placement"]] if "placement" in header else None
+        routes = self.routes.routes()
+        if routes is not None:  # before anything of the number of stages is made
+            require_placed(placement or (), graph)
+        check_extent(actions, graph, count, slices, routed=bool(self.routes.words))
         groups = [_group(number, words) for number, words in enumerate(self.groups)]
         expected = expectation(graph, count, groups, slices)
         for _, token, action in self.actions:
             if (instead := expected(action)) is not None:
                 raise token.error(instead)
-        placement = [_numbers(word[0]) for word in header["placement"]] if "placement" in header else None
         forward_only = [stage for word in header.get("forward_only", ()) for stage in _numbers(word[0])]
         if not forward_only and "modules" not in header and all(a.kind not in _BACKWARDS for a in actions):
             forward_only = list(range(graph.num_stages))  # an evaluation; a table that lacks some is a mistake
@@ -159,6 +170,7 @@ class Reader:
             forward_only=forward_only,
             groups=groups,
             num_slices=slices,
+            routes=routes,
         )
 
     def _count(self, name: str, implied: int) -> int:

@@ -85,14 +85,19 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
     """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
 
     Raises:
-        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a verb of
-            the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is
+        StepArgumentError: computes alone; routes; other reducers than those of the plan; a communicator that lacks a
+            verb of the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is
             missing, or that the runtime cannot execute.
     """
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise StepArgumentError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
             "the messages"
+        )
+    if plan.routes is not None:
+        raise StepArgumentError(
+            "the plan has routes, and a runtime runs plans in which all replicas act alike; such a plan is verified, "
+            "simulated and drawn"
         )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:

@@ -79,7 +79,7 @@ class Simulator:
         self.duration, self.slice_lengths = self.wiring.duration, self.wiring.slice_lengths
         # The positions that have come to a compute of a shared stage, or to a collective of a group.
         self.arrivals: dict[Action | str, list[_Arrival]] = {}
-        self.members = {group.name: group.positions for group in plan.groups}
+        self.routed = self.wiring.routed
 
     def run(self) -> Played:
         """Play to the end."""
@@ -109,6 +109,7 @@ class Simulator:
         actions, start, end = self.actions[position], self.start[position], self.end[position]
         tables, durations = self.wiring.computes[position], None if self.durations is None else self.durations[position]
         num_slices, lengths, overhead = self.plan.num_slices, self.slice_lengths, self.overhead
+        routed = self.routed
         now, index = self.clock[position], self.at[position]
         first = index
         while index < len(actions):
@@ -121,9 +122,16 @@ class Simulator:
                     break  # the last to come carries this position on
                 now, index = done, index + 1
                 continue
-            entry = table.get(action.stage) or self.wiring.compute(action.kind, action.stage, position)
-            piece, weight, duration = action.microbatch, 1.0, entry.duration
+            piece, weight = action.microbatch, 1.0
             assert piece is not None
+            if routed:
+                unit, piece = piece, 0
+                entry = table.get((action.stage, unit)) or self.wiring.compute(
+                    action.kind, action.stage, position, unit
+                )
+            else:
+                entry = table.get(action.stage) or self.wiring.compute(action.kind, action.stage, position)
+            duration = entry.duration
             if num_slices > 1:
                 assert action.slice is not None
                 piece = piece * num_slices + action.slice
@@ -182,7 +190,8 @@ class Simulator:
         arrivals, done = together
         self.order.append(tuple([Run(other.position, other.at, other.at + 1) for other in arrivals]))
         for other in arrivals:
-            entry = self.wiring.computes[other.position][action.kind][action.stage]
+            key = (action.stage, action.microbatch or 0) if self.routed else action.stage
+            entry = self.wiring.computes[other.position][action.kind][key]
             self._give(entry, piece, self.slice_lengths[action.slice or 0], done)
         return done
 
@@ -214,9 +223,10 @@ class Simulator:
         if table is None:
             return self._gather(position, index, action, now)
         sending = kind is ActionKind.SEND_F or kind is ActionKind.SEND_B
-        ends = table.get(action.edge) or self.wiring.messages(action, position)
         assert action.microbatch is not None
-        microbatch, weight = action.microbatch, 1.0
+        key = (action.edge, action.microbatch) if self.routed else action.edge
+        ends = table.get(key) or self.wiring.messages(action, position)
+        microbatch, weight = 0 if self.routed else action.microbatch, 1.0
         if action.slice is not None:
             microbatch, weight = self.plan.piece_of(action), self.slice_lengths[action.slice]
         for lane, occupied, latency, slots in ends:
@@ -251,19 +261,21 @@ class Simulator:
         if action.kind in SHARDING or action.kind in OFFLOADING:
             return self._start_beside(position, index, action, now)
         duration = self.duration[action.kind][action.stage]
-        if action.group is None:
+        dataflow = self.wiring.dataflow
+        name = dataflow.group_of(action, position)
+        if name is None:
             self.start[position][index], self.end[position][index] = now, now + duration
             return now + duration
-        members = self.members[action.group]
+        members = dataflow.groups[name]
         if position not in members:
             raise PlanError(f"{action} at position {position} names a group of positions {list(members)}")
-        together = self._meet(action.group, members, _Arrival(position, index, action, now, duration))
+        together = self._meet(name, members, _Arrival(position, index, action, now, duration))
         if together is None:
             return None
         arrivals, done = together
         for member, _, other, *_ in arrivals:
             if other.edge is not None and other.microbatch is not None and other.direction is not None:
-                flow = self.wiring.flows.get((other.edge, other.direction))
+                flow = self.wiring.flows.get((other.edge, other.direction, 0))
                 if flow is not None:
                     self.wiring.arrived_at(flow, member, None)[self.plan.piece_of(other)] = done
         return done

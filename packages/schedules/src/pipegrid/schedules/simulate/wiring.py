@@ -39,7 +39,7 @@ Ends: TypeAlias = tuple[tuple[Lane, float, float, Slots], ...]
 
 @define(eq=False)
 class Compute:
-    """One kind of compute of one stage on one position, for all microbatches."""
+    """One kind of compute of one stage on one position, for all microbatches; with routes, for one unit."""
 
     duration: float
     needs: tuple[Slots, ...]
@@ -52,12 +52,14 @@ class Compute:
 class Wiring:
     """The computes and messages of a plan at given costs, and the slots in which their times are noted.
 
-    ``duration``: by kind and stage. ``shard_streams`` and ``copy_streams``: per position, what runs beside its
+    ``duration``: by kind and stage. ``routed``: whether computes and messages are looked up per unit, and slots are of
+    one alone, at index 0. ``shard_streams`` and ``copy_streams``: per position, what runs beside its
     computes.
     """
 
     def __init__(self, plan: Plan, costs: Costs, actions: Sequence[Sequence[Action]]) -> None:
         self.plan, self.dataflow = plan, dataflow_of(plan)
+        self.routed, self.slots = self.dataflow.routed, 1 if self.dataflow.routed else plan.num_pieces
         names = ("F", "B", "I", "W", "REDUCE", "COLLECTIVE", "UNSHARD", "REDUCE_GRAD")
         self.duration = {ActionKind[name]: costs.per_stage(name, plan.num_stages) for name in names}
         edges = plan.graph.stage_edges
@@ -66,28 +68,32 @@ class Wiring:
         self.slice_times = costs.per_slice("slice_times", plan.num_slices)
         self.slice_lengths = costs.per_slice("slice_lengths", plan.num_slices)
         # Results by direction, stage and position that made them; arrivals by edge, direction, position and the
-        # position they came from (None: a collective).
-        self.made: dict[tuple[Direction, int, int], Slots] = {}
-        self.arrived: dict[tuple[Edge, Direction, int, int | None], Slots] = {}
+        # position they came from (None: a collective); both then by unit, with routes, else 0.
+        self.made: dict[tuple[Direction, int, int, int], Slots] = {}
+        self.arrived: dict[tuple[Edge, Direction, int, int | None, int], Slots] = {}
         self.lanes: dict[tuple[int, int, Direction], Lane] = {}
         self.shard_streams = [ShardStream(self.duration, plan.num_pieces) for _ in actions]
         copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
         self.copy_streams = [CopyStreams.of(own, copy_times, plan.num_pieces) for own in actions]
-        self.flows = {(flow.edge, flow.direction): flow for flow in self.dataflow.flows}
-        # Looked up once for each kind, stage or edge, and position; per position.
-        self.computes: list[dict[ActionKind, dict[int, Compute]]] = [
+        self.flows = {
+            (flow.edge, flow.direction, piece): flow
+            for flow in self.dataflow.flows
+            for piece in (flow.pieces if self.routed else (0,))
+        }
+        # Looked up once for each kind, stage or edge, and position (and unit, with routes); per position.
+        self.computes: list[dict[ActionKind, dict[int | tuple[int, int], Compute]]] = [
             {kind: {} for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)} for _ in actions
         ]
-        self.ends: list[dict[ActionKind, dict[Edge | None, Ends]]] = [
+        self.ends: list[dict[ActionKind, dict[Edge | tuple[Edge | None, int] | None, Ends]]] = [
             {kind: {} for kind in ActionKind if kind.is_message} for _ in actions
         ]
 
-    def compute(self, kind: ActionKind, stage: int, position: int) -> Compute:
-        """A kind of compute of ``stage`` at ``position``."""
-        if position not in self.plan.placement[stage]:
+    def compute(self, kind: ActionKind, stage: int, position: int, piece: int = 0) -> Compute:
+        """A kind of compute of ``stage`` at ``position``; ``piece``: the unit, with routes."""
+        if stage not in self.plan.stages_at[position]:
             raise PlanError(f"position {position} has a {kind} of stage {stage}, which is not placed there")
         direction = FORWARD if kind is ActionKind.F else BACKWARD
-        own = self._made_by(direction, stage, position)
+        own = self._made_by(direction, stage, position, piece)
         unsharded, reloaded = self.shard_streams[position].unsharded, self.copy_streams[position].reloaded
         needs: list[Slots] = [unsharded[stage]] if stage in unsharded else []
         sends: Ends = ()
@@ -95,57 +101,64 @@ class Wiring:
             needs.append(own)
         else:
             if direction is BACKWARD:
-                needs.append(self._made_by(FORWARD, stage, position))
+                needs.append(self._made_by(FORWARD, stage, position, piece))
                 needs += [reloaded[stage]] if stage in reloaded else []
-            for flow in self.dataflow.inputs(stage, direction):
-                needs += self._needed(flow, position)
+            for flow, message in self.dataflow.arriving(stage, direction, piece):
+                needs += self._needed(flow, position, message)
             if not self.plan.has_communication:
                 sends = tuple(
-                    self._end(flow, position, destination)
-                    for flow in self.dataflow.outputs(stage, direction)
-                    for destination in flow.destinations
-                    if destination != position and not flow.is_local
+                    self._end(flow, position, destination, piece)
+                    for flow, _ in self.dataflow.leaving(stage, direction, piece)
+                    for source, destination in flow.links
+                    if source == position != destination
                 )
         made = Compute(
             self.duration[kind][stage],
             tuple(needs),
             () if kind is ActionKind.W else (own,),
             sends,
-            self.dataflow.shared.get(stage, ()),
+            self.dataflow.together(stage, position),
             # Attention has no weights: their gradients take as long as a slice is.
             self.slice_lengths if kind is ActionKind.W else self.slice_times,
         )
-        self.computes[position][kind][stage] = made
+        self.computes[position][kind][(stage, piece) if self.routed else stage] = made
         return made
 
-    def _needed(self, flow: EdgeFlow, position: int) -> list[Slots]:
+    def _needed(self, flow: EdgeFlow, position: int, message: int) -> list[Slots]:
         """The slots that a compute at ``position`` waits for, of one of its inputs."""
         if flow.group is not None and self.plan.has_communication:
             return [self.arrived_at(flow, position, None)]
-        return [
-            self._made_by(flow.direction, flow.producer, source)
-            if source == position
-            else self.arrived_at(flow, position, source)
-            for source in flow.origins(position)
-        ]
+        needed: list[Slots] = []
+        for source in flow.origins(position):
+            makers = flow.makers(message, source)
+            if source == position:
+                needed += [self._made_by(flow.direction, flow.producer, source, made) for made in makers]
+            elif self.plan.has_communication:
+                needed.append(self.arrived_at(flow, position, source, message))
+            else:  # each of several that are summed comes by itself
+                needed += [self.arrived_at(flow, position, source, made) for made in makers]
+        return needed
 
-    def _made_by(self, direction: Direction, stage: int, position: int) -> Slots:
-        return self.made.setdefault((direction, stage, position), [None] * self.plan.num_pieces)
+    def _made_by(self, direction: Direction, stage: int, position: int, piece: int) -> Slots:
+        return self.made.setdefault((direction, stage, position, piece), [None] * self.slots)
 
-    def arrived_at(self, flow: EdgeFlow, at: int, source: int | None) -> Slots:
+    def arrived_at(self, flow: EdgeFlow, at: int, source: int | None, piece: int = 0) -> Slots:
         """The slots of what ``at`` receives from ``source`` (None: from a collective)."""
-        key = (flow.edge, flow.direction, at, source)
-        return self.arrived.setdefault(key, [None] * self.plan.num_pieces)
+        key = (flow.edge, flow.direction, at, source, piece)
+        return self.arrived.setdefault(key, [None] * self.slots)
 
     def messages(self, action: Action, position: int) -> Ends:
         """The lanes of which ``position`` holds an end for ``action``, a message."""
         assert action.edge is not None
         assert action.direction is not None
-        flow = self.flows[action.edge, action.direction]
+        assert action.microbatch is not None
+        piece = action.microbatch if self.routed else 0
+        flow = self.flows[action.edge, action.direction, piece]
         routes = [pair for pair in flow.routes if position == pair[0 if action.kind.is_send else 1]]
-        ends = self.ends[position][action.kind][action.edge] = tuple([self._end(flow, *pair) for pair in routes])
+        ends = tuple([self._end(flow, *pair, piece) for pair in routes])
+        self.ends[position][action.kind][(action.edge, piece) if self.routed else action.edge] = ends
         return ends
 
-    def _end(self, flow: EdgeFlow, source: int, destination: int) -> tuple[Lane, float, float, Slots]:
+    def _end(self, flow: EdgeFlow, source: int, destination: int, piece: int) -> tuple[Lane, float, float, Slots]:
         lane = self.lanes.setdefault((source, destination, flow.direction), Lane(source, destination))
-        return (lane, *self.travel[flow.edge], self.arrived_at(flow, destination, source))
+        return (lane, *self.travel[flow.edge], self.arrived_at(flow, destination, source, piece))

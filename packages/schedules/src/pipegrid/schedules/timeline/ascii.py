@@ -83,6 +83,9 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
                 cells[first:last] = [painted, *[""] * (len(text) - 1)]
         note = f"  {timeline.notes[row]}" if timeline.notes else ""
         yield f"{name.rjust(name_width)} |{''.join(cells)}|{note}"
+    if away := next((span for span in timeline.spans if span.home is not None), None):
+        name = f"{away.number} is microbatch {away.microbatch} of replica {away.home}, computed for it"
+        yield f"{' ' * name_width}  {name}"
     if any(len(stages) > 1 for stages in timeline.stages):
         legend = "one ' for each earlier stage of the row" if marked else "too narrow to mark the stages of a row"
         yield f"{' ' * name_width}  {legend}"

@@ -22,7 +22,7 @@ MEANING = {
     "B": "B backward",
     "I": "I input gradient",
     "W": "W weight gradient",
-    "REDUCE": "REDUCE tied gradients",
+    "REDUCE": "REDUCE gradients",
     "COLLECTIVE": "COLLECTIVE",
     "SEND_F": "activation on its way",
     "RECV_F": "activation on its way",

@@ -100,7 +100,8 @@ def _process(timeline: Timeline, pid: int, first_flow: int) -> Iterator[Event]:
             "ts": start / NANOSECONDS,
             "dur": (end - start) / NANOSECONDS,
             "args": {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch}
-            | ({} if span.slice is None else {"slice": span.slice}),
+            | ({} if span.slice is None else {"slice": span.slice})
+            | ({} if span.home is None else {"home": span.home}),
         }
     for number, flow in enumerate(timeline.flows, first_flow):
         for phase, index in (("s", flow.source), ("f", flow.destination)):

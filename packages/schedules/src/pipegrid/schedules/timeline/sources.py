@@ -55,13 +55,20 @@ def timeline(
 
 
 def position_name(plan: Plan, position: int) -> str:
-    """A position by what it holds: ``stages 0, 7 (position 0)``, or ``images, language.0 (position 0)``."""
+    """A position by what it holds: ``stages 0, 7 (position 0)``, or ``images, language.0 (position 0)``.
+
+    Where replicas differ, an actor: ``stage 1, replica 2 (position 9)``.
+    """
     stages = plan.stages_at[position]
     if len(plan.graph.modules) == 1:
         held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
     else:
         held = ", ".join(_stage_name(plan, stage) for stage in stages)
-    return f"{held} (position {position})" if stages else f"position {position}"
+    if plan.num_replicas > 1:
+        held = f"{held if stages else 'nothing'}, replica {position // plan.positions_each}"
+    elif not stages:
+        return f"position {position}"
+    return f"{held} (position {position})"
 
 
 def _stage_name(plan: Plan, stage: int) -> str:
@@ -71,6 +78,8 @@ def _stage_name(plan: Plan, stage: int) -> str:
 
 def _title(plan: Plan) -> str:
     positions, microbatches = plan.num_positions, plan.num_microbatches
+    if plan.num_replicas > 1:
+        return f"{plan.num_replicas} replicas of {plan.positions_each} positions, {microbatches} units"
     slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
     return (
         f"{positions} position{'s' if positions > 1 else ''}, "
@@ -78,8 +87,17 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _span(row: int, start: float, end: float, action: Action, memory: int | None = None) -> Span:
-    return Span(row, start, end, action.kind.value, action.stage, action.microbatch, slice=action.slice, memory=memory)
+def _span(
+    plan: Plan, position: int, row: int, start: float, end: float, action: Action, memory: int | None = None
+) -> Span:
+    """The span of an action; a unit by its microbatch, and by its home where that is another replica."""
+    microbatch, home = action.microbatch, None
+    if plan.routes is not None and microbatch is not None:
+        home = plan.routes.home(microbatch)
+        microbatch = plan.routes.microbatch(microbatch)
+    own = position // plan.positions_each
+    kind, home = action.kind.value, None if home == own else home
+    return Span(row, start, end, kind, action.stage, microbatch, slice=action.slice, memory=memory, home=home)
 
 
 def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
@@ -90,7 +108,7 @@ def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
         where.append([])
         for start, end, action in zip(starts, ends, plan.actions(position), strict=True):
             where[-1].append((len(spans), action))
-            spans.append(_span(position, start, end, action))
+            spans.append(_span(plan, position, position, start, end, action))
     bubbles, peaks = simulation.bubbles(), simulation.peaks()
     held = LIVE if simulation.costs.activation is None else ACTIVATIONS
     return Timeline(
@@ -121,7 +139,7 @@ def _of_recording(recording: Recording) -> Timeline:
         for entry in track.actions:
             action = actions[track.position][entry.index]
             found.append((len(spans), action))
-            spans.append(_span(row, entry.start, entry.end, action, entry.memory))
+            spans.append(_span(plan, track.position, row, entry.start, entry.end, action, entry.memory))
         where.append((track.position, found))
         spans += [Span(row, aside.start, aside.end, aside.name, label=aside.name) for aside in track.asides]
     drawn = Timeline(
@@ -162,9 +180,18 @@ def _flows(
             edge, (send, receive) = flow.edge, MESSAGE_KINDS[flow.direction]
             first, last = (send,), (receive,)
         for sender, receiver in flow.routes:
-            for piece in range(plan.num_pieces):
-                begins = [i for kind in first for i in spans.get((sender, kind, flow.producer, edge, piece), ())]
-                ends = [i for kind in last for i in spans.get((receiver, kind, flow.consumer, edge, piece), ())]
+            for piece in flow.pieces:
+                made: tuple[int, ...] = (piece,)
+                used = made
+                if not plan.has_communication:
+                    made, used = flow.makers(piece, sender), flow.users(piece, receiver)
+                begins, ends = (
+                    [i for kind in kinds for one in pieces for i in spans.get((place, kind, stage, edge, one), ())]
+                    for kinds, pieces, place, stage in (
+                        (first, made, sender, flow.producer),
+                        (last, used, receiver, flow.consumer),
+                    )
+                )
                 size = messages.get(flow.edge, 0.0) * shares[piece % len(shares)] or None
                 flows += [Flow(begins[k % len(begins)], index, size) for k, index in enumerate(ends) if begins]
     return flows

@@ -231,6 +231,8 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     sliced = any(span.slice is not None for span in spans)
     numbers = "Numbers are microbatches and, after the dot, their slices." if sliced else "Numbers are microbatches."
     words = [numbers] if any(span.microbatch is not None for span in spans) else []
+    if away := next((span for span in spans if span.home is not None), None):
+        words.append(f"{away.number}: microbatch {away.microbatch} of replica {away.home}, computed for it.")
     if any(panel.most_stages > 1 for panel in panels):
         words.append("Darkest: the first stage of a row; lighter: its later stages.")
     parts.append(_text("soft", PAD, y + 32, " ".join(words)))

@@ -37,7 +37,7 @@ class Span:
 
     ``kind`` is the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word
     (``"data"``, ``"optimizer"``), which is drawn in a neutral colour, with ``label``. ``memory``: bytes that it left
-    allocated, as recorded.
+    allocated, as recorded. ``home``: the replica whose microbatch it is, where that is not the row's own.
     """
 
     row: Index
@@ -49,6 +49,7 @@ class Span:
     label: str = ""
     slice: int | None = None
     memory: int | None = None
+    home: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.start > self.end:
@@ -71,14 +72,15 @@ class Span:
 
     @property
     def name(self) -> str:
-        """The label, or the action as a plan writes it: stage, kind, microbatch and slice (``2F7``, ``2F7.1``)."""
+        """The label, or the action: stage, kind, microbatch and slice (``2F7``, ``2F7.1``, ``2F7@1`` of replica 1)."""
         return self.label or f"{'' if self.stage is None else self.stage}{self.kind}{self.number}"
 
     @property
     def number(self) -> str:
-        """The microbatch, and after a dot its slice; empty without."""
+        """The microbatch, after a dot its slice, after an @ its home if that is another replica; empty without."""
         microbatch = "" if self.microbatch is None else str(self.microbatch)
-        return microbatch if self.slice is None else f"{microbatch}.{self.slice}"
+        part = "" if self.slice is None else f".{self.slice}"
+        return f"{microbatch}{part}" if self.home is None else f"{microbatch}{part}@{self.home}"
 
 
 @frozen(field_transformer=checked_fields(TimelineError))

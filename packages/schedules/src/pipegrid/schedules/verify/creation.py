@@ -25,8 +25,8 @@ def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
 
 
 def _members(plan: Plan) -> dict[Lane | str, tuple[int, ...]]:
-    members: dict[Lane | str, tuple[int, ...]] = {group.name: group.positions for group in plan.groups}
-    return members | {lane: (lane.source, lane.destination) for lane in dataflow_of(plan).lanes}
+    flows = dataflow_of(plan)
+    return dict(flows.groups) | {lane: (lane.source, lane.destination) for lane in flows.lanes}
 
 
 def check_creation(plan: Plan, creation: Creation, *, lanes: Literal["separate", "shared"] = "separate") -> list[Fault]:

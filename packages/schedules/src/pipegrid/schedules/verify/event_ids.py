@@ -58,15 +58,15 @@ class EventIds:
             self.routes_of.setdefault((route.flow.edge, route.flow.direction), []).append(route)
             ends = route.lane.source, route.lane.destination
             for pair in (ends, ends[::-1]):
-                traffic[pair] = traffic.get(pair, 0) + count
+                traffic[pair] = traffic.get(pair, 0) + len(route.flow.pieces)
         self.exchanges = {pair: self._take(most)[0] for pair, most in sorted(traffic.items())}
         self.made: dict[tuple[int, int, Direction], int] = {}
         if not plan.has_communication:
-            made = [(p, s, way) for s, places in enumerate(plan.placement) for p in places for way in Direction]
+            made = [(p, s, way) for p, stages in enumerate(plan.stages_at) for s in stages for way in Direction]
             self.made = dict(zip(made, self._take(count, len(made)), strict=True))
         joined = [
             (position, stage, kind)
-            for stage, places in self.dataflow.shared.items()
+            for stage, places in self.dataflow.shared
             for position in places
             for kind in ((ActionKind.F,) if stage in plan.forward_only else tuple(ActionKind)[:4])
         ]

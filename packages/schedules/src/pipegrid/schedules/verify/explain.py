@@ -7,7 +7,7 @@ from itertools import groupby
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.orders.play import Wait
-from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Plan, Step, actions_of, for_piece, step_text
+from pipegrid.schedules.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, for_piece, step_text
 from pipegrid.schedules.verify.table import ActionRule, PositionTable
 from pipegrid.transport.edge import Direction
 
@@ -24,7 +24,9 @@ def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
         return fault("unknown-edge", f"there is no edge {edge}; the graph has {known}")
     if action.stage >= plan.num_stages:
         return fault("unknown-stage", f"the plan has {plan.num_stages} stages, 0..{plan.num_stages - 1}")
-    places = list(plan.placement[action.stage])
+    if plan.routes is not None and action.microbatch is not None and action.kind is not ActionKind.COLLECTIVE:
+        return fault(*_why_not_routed(plan, plan.routes, action, position))
+    places = list(plan.living(plan.placement[action.stage]))
     if action.kind is not ActionKind.COLLECTIVE and position not in places:
         return fault("misplaced", f"stage {action.stage} lies on position {' and '.join(map(str, places))}")
     if action.kind in COMPUTES:
@@ -43,18 +45,44 @@ def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
     return fault("unneeded", "the other end is this position alone, which keeps its own result")
 
 
+def _why_not_routed(plan: Plan, routes: Routes, action: Action, position: int) -> tuple[str, str]:
+    """The rule that an action breaks in a plan with routes, and the text."""
+    unit, stage, edge = action.microbatch, action.stage, action.edge
+    assert unit is not None
+    if unit >= routes.num_units:
+        return (
+            "unknown-microbatch",
+            f"there is no unit {unit}; the routes have {routes.num_units}, 0..{routes.num_units - 1}",
+        )
+    name, (module, _) = routes.name(unit), plan.graph.module_of(stage)
+    if routes.skips_module(unit, module) and not routes.served(routes.call(unit, module), module):
+        return "unneeded", f"unit {name} skips module {module!r}"
+    if unit not in routes.calls(module):
+        return (
+            "unneeded",
+            f"unit {name} is served by the call of {module!r} for unit {routes.name(routes.call(unit, module))}",
+        )
+    if edge is None or position not in plan.living(plan.placement[stage]):
+        actors = plan.actors(plan.placement[stage], routes.of(unit, stage))
+        if position not in actors:
+            return "misplaced", f"stage {stage} of unit {name} is computed by actor {' and '.join(map(str, actors))}"
+    if action.kind in COMPUTES or edge not in plan.gradient_edges:
+        return "unneeded", f"stage {stage} has no backward along here; one of its stages is forward_only"
+    return "unneeded", f"the data of unit {name} along edge {edge} does not leave or come to this actor"
+
+
 def why_refused(
     table: PositionTable, flags: bytearray, steps: Sequence[Step], step: int, action: Action, rule: ActionRule
 ) -> Fault:
     """The fault of an action that breaks its rule, with the ``flags`` that are set before it."""
     plan, position = table.plan, table.position
-    piece = plan.piece_of(action)
+    piece = 0 if table.routed else plan.piece_of(action)
     if piece >= plan.num_pieces:
         return unknown_microbatch(action, plan.num_microbatches, position, step)
     if flags[rule.done + piece]:
         return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
     unmet = next(needed for needed in rule.needs if not flags[needed + piece])
-    makers = [for_piece(maker, piece, plan.num_slices) for maker in table.makers[unmet]]
+    makers = table.makers_of(unmet + piece)
     later, text = _needs(action, makers, steps)
     late = later and action.kind in COMPUTES and makers[0].kind.is_receive
     return Fault("late-receive" if late else "dependency", text, position, step)
@@ -64,7 +92,7 @@ def out_of_sequence(table: PositionTable, done: int, steps: Sequence[Step], step
     """The fault of a slice that runs before the one that it needs; ``done``: the flags of the action's results."""
     plan, forward = table.plan, action.kind is ActionKind.F
     piece = plan.piece_of(action) + (-1 if forward else 1)
-    makers = [for_piece(maker, piece, plan.num_slices) for maker in table.makers[done]]
+    makers = table.makers_of(done + piece)
     why = "it reads the keys and values" if forward else "the gradients of its keys and values come from that"
     return Fault("dependency", f"{_needs(action, makers, steps)[1]}: {why}", table.position, step)
 
@@ -90,22 +118,27 @@ def unknown_microbatch(action: Action, count: int, position: int, step: int) -> 
 
 def missing(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
     """The actions that a position never does, one fault for each kind of action."""
-    count, slices = table.plan.num_pieces, table.plan.num_slices
-    faults = []
+    count, plan = table.span, table.plan
+    found: dict[tuple[object, ...], list[list[Action]]] = {}
     for rule in (*table.table.values(), *table.collectives.values()):
-        kind, done = rule.action.kind, rule.done
-        if kind is ActionKind.B or not flags.count(0, done, done + count):
+        action, done = rule.action, rule.done
+        if action.kind is ActionKind.B or not flags.count(0, done, done + count):
             continue  # B and I set one flag between them; it is looked at once, for I
         lacking = [piece for piece in range(count) if not flags[done + piece]]
-        if kind is ActionKind.W:  # without an I the whole backward is missing
+        if action.kind is ActionKind.W:  # without an I the whole backward is missing
             lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
-        if lacking:
-            makers = table.makers.get(done, (rule.action,))
-            faults.append(_missing(table.position, [[for_piece(one, p, slices) for one in makers] for p in lacking]))
-    remedy = "" if table.plan.has_communication else "; lower adds it to a plan of computes"
+        for piece in lacking:
+            makers = table.makers_of(done + piece) or [
+                for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
+            ]
+            found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
+    faults = [_missing(table.position, actions) for actions in found.values()]
+    remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
+    reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
+    reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
     return faults + [
-        Fault("missing", f"{min(stages)}REDUCE@{name}: to be done here, and never done{remedy}", table.position)
-        for name, stages in table.tied.items()
+        Fault("missing", f"{action}: to be done here, and never done{remedy}", table.position)
+        for name, action in reductions.items()
         if name not in reduced
     ]
 

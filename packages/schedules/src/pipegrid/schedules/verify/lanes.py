@@ -37,8 +37,8 @@ def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
 def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
     """The members of a group do its collectives in one order, and the positions of a shared stage its computes."""
     faults = []
-    together: list[tuple[str | int, tuple[int, ...]]] = [(group.name, group.positions) for group in ids.plan.groups]
-    for key, positions in (*together, *ids.dataflow.shared.items()):
+    together: list[tuple[str | int, tuple[int, ...]]] = [*ids.dataflow.groups.items(), *ids.dataflow.shared]
+    for key, positions in together:
         first, *others = positions
         for other in others:
             different = _different(key, verifiers[first], verifiers[other])

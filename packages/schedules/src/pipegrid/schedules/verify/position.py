@@ -9,9 +9,9 @@ from attrs import Factory, define
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.orders.play import Program
-from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Plan, Step
+from pipegrid.schedules.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step
 from pipegrid.schedules.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
-from pipegrid.schedules.verify.table import ActionRule, PositionTable
+from pipegrid.schedules.verify.table import ActionRule, PositionTable, RuleKey
 
 F, W = ActionKind.F, ActionKind.W
 
@@ -50,8 +50,8 @@ class PositionVerifier:
         self.faults: list[Fault] = []
         self.program = Program()
         self.calls: dict[str | int, list[Call]] = {
-            **{group.name: [] for group in table.plan.groups if table.position in group.positions},
-            **{stage: [] for stage in table.ids.dataflow.shared if stage in table.stages},
+            **{name: [] for name, members in table.ids.dataflow.groups.items() if table.position in members},
+            **{stage: [] for stage, places in table.ids.dataflow.shared if table.position in places},
         }
         self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
         self.shards = False  # whether parameters are gathered or freed here
@@ -84,10 +84,12 @@ class PositionVerifier:
     def _verify_batch(self, index: int, actions: Sequence[Action]) -> None:
         """Verify the actions of step ``index`` and add their events; `_wait` adds those that end the batch."""
         table, sliced, in_order = self.table, self.table.plan.num_slices > 1, self.table.blocking.in_order
+        routed = table.routed
         part: tuple[int, int] | None = None  # flow and piece whose messages block together, where a batch is in order
         for action in actions:
             kind, piece, edge = action.kind, action.microbatch, action.edge
-            rule = table.table.get((kind, action.stage) if edge is None else (kind, edge.source, edge.destination))
+            key: RuleKey = (kind, action.stage) if edge is None else (kind, edge.source, edge.destination)
+            rule = table.table.get((*key, piece) if routed else key)
             if rule is None or piece is None:
                 if in_order:
                     self._wait()
@@ -96,18 +98,22 @@ class PositionVerifier:
                 continue
             if sliced:
                 piece = table.plan.piece_of(action)
-            if not self._may_run(index, action, rule, piece):
+            away = 0 if routed else piece
+            if not self._may_run(index, action, rule, away):
                 continue
             if edge is None:
-                self._add_compute(index, action, rule, piece)
+                self._add_compute(index, action, rule, away)
                 continue
             if in_order and part != (rule.flow, piece):
                 self._wait()
                 part = rule.flow, piece
-            self._add_message(rule, piece)
+            self._add_message(rule, away)
 
     def _may_run(self, index: int, action: Action, rule: ActionRule, piece: int) -> bool:
-        """Set the action's flag. False for a piece that is unknown or done before; an input that lacks is a fault."""
+        """Set the action's flag. False for a piece that is unknown or done before; an input that lacks is a fault.
+
+        ``piece``: how far the action is away from that of the rule.
+        """
         flags, done = self.flags, rule.done + piece
         if piece >= self.table.plan.num_pieces or flags[done]:
             self._refuse(index, action, rule)
@@ -126,7 +132,7 @@ class PositionVerifier:
             self._verify_sequence(index, action, rule.done)
         if rule.events:
             self._add_events(rule.events, piece)
-            if action.stage in self.table.ids.dataflow.shared:
+            if action.stage in self.calls:
                 self.calls[action.stage].append(Call(str(action), index))
 
     def _add_message(self, rule: ActionRule, piece: int) -> None:
@@ -193,15 +199,16 @@ class PositionVerifier:
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
             self.faults.append(why_no_rule(plan, position, index, action))
             return
-        members = _members(plan, action.group)
-        if action.group is not None and position not in members:
+        name = ids.dataflow.group_of(action, position)
+        members = () if name is None else ids.dataflow.groups.get(name, ())
+        if name is not None and position not in members:
             whose = f"it has positions {list(members)}" if members else "the plan has no such group"
             self._fault("group", f"{action}: this position is not in the group; {whose}", index)
             return
         if action.kind is ActionKind.REDUCE:
             if not self._may_reduce(index, action):
                 return
-            same = "REDUCE"
+            same = "REDUCE" if action.group is not None else str(action)
         elif action.edge is None:
             count = plan.num_microbatches
             if action.microbatch is not None and action.microbatch >= count:
@@ -212,10 +219,10 @@ class PositionVerifier:
             if not self._may_collect(index, action):
                 return
             same = str(action)
-        if action.group is not None:
-            calls = self.calls[action.group]
-            self.program.operations.append(ids.called(action.group, len(calls), position))
-            self._waits += [~ids.called(action.group, len(calls), other) for other in members if other != position]
+        if name is not None:
+            calls = self.calls[name]
+            self.program.operations.append(ids.called(name, len(calls), position))
+            self._waits += [~ids.called(name, len(calls), other) for other in members if other != position]
             calls.append(Call(same, index))
 
     def _verify_sharding(self, index: int, action: Action) -> None:
@@ -229,7 +236,7 @@ class PositionVerifier:
         if stage not in self.table.weights:
             self.faults.append(why_no_rule(self.table.plan, self.position, index, action))
             return
-        places = ids.dataflow.shared.get(stage, ())
+        places = ids.dataflow.together(stage, self.position)
         if places and action.kind is not ActionKind.RESHARD:
             calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
             self.program.operations.append(ids.called(key, len(calls), self.position))
@@ -257,13 +264,13 @@ class PositionVerifier:
             self._fault("duplicate", f"{action} is here a second time", index)
             return False
         self.reduced.add(name)
-        count = table.plan.num_pieces
         for held in {stage, *table.tied.get(name, ())}:
-            left = self.flags.count(0, table.weights[held], table.weights[held] + count)
+            pieces = table.pieces[held]
+            left = sum(not self.flags[table.weights[held] + piece] for piece in pieces)
             if left:
                 self._fault(
                     "dependency",
-                    f"{action} comes before the last backward of stage {held}; {left} of {count} "
+                    f"{action} comes before the last backward of stage {held}; {left} of {len(pieces)} "
                     f"{'microbatches' if table.plan.num_slices == 1 else 'slices'} are not done",
                     index,
                 )
@@ -291,7 +298,3 @@ class PositionVerifier:
             self._refuse(index, action, rule)
         self.flags[done] = 1
         return True
-
-
-def _members(plan: Plan, name: str | None) -> tuple[int, ...]:
-    return next((group.positions for group in plan.groups if group.name == name), ())

@@ -78,11 +78,12 @@ class Proof:
         """
         lanes: list[set[object]] = [set() for _ in self.plan.positions]
         numbers = self.lanes.numbers if isinstance(self.lanes, LaneSharing) else {}
-        for lane in dataflow_of(self.plan).lanes:
+        flows = dataflow_of(self.plan)
+        for lane in flows.lanes:
             ends = lane.source, lane.destination
             for position in ends:
                 lanes[position].add(frozenset(ends) if self.lanes == "shared" else numbers.get(lane, lane))
-        groups = [position for group in self.plan.groups for position in group.positions]
+        groups = [position for members in flows.groups.values() for position in members]
         return tuple([len(own) + groups.count(position) for position, own in enumerate(lanes)])
 
     def __str__(self) -> str:
@@ -97,8 +98,12 @@ class Proof:
         slices = f" of {self.plan.num_slices} slices" if self.plan.num_slices > 1 else ""
         gathered = max(self.peak_gathered)
         sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
+        routes = self.plan.routes
+        what = f"{self.num_positions} positions, {self.num_microbatches} microbatches{slices}, "
+        if routes is not None:
+            what = f"{self.num_positions} actors of {routes.num_replicas} replicas, {self.num_microbatches} units, "
         return (
-            f"{self.num_positions} positions, {self.num_microbatches} microbatches{slices}, "
+            f"{what}"
             f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
             f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position, "
             f"{max(self.communicators)} communicators per rank"
@@ -242,17 +247,17 @@ def _memory_faults(plan: Plan, verifier: PositionVerifier, live: float, limit: f
 
 def _twins(plan: Plan) -> list[Fault]:
     """The faults of positions that hold the same stages: a position is *all* ranks that do. Any may be empty."""
-    first: dict[tuple[int, ...], int] = {}
-    return [
-        Fault(
-            "position",
-            f"holds stages {', '.join(map(str, stages))}, exactly as position {first[stages]} does; a position is all "
-            "the ranks that hold the same stages (replicas act alike), so make the two one",
-            position,
-        )
-        for position, stages in enumerate(plan.stages_at)
-        if stages and first.setdefault(stages, position) != position
-    ]
+    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    faults = []
+    for position, stages in enumerate(plan.stages_at):
+        other = first.setdefault((position // plan.positions_each, stages), position)
+        if stages and other != position:
+            text = (
+                f"holds stages {', '.join(map(str, stages))}, exactly as position {other} does; a position is all "
+                "the ranks that hold the same stages (replicas act alike), so make the two one"
+            )
+            faults.append(Fault("position", text, position))
+    return faults
 
 
 def _limits(memory_limit: float | Sequence[float] | None, plan: Plan) -> Sequence[float]:

@@ -201,7 +201,7 @@ const Model = (() => {
   /** Round numbers between two, 1, 2 or 5 times a power of ten apart, at most `most` of them. */
   function ticks(from, to, most) {
     const length = to - from;
-    if (!(length > 0)) return [from];
+    if (!(length > 1e-12 * Math.max(Math.abs(from), Math.abs(to)))) return [from]; // closer than numbers are told apart
     const power = 10 ** Math.floor(Math.log10(length / most));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => length / one <= most);
     const found = [];

@@ -1,0 +1,215 @@
+"""Plans with routes: `verify` against the explorer, on right ones, on mistakes in them, and on other routes."""
+
+import random
+
+import pytest
+from attrs import evolve
+
+from pipegrid.schedules import PlanError, Routes, from_text, lower, one_f_one_b, routed, verify
+from pipegrid.transport.order import ORDER_MODELS
+
+from ..kit.explorer import STUCK, explore
+from ..kit.mutations import MODES, random_mutant, rules_broken, single_mutations
+from ..kit.routed_plans import fits, lowered_routed, random_routed, random_routes
+from .test_explorer import assert_agree, explored
+
+
+def check_right(seeds, *, every_order=0):
+    """Plans that `routed` and `lower` make are right under all rules; small ones in every order of events."""
+    for seed in seeds:
+        plan, options = random_routed(seed)
+        verify(plan)
+        plan = lower(plan, **options)
+        for mode in MODES:
+            assert rules_broken(plan, mode) == set(), seed
+            small = sum(map(len, plan.positions)) <= every_order
+            assert explored(plan, mode, every_order=small) == set(), (seed, str(plan))
+        verify(plan, rendezvous=False)
+        # Modules that share some of their positions exchange by a collective, which routes do not have.
+        ends = [
+            (set(plan.placement[edge.source]), set(plan.placement[edge.destination])) for edge in plan.graph.stage_edges
+        ]
+        if all(one == other or one.isdisjoint(other) for one, other in ends):
+            for order in ORDER_MODELS:
+                verify(plan, order=order)
+
+
+def test_right_plans_are_accepted():
+    check_right(range(60), every_order=25)
+
+
+@pytest.mark.nightly
+def test_many_right_plans_are_accepted():
+    check_right(range(100, 5000), every_order=40)
+
+
+def check_mistakes(count, seed):
+    rng = random.Random(seed)
+    broken = 0
+    for _ in range(count):
+        plan = lowered_routed(rng.randrange(2**32), replicas=2, most_microbatches=2)
+        for number in (1, 1, 2, 3):
+            what, mutant = random_mutant(plan, rng, number)
+            if not mutant.has_communication:
+                continue  # of computes alone, no messages are asked for
+            broken += bool(assert_agree(mutant, rng.choice(MODES), f"{what}", every_order=False))
+    return broken
+
+
+def test_random_mistakes_are_judged_alike():
+    assert check_mistakes(60, seed=0) > 100
+
+
+@pytest.mark.nightly
+def test_many_random_mistakes_are_judged_alike():
+    assert check_mistakes(10_000, seed=1) > 10_000
+
+
+def check_singles(seed, every):
+    """All single mistakes of a plan."""
+    plan = lowered_routed(seed, replicas=2, most_microbatches=2)
+    broken = total = 0
+    for number, (what, mutant) in enumerate(single_mutations(plan)):
+        if number % every == 0 and mutant.has_communication:
+            total += 1
+            broken += bool(assert_agree(mutant, MODES[number % len(MODES)], what))
+    return broken, total
+
+
+def test_every_single_mistake_of_a_few_plans_is_judged_alike():
+    found = [check_singles(seed, every=23) for seed in range(12)]
+    assert sum(broken for broken, _ in found) > 0.5 * sum(total for _, total in found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(40))
+def test_every_single_mistake_is_judged_alike(seed):
+    check_singles(seed, every=1)
+
+
+def check_other_routes(count, seed):
+    """Steps that are right for other routes: right for these only where they are the same."""
+    rng = random.Random(seed)
+    verdicts = {True: 0, False: 0}
+    while sum(verdicts.values()) < count:
+        plan, options = random_routed(rng.randrange(2**32), replicas=2, most_microbatches=2)
+        home = evolve(plan, positions=plan.positions[: plan.positions_each], routes=None, num_microbatches=2)
+        other = random_routes(home, rng, replicas=2) if max(plan.routes.units) == 2 else plan.routes
+        if other.num_units != plan.routes.num_units or other.num_replicas != plan.num_replicas or other.is_identity:
+            continue
+        for one, subject in ((plan, plan), (lower(plan, **options),) * 2):
+            mutant = evolve(subject, routes=other)
+            if one.has_communication:
+                mode = rng.choice(MODES)
+                broken = bool(assert_agree(mutant, mode, "routes"))
+            else:
+                broken = bool(rules_broken(mutant, MODES[0]))
+            assert (
+                broken or other == plan.routes or str(routed_text(other, plan)) == str(routed_text(plan.routes, plan))
+            )
+            verdicts[broken] += 1
+    return verdicts
+
+
+def routed_text(routes, plan):
+    """What of the routes bears on a plan: who computes which call, and who is served by it."""
+    rows = []
+    for stage in range(plan.num_stages):
+        module, _ = plan.graph.module_of(stage)
+        rows.append([(call, routes.of(call, stage), routes.served(call, module)) for call in routes.calls(module)])
+    return rows, routes.dead
+
+
+def test_steps_of_other_routes_are_rejected():
+    assert check_other_routes(60, seed=2)[True] > 30
+
+
+CROSSED = """
+microbatches 2
+modules model:2
+placement 0 1
+units 1 1
+move 1 0@0>1 0@1>0
+0: 0F0 [0SEND_F0>1] 1RECV_F1<0 1F1 1B1 1SEND_B1>0 0RECV_B0<1 0B0 0REDUCE
+1: 1REDUCE
+2: 0F1 [0SEND_F1>1] 0RECV_B1<1 0B1 0REDUCE
+3: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
+"""
+
+
+def test_what_is_computed_elsewhere_is_misplaced_here():
+    text = CROSSED.replace("1: 1REDUCE", "1: 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1REDUCE").replace(
+        " 1RECV_F1<0 1F1 1B1 1SEND_B1>0 0RECV", " 0RECV"
+    )
+    plan = from_text(text)
+    verify(plan)
+    assert explore(plan) == set()
+    wrong = from_text(CROSSED)
+    assert "misplaced" in rules_broken(wrong, MODES[0])
+    assert explore(wrong) != set()
+
+
+def test_reductions_in_other_orders_wait_for_each_other():
+    """Both stages of one position, reduced over its replicas in another order on one of them."""
+    plan = lower(routed(one_f_one_b(1, 2), Routes([2, 1])))
+    assert str(plan.positions[1][-1]) == "0REDUCE"
+    text = """
+microbatches 3
+modules model:2
+placement 0 0
+units 2 1
+0: 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0REDUCE 1REDUCE
+1: 0F2 1F2 1B2 0B2 1REDUCE 0REDUCE
+"""
+    assert rules_broken(from_text(text), MODES[0]) == {"group"}
+    assert explore(from_text(text)) != set()
+    right = from_text(text.replace("1REDUCE 0REDUCE", "0REDUCE 1REDUCE"))
+    assert rules_broken(right, MODES[0]) == set() == explore(right)
+    missing = from_text(text.replace("1REDUCE 0REDUCE", "0REDUCE"))
+    with pytest.raises(PlanError, match="1REDUCE: to be done here"):
+        verify(missing)
+
+
+def test_a_reduction_before_the_last_backward_of_an_orphan():
+    plan = lower(routed(one_f_one_b(2, 2), Routes([2, 2], moves={(2, 0): 0})))
+    steps = list(plan.positions[0])
+    at = next(i for i, step in enumerate(steps) if str(step) == "0REDUCE")
+    last = max(i for i, step in enumerate(steps) if str(step).startswith("0B"))
+    steps[at], steps[last] = steps[last], steps[at]
+    wrong = evolve(plan, positions=(tuple(steps), *plan.positions[1:]))
+    assert "dependency" in rules_broken(wrong, MODES[0])
+
+
+def test_two_orphans_that_cross_wait_for_each_other():
+    """Each replica sends its unit to the other before it receives: a cycle over replicas, drawn action by action."""
+    text = """
+microbatches 2
+modules model:2
+placement 0 1
+units 1 1
+move 1 0@0>1 0@1>0
+0: 0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE
+1: 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1REDUCE
+2: 0F1 0RECV_B1<1 0SEND_F1>1 0B1 0REDUCE
+3: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
+"""
+    plan = from_text(text)
+    assert rules_broken(plan, MODES[0]) == {"cycle"}
+    assert explore(plan) == {STUCK}
+    with pytest.raises(PlanError, match="position 2, step 1: 0RECV_B1<1 waits for position 1, step 3"):
+        verify(plan)
+
+
+def test_memory_counts_orphans():
+    base = one_f_one_b(2, 4)
+    moves = {(unit, 1): 0 for unit in range(4, 8)}
+    routes = Routes([4, 4], moves=moves)
+    plan = lower(routed(base, routes))
+    peaks = verify(plan).peak_live
+    assert peaks[1] > verify(lower(base)).peak_live[1]
+    assert peaks[3] == 0
+    tight = lower(routed(base, routes, memory_limit=2))
+    assert max(verify(tight, memory_limit=2).peak_live) <= 2
+    with pytest.raises(PlanError, match="memory limit of 0.5"):
+        routed(base, routes, memory_limit=0.5)
+    assert fits(routes, base)

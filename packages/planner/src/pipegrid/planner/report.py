@@ -110,11 +110,11 @@ def survival(choice: Choice, memory: float) -> str:
     if divided:
         host = max(part.optimizer for part in choice.memory)
         text += f"; with optimizer states on a buddy's host ({host / 1e9:.1f} GB for each GPU)"
-    more, position, room = max(_rooms(choice), key=lambda row: row[-1])
-    free = memory - choice.memory[position].total
+    free = [memory - taken.total for taken in choice.memory]
+    more, position, room = max(_rooms(choice), key=lambda row: row[-1] - free[row[1]])
     return (
         f"{text}\none death needs room for up to {more} more microbatches on position {position} "
-        f"({room / 1e9:.1f} GB of {free / 1e9:.1f} GB free)"
+        f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)"
     )
 
 

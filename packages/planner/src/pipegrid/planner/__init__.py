@@ -12,11 +12,14 @@ from pipegrid.planner.failures import (
     Outage as Outage,
     Outcome as Outcome,
     Scenario,
+    Survival as Survival,
     Throughput,
+    count_survivable as count_survivable,
     goodput,
     planned_throughput as planned_throughput,
     random_failures,
     read_failures,
+    survivable,
 )
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
 from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
@@ -44,5 +47,6 @@ __all__ = [
     "read_failures",
     "read_job",
     "refined",
+    "survivable",
     "what_if",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from attrs import astuple, fields
 
-from pipegrid.planner.choice import Choice, Memory
+from pipegrid.planner.choice import Choice, Memory, in_flight
+from pipegrid.planner.failures import count_survivable
 from pipegrid.planner.search import Planned
 from pipegrid.planner.what_if import WhatIf
 from pipegrid.schedules.timeline import position_name, time_text
@@ -74,7 +76,7 @@ def explanation(planned: Planned) -> str:
     ]
     names = ("position", *(part.name for part in fields(Memory)), "total GB")
     lines += ["", text_table(names, rows, right=range(1, len(names))), "", *_losers(planned), _extent(planned)]
-    return "\n".join([*lines, str(planned.proof)]) + "\n"
+    return "\n".join([*lines, str(planned.proof), survival(winner, planned.memory)]) + "\n"
 
 
 def _losers(planned: Planned) -> list[str]:
@@ -83,7 +85,7 @@ def _losers(planned: Planned) -> list[str]:
 
 def summary(planned: Planned) -> str:
     """Why the runner-up lost, and how far the search went."""
-    return "\n".join([*_losers(planned)[:1], _extent(planned)]) + "\n"
+    return "\n".join([*_losers(planned)[:1], _extent(planned), survival(planned.winner, planned.memory)]) + "\n"
 
 
 def _extent(planned: Planned) -> str:
@@ -91,6 +93,41 @@ def _extent(planned: Planned) -> str:
     if planned.complete:
         return f"{tried}; no other is faster than the last of these"
     return f"{tried}, the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+
+
+def survival(choice: Choice, memory: float) -> str:
+    """Deaths after which others have all state and can take over the work, and the memory that this needs."""
+    shape, grids = choice.shape, choice.arrangement.grids
+    sharding = shape.job.training.sharding
+    divided = sharding != "none"
+    gpus, nodes = (
+        count_survivable(grids, unit=unit, sharding=sharding, buddy=divided)
+        for unit in (1, shape.job.links.gpus_per_node)
+    )
+    if not gpus.survived:
+        return "survivable: no death of a GPU, its work or its state is on no other"
+    text = f"survivable: {gpus} of GPUs; {nodes} of nodes"
+    if divided:
+        host = max(part.optimizer for part in choice.memory)
+        text += f"; with optimizer states on a buddy's host ({host / 1e9:.1f} GB for each GPU)"
+    free = [memory - taken.total for taken in choice.memory]
+    more, position, room = max(_rooms(choice), key=lambda row: row[-1] - free[row[1]])
+    return (
+        f"{text}\none death needs room for up to {more} more microbatches on position {position} "
+        f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)"
+    )
+
+
+def _rooms(choice: Choice) -> Iterator[tuple[int, int, float]]:
+    """Per position, microbatches of a dead replica that its peers hold beside their own, the position, and their bytes.
+
+    Those that the dead held at once, shared by the replicas that are left.
+    """
+    live, stages = in_flight(choice.plan), choice.shape.stages
+    for position, held in enumerate(choice.shape.wiring.held):
+        shares = {s: -(-live[s] // (stages[s].part.dp - 1)) for s in held if stages[s].part.dp > 1}
+        bytes_more = sum(more * stages[s].activations * choice.microbatch for s, more in shares.items())
+        yield max(shares.values(), default=0), position, bytes_more
 
 
 def refinement(choice: Choice, better: Choice) -> str:

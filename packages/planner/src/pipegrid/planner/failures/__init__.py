@@ -5,19 +5,24 @@ from pipegrid.planner.failures.goodput import Goodput, goodput, possible
 from pipegrid.planner.failures.interval import best_interval, daly, daly_goodput, young
 from pipegrid.planner.failures.report import goodput_json, goodput_table
 from pipegrid.planner.failures.simulate import CAUSES, POLICIES, Outcome, Policy, Scenario, simulate
+from pipegrid.planner.failures.survivable import Counts, Piece, Survival, count_survivable, survivable
 from pipegrid.planner.failures.throughput import Throughput, parse_throughput, planned_throughput
 
 __all__ = [
     "CAUSES",
     "POLICIES",
+    "Counts",
     "Failures",
     "Goodput",
     "Outage",
     "Outcome",
+    "Piece",
     "Policy",
     "Scenario",
+    "Survival",
     "Throughput",
     "best_interval",
+    "count_survivable",
     "daly",
     "daly_goodput",
     "goodput",
@@ -29,5 +34,6 @@ __all__ = [
     "random_failures",
     "read_failures",
     "simulate",
+    "survivable",
     "young",
 ]

@@ -172,7 +172,7 @@ class _Run:
             if self.due is None:
                 self.account(time)
                 self.resume(time)
-        elif self.due is None and self.joining_pays():
+        elif self.joining_pays():
             self.due = self.since + self.stretch.next_edge(time - self.since)
 
     def survives(self) -> bool:

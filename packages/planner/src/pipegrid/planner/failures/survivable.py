@@ -1,0 +1,185 @@
+"""Deaths that a job survives without a restart, and where the state of the dead comes from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations, groupby
+from typing import Any, Literal, TypeAlias
+
+from attrs import frozen
+
+from pipegrid.planner.errors import JobError
+from pipegrid.topology.fields import Index, checked_arguments, shown
+from pipegrid.topology.grid import Grid
+
+Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
+"""What the ranks of a dp x cp group divide among them: nothing, the optimizer's states, or these and the parameters."""
+
+What: TypeAlias = Literal["parameters", "optimizer"]
+PIECES: tuple[What, ...] = ("parameters", "optimizer")
+
+MOST_PAIRS = 500_000
+"""Pairs that are examined one by one, at most."""
+
+
+@frozen
+class Piece:
+    """State of the dead ``rank`` for its part of ``module``, and a living rank that has it: none, the checkpoint."""
+
+    rank: int
+    module: str
+    what: What
+    source: Literal["peer", "buddy", "checkpoint"]
+    holder: int | None
+
+
+@frozen
+class Survival:
+    """What the ranks ``dead`` leave behind when they die at once.
+
+    ``lost``: modules and positions without a replica whose ranks all live. ``pieces``: the state of the dead.
+    """
+
+    dead: tuple[int, ...]
+    lost: tuple[tuple[str, int], ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on: no position is lost, and living ranks, or their hosts, have the state."""
+        return not self.lost and all(piece.source != "checkpoint" for piece in self.pieces)
+
+    def __str__(self) -> str:
+        """One line: goes on, or why not."""
+        without = f"without rank{'s' * (len(self.dead) != 1)} {', '.join(map(str, self.dead))}"
+        if self.lost:
+            where = ", ".join(f"position {position} of {module}" for module, position in self.lost)
+            return f"{without}: restart, no whole replica is left of {where}"
+        by_source: dict[str, set[str]] = defaultdict(set)
+        for piece in self.pieces:
+            by_source[piece.source].add(piece.what)
+        texts = [f"{' and '.join(sorted(what, reverse=True))} from a {source}" for source, what in by_source.items()]
+        return f"{without}: {'goes on' if self.survives else 'restart'}, {'; '.join(texts) or 'idle ranks'}"
+
+
+@checked_arguments(JobError)
+def survivable(
+    grids: Mapping[str, Grid], dead: tuple[Index, ...], *, sharding: Sharding = "none", buddy: bool = False
+) -> Survival:
+    """What becomes of modules on ``grids`` when the ranks ``dead`` die at once.
+
+    The ranks of a replica at a position (all with one dp and one pp coordinate) compute together: where one is dead,
+    the others do nothing, but have their state. What is divided by ``sharding`` is on one rank alone, or with ``buddy``
+    also on the host of the rank with the next dp coordinate, as of the last step.
+
+    Raises:
+        JobError: a rank that no grid has.
+    """
+    gone, everyone = set(dead), set().union(*(grid.ranks for grid in grids.values()))
+    if strangers := sorted(gone - everyone):
+        raise JobError(f"dead is {shown(tuple(dead))}; no grid has rank {strangers[0]}")
+    lost: list[tuple[str, int]] = []
+    pieces: list[Piece] = []
+    for name, grid in grids.items():
+        own = sorted(gone.intersection(grid.ranks))
+        down: dict[int, set[int]] = defaultdict(set)
+        for rank in own:
+            down[grid.place(rank, "pp")].add(grid.place(rank, "dp"))
+        lost += [(name, position) for position, replicas in sorted(down.items()) if len(replicas) == grid.length("dp")]
+        for rank in own:
+            pieces += _pieces(name, grid, rank, gone, sharding, buddy=buddy)
+    return Survival(tuple(sorted(gone)), tuple(lost), () if lost else tuple(pieces))
+
+
+def buddy_of(grid: Grid, rank: int) -> int | None:
+    """The rank whose host has a copy of the shard of ``rank``; None in a single replica."""
+    replicas = grid.length("dp")
+    if replicas == 1:
+        return None
+    coords = grid.coords(rank)
+    return grid.rank_at(coords | {"dp": (coords["dp"] + 1) % replicas})
+
+
+def _pieces(
+    name: str, grid: Grid, rank: int, gone: Collection[int], sharding: Sharding, *, buddy: bool
+) -> Iterator[Piece]:
+    shared = [dim for dim in ("cp", "dp") if dim in grid.axes]
+    peers = grid.group_of(rank, shared) if shared else ()
+    peer = next((one for one in peers if one not in gone), None)
+    copy = buddy_of(grid, rank) if buddy else None
+    for what in PIECES:
+        divided = sharding in {what, "parameters"}
+        holder = copy if divided else peer
+        if holder is None or holder in gone:
+            yield Piece(rank, name, what, "checkpoint", None)
+        else:
+            yield Piece(rank, name, what, "buddy" if divided else "peer", holder)
+
+
+@frozen
+class Counts:
+    """How many of ``units`` (ranks, or nodes), and of their ``of_pairs``, may die at once; None: not counted."""
+
+    survived: int
+    units: int
+    pairs: int | None
+    of_pairs: int
+
+    def __str__(self) -> str:
+        """Such as ``31 of 32 single deaths, 420 of 496 pairs``."""
+        pairs = "" if self.pairs is None else f", {self.pairs} of {self.of_pairs} pairs"
+        return f"{self.survived} of {self.units} single deaths{pairs}"
+
+
+def count_survivable(
+    grids: Mapping[str, Grid], *, unit: int = 1, sharding: Sharding = "none", buddy: bool = False
+) -> Counts:
+    """How many single deaths and pairs of them modules on ``grids`` survive, by `survivable`.
+
+    ``unit``: ranks that die together, such as those of a node. Two units that have no position in common survive
+    together if each does; of the others, at most half a million pairs are examined.
+    """
+    ranks = sorted(set().union(*(grid.ranks for grid in grids.values())))
+    groups = [tuple(group) for _, group in groupby(ranks, key=lambda rank: rank // unit)]
+    options: dict[str, Any] = {"sharding": sharding, "buddy": buddy}
+    units = [_Unit.of(grids, group) for group in groups if survivable(grids, group, **options).survives]
+    near: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, one in enumerate(units):
+        for where in one.replicas:
+            near[where].append(index)
+    close = sum(len(indices) * (len(indices) - 1) // 2 for indices in near.values())
+    pairs = None
+    if close <= MOST_PAIRS:
+        examined = {pair for indices in near.values() for pair in combinations(indices, 2)}
+        lost = sum(_conflict(grids, units[a], units[b], divided=sharding != "none") for a, b in examined)
+        pairs = len(units) * (len(units) - 1) // 2 - lost
+    return Counts(len(units), len(groups), pairs, len(groups) * (len(groups) - 1) // 2)
+
+
+@frozen
+class _Unit:
+    """Ranks that die together; ``replicas`` that they stop, by module and position; ``buddies`` of their shards."""
+
+    ranks: frozenset[int]
+    replicas: dict[tuple[str, int], frozenset[int]]
+    buddies: frozenset[int | None]
+
+    @classmethod
+    def of(cls, grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _Unit:
+        stopped: dict[tuple[str, int], set[int]] = defaultdict(set)
+        buddies = set()
+        for name, grid in grids.items():
+            for rank in ranks:
+                if rank in grid.ranks:
+                    stopped[name, grid.place(rank, "pp")].add(grid.place(rank, "dp"))
+                    buddies.add(buddy_of(grid, rank))
+        return cls(frozenset(ranks), {where: frozenset(down) for where, down in stopped.items()}, frozenset(buddies))
+
+
+def _conflict(grids: Mapping[str, Grid], a: _Unit, b: _Unit, *, divided: bool) -> bool:
+    """Whether two units, each survived alone, have all replicas of a position, or a shard and its copy."""
+    for where in a.replicas.keys() & b.replicas.keys():
+        if len(a.replicas[where] | b.replicas[where]) == grids[where[0]].length("dp"):
+            return True
+    return divided and not (a.buddies.isdisjoint(b.ranks) and b.buddies.isdisjoint(a.ranks))

@@ -48,7 +48,8 @@ TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["
 # What the tests of several packages need together.
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
 # What builds the documentation.
-SITE = ("zensical", "mkdocstrings[python]", "markdownify", "pyyaml")
+META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
+SITE = tuple(META["optional-dependencies"]["docs"])
 
 
 def _digest(*parts: object) -> str:
@@ -219,6 +220,18 @@ def install_as_written(session: nox.Session) -> None:
     session.install("--quiet", "--constraint", str(CONSTRAINTS), *everything)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """A release without publishing: wheels and sdists in `dist/`, what is in them, and each installed from there."""
+    install(session, (), "hatchling")
+    release = ("python", "tools/release.py")
+    session.run(*release, "build")
+    session.run(*release, "check", *session.posargs)
+    # What they declare besides each other is made once for all; the tool adds it to each environment.
+    shared = _shared(session, CONSTRAINTS, "torch", "attrs", "cattrs", "numpy", "safetensors", "pytest")
+    session.run(*release, "install", "--shared", str(shared))
 
 
 @nox.session

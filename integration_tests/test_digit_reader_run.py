@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -99,7 +100,8 @@ def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
     assert "step 6/6  loss " in done.stdout
     assert "exact match on" in done.stdout
     assert "\x1b" not in done.stdout
-    files = {"loss.png", "metrics.jsonl", "recording.json", "timeline.json", "timeline.svg"}
+    files = {"index.html", "loss.png", "metrics.jsonl", "recording.json"}
+    files |= {f"timeline.{end}" for end in ("html", "json", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == files
     recording = recording_from_json((tmp_path / "recording.json").read_text())
     assert simulate(recording.plan, Costs.from_recording(recording)).makespan > 0
@@ -107,6 +109,15 @@ def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
     assert last["step"] == 6
     assert 0.0 <= last["bubble"] < 1.0
     assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
+    page = (tmp_path / "index.html").read_text()
+    embedded = html.unescape(re.search(r'srcdoc="(.*?)"', page, re.DOTALL)[1])
+    assert embedded == (tmp_path / "timeline.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "6 of 6</b>" in page
+    assert 'http-equiv="refresh"' not in page
+    told = re.search(r"largest relative difference .*: (\S+) \(float32; within", done.stdout)
+    assert f"of any parameter is {float(told[1]):.1e}<" in page
+    assert done.stdout.index("The plan of a step") < done.stdout.index("largest relative difference")
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
 

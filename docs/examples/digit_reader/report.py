@@ -16,11 +16,12 @@ from digit_reader import vocabulary
 from digit_reader.decoding import greedy
 from digit_reader.display import Figures
 from digit_reader.modules import IMAGES, LANGUAGE
+from digit_reader.page import Strip
 from digit_reader.vocabulary import TEXT_LENGTH
-from digit_reader.words import spell
 from pipegrid.schedules import (
     Costs,
     Recording,
+    Timeline,
     position_of,
     recording_to_json,
     simulate,
@@ -93,17 +94,17 @@ class Metrics:
         plt.close(figure)
 
 
-def write_timelines(job: Job) -> list[str]:
+def write_timelines(job: Job) -> tuple[list[str], tuple[Timeline, ...]]:
     """Draw the last step as it was measured and, above it, as planned with the measured costs.
 
     Every rank calls it; the last one writes ``timeline.svg``, ``timeline.html``, ``timeline.json`` and
-    ``recording.json`` (for `planner what-if`), and returns their names.
+    ``recording.json`` (for `planner what-if`), and returns their names with both timelines.
     """
     track = job.recorder.track(job.plan, rank=dist.get_rank(), position=position_of(job.plan, job.stages))
     tracks = [track] * dist.get_world_size()
     dist.all_gather_object(tracks, track)
     if dist.get_rank() != job.teller:
-        return []
+        return [], ()
     recording = Recording(job.plan, tracks)
     simulation = simulate(job.plan, Costs.from_recording(recording))
     planned = timeline(simulation, unit="s", title="planned, with measured costs")
@@ -113,7 +114,7 @@ def write_timelines(job: Job) -> list[str]:
     write_html([planned, measured], job.options.out / "timeline.html")
     write_perfetto([planned, measured], job.options.out / "timeline.json")
     (job.options.out / "recording.json").write_text(recording_to_json(recording), encoding="utf-8")
-    return ["timeline.svg", "timeline.html", "timeline.json", "recording.json"]
+    return ["timeline.svg", "timeline.html", "timeline.json", "recording.json"], (planned, measured)
 
 
 def read_aloud(job: Job, unseen: Samples) -> Tensor:
@@ -142,8 +143,8 @@ def read_aloud(job: Job, unseen: Samples) -> Tensor:
     return greedy(logits_of, options.batch)
 
 
-def show_strips(job: Job, unseen: Samples) -> None:
-    """Print a few unseen strips with what was read, decoded greedily. Every rank calls it."""
+def show_strips(job: Job, unseen: Samples) -> list[Strip]:
+    """Print a few unseen strips with what was read, decoded greedily. Every rank calls it; the teller gets them."""
     job.train(training=False)
     written = read_aloud(job, unseen)
     shown = range(min(SHOWN, job.options.batch))
@@ -151,14 +152,15 @@ def show_strips(job: Job, unseen: Samples) -> None:
     found: list[Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, pixels)
     if dist.get_rank() != job.teller:
-        return
-    strips = next(pixels for pixels in found if pixels is not None)
-    for index, (number, strip) in enumerate(zip(unseen.numbers(shown), strips, strict=True)):
+        return []
+    drawn = next(pixels for pixels in found if pixels is not None)
+    strips = [Strip(n, d.tolist(), w.tolist()) for n, d, w in zip(unseen.numbers(shown), drawn, written, strict=False)]
+    for strip in strips:
         print()
-        for row in strip.tolist():
+        for row in strip.pixels:
             print(
                 "    " + "".join(SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)] * 2 for value in row).rstrip()
             )
-        words, right = vocabulary.words_of(written[index].tolist()), spell(number)
-        print(f"    {number}: read as {' '.join(words)!r}, {'right' if words == right else 'wrong'}")
+        print(f"    {strip.number}: read as {strip.words!r}, {'right' if strip.is_right else 'wrong'}")
     print()
+    return strips

@@ -25,6 +25,10 @@ def main(arguments: list[str]) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     if not is_rank:
+        from digit_reader.opening import opening
+
+        if not options.check:
+            print(opening(options), flush=True)
         from digit_reader.launch import launch  # loads torch; errors of options need not wait for it
 
         checkpoints = options.checkpoints if options.guarded else None

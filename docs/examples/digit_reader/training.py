@@ -17,6 +17,7 @@ from digit_reader.check import BOUNDS, first_step_difference
 from digit_reader.display import Display, Figures, display
 from digit_reader.job import Job, build_job
 from digit_reader.options import Options
+from digit_reader.page import RunPage
 from digit_reader.report import Metrics, show_strips, write_timelines
 from digit_reader.samples import Samples
 from digit_reader.saving import SavedRun, saved_run
@@ -44,8 +45,10 @@ def train(options: Options) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     with process_group(options.backend, deadline=options.deadline) as device:
         grids = options.place()
-        needs_scans = options.check or any(dist.get_rank() in grids[name].ranks for name in options.encoders)
-        samples, unseen = (Samples(split, options.seed, load_scans(split) if needs_scans else None) for split in Split)
+        # Every rank compares its gradients with those of the whole model, once; unseen strips are the encoders' alone.
+        samples = Samples(Split.TRAIN, options.seed, load_scans(Split.TRAIN))
+        reads = any(dist.get_rank() in grids[name].ranks for name in options.encoders)
+        unseen = Samples(Split.TEST, options.seed, load_scans(Split.TEST) if reads else None)
         job = build_job(options, samples, device)
         with contextlib.closing(job.monitor):
             try:
@@ -75,6 +78,11 @@ def _is_own(error: Exception, job: Job) -> bool:
 
 
 def _check(job: Job, samples: Samples) -> int:
+    return 0 if _gradients_from_one_process(job, samples) < BOUNDS[job.options.dtype] else 1
+
+
+def _gradients_from_one_process(job: Job, samples: Samples) -> float:
+    """The `first_step_difference`, which rank 0 prints; gradients stay as the step has left them."""
     options = job.options
     difference = first_step_difference(job, samples)
     bound = BOUNDS[options.dtype]
@@ -85,7 +93,7 @@ def _check(job: Job, samples: Samples) -> int:
             f"({options.dtype}; {verdict} the bound {bound:.0e})",
             flush=True,
         )
-    return 0 if difference < bound else 1
+    return difference
 
 
 def _train(job: Job, unseen: Samples) -> int:
@@ -99,6 +107,12 @@ def _train(job: Job, unseen: Samples) -> int:
 def _loop(job: Job, unseen: Samples, optimizer: torch.optim.Optimizer, run: SavedRun) -> int:
     options = job.options
     metrics, files = Metrics.after(run.first, options.out), list[str]()
+    page = RunPage(options, metrics.rows)
+    if run.first == 0:
+        page.difference = _gradients_from_one_process(job, job.samples)
+        optimizer.zero_grad()
+    if dist.get_rank() == job.teller:
+        page.write(done=False)
     accuracy: float | None = None
     with _shown(job) as shown:
         since, tallies, counted = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 0
@@ -107,7 +121,7 @@ def _loop(job: Job, unseen: Samples, optimizer: torch.optim.Optimizer, run: Save
             job.recorder.start(_common_now(job) if last else None)
             tallies, counted = tallies + _one_step(job, optimizer, step, run), counted + 1
             if last:
-                files = write_timelines(job)
+                files, page.timelines = write_timelines(job)
             if step % TEST_EVERY == 0 or last:
                 accuracy = measure(job, unseen, TEST_STEPS if last else TEST_STEPS // 4)
             if step % REPORT_EVERY == 0 or last:
@@ -123,6 +137,7 @@ def _loop(job: Job, unseen: Samples, optimizer: torch.optim.Optimizer, run: Save
                 if shown is not None:
                     metrics.add(figures)
                     shown.show(figures)
+                    page.write(done=False)
                 since, tallies, counted = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 0
             if run.completed(step):
                 return 0
@@ -130,8 +145,9 @@ def _loop(job: Job, unseen: Samples, optimizer: torch.optim.Optimizer, run: Save
         accuracy = measure(job, unseen, TEST_STEPS)  # all steps were done before
     if dist.get_rank() == job.teller:
         files += metrics.draw()
-    show_strips(job, unseen)
+    page.strips = show_strips(job, unseen)
     if dist.get_rank() == job.teller:
+        files.append(page.write(done=True))
         print(f"exact match on {TEST_STEPS * options.batch} strips of unseen scans: {100 * accuracy:.1f}%")
         print(f"written to {options.out}: {', '.join(sorted(files))}", flush=True)
     return 0

@@ -80,7 +80,8 @@ class PipelineModule:
             made = list(
                 pipeline_stage(self.model, self.layout, numbers, names=self.names, module=name, output=self.output)
             )
-        return [stage.to(device).requires_grad_(not self.frozen) for stage in made]
+        made = [stage.to(device) for stage in made]
+        return [stage.requires_grad_(False) for stage in made] if self.frozen else made
 
 
 def modules_of(

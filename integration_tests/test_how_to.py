@@ -1,0 +1,117 @@
+"""docs/how_to: each page is one sentence, a script of at most 40 lines that runs, and what it prints.
+
+Scripts with ranks run on the pool of ranks in every run, and all scripts by their own command line at night.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from .kit import programs
+
+FOLDER = Path(__file__).parents[1] / "docs" / "how_to"
+COMMAND = re.compile(r"^    ((?:torchrun --nproc-per-node (\d)|python) ?([\w-]+\.py)(.*))$", re.MULTILINE)
+NUMBER = re.compile(r"\d+\.\d+(?:e[+-]?\d+)?")
+SECONDS = re.compile(r"\d+\.\d+s\b")  # what pytest took
+
+
+def page(name):
+    return (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+
+
+def script(name):
+    """The script of a page, its arguments, the number of its ranks (0: no ranks), and what it prints."""
+    text = page(name)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ((_, ranks, file, arguments),) = COMMAND.findall(text)
+    (said,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    assert file == f"{name}.py"
+    return code, shlex.split(arguments), int(ranks or 0), said
+
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
+# At night alone: they compile, start a pytest of their own, or load what no other test needs on as many ranks.
+SLOW = {"compile", "encoder_and_language", "fsdp", "tensor_parallel", "test_on_ranks"}
+RANKS = {name: script(name)[2] for name in NAMES if name not in SLOW}
+ALONE = [name for name, ranks in RANKS.items() if not ranks]
+ON_RANKS = [pytest.param(name, marks=pytest.mark.ranks(ranks, deadline=240)) for name, ranks in RANKS.items() if ranks]
+
+
+def lines(text):
+    """Lines without spaces at their ends; ranks print in any order, so lines that begin with a rank are sorted."""
+    found = [line.rstrip() for line in SECONDS.sub("", text).strip().splitlines()]
+    ranked = iter(sorted(line for line in found if line.startswith("rank ")))
+    return [next(ranked) if line.startswith("rank ") else line for line in found]
+
+
+def compare(printed, said):
+    """The same words and whole numbers; fractions within 2%, as another machine may round them."""
+    for line, expected in zip(lines(printed), lines(said), strict=True):
+        assert NUMBER.sub("#", line) == NUMBER.sub("#", expected)
+        found = [float(number) for number in NUMBER.findall(line)]
+        assert found == pytest.approx([float(number) for number in NUMBER.findall(expected)], rel=0.02, abs=1e-3)
+
+
+def run_here(name, folder, monkeypatch):
+    code, arguments, _, _ = script(name)
+    file = folder / f"{name}.py"
+    file.write_text(code, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [file.name, *arguments])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("default")  # as outside of pytest
+        runpy.run_path(str(file), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_a_sentence_a_short_script_what_it_prints_and_links(name):
+    text = page(name)
+    _, title, sentence, rest = re.split(r"^# (.+)\n\n((?:.+\n)+)\n", text, maxsplit=1)
+    assert rest.startswith("```python\n"), "the script follows the sentence"
+    assert sentence.startswith("You get ")
+    assert len(re.findall(r"[.:](?:\s|$)", sentence)) <= 2
+    code, _, _, said = script(name)
+    assert said.strip()
+    assert len(code.splitlines()) <= 40
+    assert max(map(len, code.splitlines())) <= 120
+    assert re.search(r"\]\(\.\./concepts/|\]\(\.\./[\w/]+\.md", rest), "a link to the concept"
+    assert f"[{title}]({name}.md)" in page("index")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_script_prints_what_the_page_says(name, tmp_path, monkeypatch):
+    compare(run_here(name, tmp_path, monkeypatch), script(name)[3])
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_script_on_ranks_prints_what_the_page_says(name, ranks, monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)  # the fixture has done it
+    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: None)
+    folder = ranks.shared_path
+    printed = [None] * ranks.world_size
+    dist.all_gather_object(printed, run_here(name, folder, monkeypatch))
+    compare("".join(printed), script(name)[3])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_runs_as_it_is_started(name, tmp_path):
+    code, arguments, ranks, said = script(name)
+    (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks else []
+    done = programs.run(*launcher, f"{name}.py", *arguments, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compare(done.stdout, said)

@@ -144,3 +144,34 @@ def test_communicators_start_in_the_order_of_the_plan(shared, order, calls):
     Submitter(config(), shares=shared).start(transfers)
     assert started == calls
     assert [transfer.ticket for transfer in transfers] == [transfer.name for transfer in transfers]
+
+
+def test_a_call_on_a_shared_communicator_is_whole_beside_a_receive_that_waits_for_its_shape():
+    """In order, what a batch has before such a receive starts first; the rest of its call must not come behind."""
+    started = []
+
+    def start(operations):
+        started.append(" ".join(operations))
+        return list(operations)
+
+    def lane(name, shared):
+        connection, mover = SimpleNamespace(is_shared=shared), SimpleNamespace(start=start)
+        settled = SimpleNamespace(settle=lambda: [setattr(one, "is_ready", True) for one in transfers])
+        return SimpleNamespace(
+            connection=connection, spec=name, mover=mover, operation=lambda one: one.name, transfers=settled
+        )
+
+    lanes = {"a": lane("a", True), "b": lane("b", False)}
+    transfers = [
+        SimpleNamespace(
+            name=f"{name}{at}",
+            lane=lanes[name],
+            state=State.ACTIVE,
+            ticket=None,
+            stream=None,
+            is_ready=name == "a",
+        )
+        for at, name in enumerate("abab")
+    ]
+    Submitter(config(), shares=True)._start_in_order(transfers)
+    assert started == ["a0 a2", "b1 b3"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from pipegrid.schedules.orders.communicators import orders_on
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.prove import prove_order
@@ -24,16 +22,6 @@ def models_covered(blocking: Blocking) -> tuple[str, ...]:
     if not blocking.rendezvous:
         return ("gloo",)
     return tuple(name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank")
-
-
-def strictest(names: Collection[str], *, drains: bool) -> list[str]:
-    """Of order models those whose proofs cover all ``names``.
-
-    With drains a device that runs one kernel at a time makes a rank one queue of computes and launches: what waits in
-    any other model waits there too, but for peers that connect.
-    """
-    covering = {"nccl-serial", "nccl-connecting"}
-    return [name for name in names if name in covering or not drains or "nccl-serial" not in names]
 
 
 def require_end(plan: Plan, model: OrderModel, blocking: Blocking, *, drains: bool) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from attrs import evolve, field, frozen
 
 from pipegrid.schedules.errors import Fault, PlanError
+from pipegrid.schedules.orders.communicators import strictest
 from pipegrid.schedules.orders.play import cycles, play
 from pipegrid.schedules.orders.prove import model_named
 from pipegrid.schedules.plan import Plan, require_plan
@@ -17,7 +18,7 @@ from pipegrid.schedules.verify.event_ids import EventIds
 from pipegrid.schedules.verify.explain import deadlock
 from pipegrid.schedules.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.schedules.verify.memory import Peaks, peaks_of
-from pipegrid.schedules.verify.models import models_covered, require_end, strictest
+from pipegrid.schedules.verify.models import models_covered, require_end
 from pipegrid.schedules.verify.offloading import check_offloading
 from pipegrid.schedules.verify.position import PositionVerifier
 from pipegrid.schedules.verify.sharding import Gathering, check_sharding
@@ -173,14 +174,14 @@ def verify(
         proof = _proof(plan, blocking, limits, window)
         names, drained = models_covered(blocking), rendezvous
     else:
-        models = {model.name: model for model in (ORDER_MODELS.values() if order is None else [model_named(order)])}
+        models = tuple(ORDER_MODELS.values()) if order is None else (model_named(order),)
         if batches != "in_order":
             raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")
         proof = evolve(_proof(plan, evolve(blocking, rendezvous=False), limits, window), rendezvous=rendezvous)
-        names, drained = tuple(models), drains and not all(model.host_waits for model in models.values())
+        names, drained = tuple(one.name for one in models), drains and not all(one.host_waits for one in models)
         _require_placed(plan, lanes)
-        for name in strictest(names, drains=drained) if plan.has_communication else ():
-            require_end(plan, models[name], blocking, drains=drained and not models[name].host_waits)
+        for model in strictest(models, drains=drained) if plan.has_communication else ():
+            require_end(plan, model, blocking, drains=drained and not model.host_waits)
     return evolve(proof, orders=names, drains=drained) if plan.has_communication else proof
 
 

@@ -182,6 +182,8 @@ class Submitter:
         What a batch has before such a receive is started first: its header may depend on that. The lock is free in the
         meantime, as a lane's own thread takes it when a header has come.
         """
+        if self._shares:
+            transfers = _by_call(transfers)
         for number, transfer in enumerate(transfers):
             if not transfer.is_ready:
                 with self.lock:
@@ -228,6 +230,17 @@ class Submitter:
             else:
                 for (_, transfer), ticket in zip(batch, tickets, strict=True):
                     transfer.ticket = ticket
+
+
+def _by_call(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Transfers in order, those of a shared communicator at the place of its first: they are one call."""
+    first: dict[int, int] = {}
+    places = []
+    for number, transfer in enumerate(transfers):
+        lane: Any = transfer.lane
+        connection = lane.connection
+        places.append(first.setdefault(id(connection), number) if connection.is_shared else number)
+    return [transfers[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
 
 def _settle(transfer: Transfer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from pipegrid.schedules.search.network import Network, Objective
 
@@ -26,7 +26,14 @@ def lower_bound(network: Network, objective: Objective) -> float:
         bound = max(math.fsum(network.num_microbatches * network.least[number] for number in passes) for passes in own)
     else:
         starts, tails = _starts(network), _tails(network)
-        bound = max(_alone(network, passes, starts, tails) for passes in own)
+        bound = max(
+            preemptive(
+                (starts[number][m], network.least[number], tails[number][m])
+                for number in passes
+                for m in range(network.num_microbatches)
+            )
+            for passes in own
+        )
     return max(bound, _of_chain(network, objective)) if network.is_chain else bound
 
 
@@ -85,13 +92,9 @@ def _tails(network: Network) -> list[list[float]]:
     return tails
 
 
-def _alone(network: Network, passes: Sequence[int], starts: list[list[float]], tails: list[list[float]]) -> float:
-    """The end of Jackson's preemptive schedule of one position."""
-    coming = sorted(
-        (starts[number][m], -tails[number][m], network.least[number])
-        for number in passes
-        for m in range(network.num_microbatches)
-    )
+def preemptive(operations: Iterable[tuple[float, float, float]]) -> float:
+    """The end of Jackson's preemptive schedule of one machine; operations as start at the earliest, duration, tail."""
+    coming = sorted((start, -tail, duration) for start, duration, tail in operations)
     ready: list[tuple[float, float]] = []  # (less its tail, time left)
     now, end, at = 0.0, 0.0, 0
     while ready or at < len(coming):

@@ -74,7 +74,7 @@ def schedule_routes(
     """
     problem = routed_problem(plan, routes, costs, memory_limit, speeds=speeds, whole=whole)
     bound = routed_bound(problem)
-    found = _improved(problem, bound, effort)
+    found = improved(problem, bound, effort)
     return RoutedStep(found.orders, found.makespan, bound, found.peaks)
 
 
@@ -120,7 +120,8 @@ def routed_problem(
     return problem
 
 
-def _improved(problem: RoutedProblem, bound: float, effort: float) -> Routed:
+def improved(problem: RoutedProblem, goal: float, effort: float) -> Routed:
+    """The shortest of the list schedules that the effort tries, until one is as short as ``goal``."""
     rng = random.Random(0)  # noqa: S311 -- no secret
     firsts: Sequence[First] = get_args(First)
     units = problem.routes.num_units
@@ -133,11 +134,11 @@ def _improved(problem: RoutedProblem, bound: float, effort: float) -> Routed:
             for _ in range((1, 2, 4)[int(rng.random() * 3)]):
                 younger[int(rng.random() * units)] += (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)[int(rng.random() * 6)]
         found = list_routes(problem, first, younger)
-        late = math.fsum(max(0.0, end - bound) for end in found.ends.values())
+        late = math.fsum(max(0.0, end - goal) for end in found.ends.values())
         value = (found.makespan, late)
         if best is None or value <= best[0]:
             best = (value, first, younger, found)
-        if found.makespan <= bound * (1 + 1e-9):
+        if found.makespan <= goal * (1 + 1e-9):
             break
     assert best is not None
     return best[3]

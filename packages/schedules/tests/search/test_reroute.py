@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules import Costs, PlanError, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_v
+from pipegrid.schedules import (
+    Costs,
+    PlanError,
+    interleaved_1f1b,
+    lower,
+    multi_module_1f1b,
+    one_f_one_b,
+    simulate,
+    verify,
+    zero_bubble_v,
+)
 from pipegrid.schedules.plan import ActionKind, Actor, Routes
 from pipegrid.schedules.search.routed import reroute, routed_bound, routed_problem, schedule_routes
 from pipegrid.schedules.search.routed.scheduler import list_routes
@@ -210,6 +222,35 @@ def test_orders_for_many_routes_are_right_and_no_shorter_than_the_bound():
         assert_right_and_no_shorter_than_the_bound(seed)
 
 
+def assert_plan_is_proved_and_simulated_as_scheduled(seed):
+    rng = random.Random(seed)
+    plan, routes, costs, limits, *_ = random_shape(rng)
+    costs = evolve(costs, bandwidth=float("inf"))  # the scheduler's messages never wait for a lane
+    try:
+        found = schedule_routes(plan, routes, costs, limits, effort=0)
+    except PlanError as error:
+        assert "does not hold one unit" in str(error)
+        return
+    verify(lower(found.plan))
+    simulation = simulate(found.plan, costs)
+    assert simulation.makespan == pytest.approx(found.makespan)
+    for actor, peak in found.peaks.items():
+        (number,) = found.plan.actors([actor.position], actor.replica)
+        assert simulation.peaks()[number] == pytest.approx(peak)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6))
+def test_a_plan_is_proved_and_takes_what_its_schedule_says(seed):
+    assert_plan_is_proved_and_simulated_as_scheduled(seed)
+
+
+@nightly
+def test_many_plans_are_proved_and_take_what_their_schedules_say():
+    for seed in range(1000):
+        assert_plan_is_proved_and_simulated_as_scheduled(seed)
+
+
 SMALL = [  # P, D, M, dead
     (2, 2, 1, {0: [0]}),
     (2, 2, 2, {}),
@@ -280,9 +321,9 @@ def test_calls_for_several_units_and_units_that_skip():
     plan = multi_module_1f1b(graph, 4)
     routes = reroute(Routes((4, 4), skips={"image": [4, 5]}, every={"image": 2}), {0: [1], 2: [0]}, plan=plan)
     found = schedule_routes(plan, routes)
-    counts = {(kind, s): 0 for kind in "FIW" for s in range(3)}
-    for kind, stage, _ in itertools.chain(*found.orders.values()):
-        counts[kind, stage] += 1
+    verify(lower(found.plan))
+    actions = [action for position in range(found.plan.num_positions) for action in found.plan.actions(position)]
+    counts = Counter((str(action.kind), action.stage) for action in actions)
     assert counts == {(kind, s): 8 if s else 3 for kind in "FIW" for s in range(3)}
     assert found.makespan == found.bound == 25  # a unit without an image is at stage 2 after 1, and its actor works 24
 

@@ -10,8 +10,7 @@ from typing import get_args
 from attrs import field, frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.plan import Actor, Plan, Routes, check_routes, require_plan
-from pipegrid.schedules.search.problem import Entries
+from pipegrid.schedules.plan import Action, Actor, Plan, Routes, check_routes, compute_plan, require_plan
 from pipegrid.schedules.search.routed.bound import routed_bound
 from pipegrid.schedules.search.routed.problem import RoutedProblem
 from pipegrid.schedules.search.routed.scheduler import First, Routed, list_routes
@@ -24,13 +23,13 @@ UNIT = 100_000
 
 @frozen
 class RoutedStep:
-    """A plan for routes, with the figures of its schedule.
+    """A plan of computes for routes, with the figures of its schedule.
 
     ``bound``: no plan with these actors, whatever its routes, is shorter. ``peaks``: per actor, the most it holds, in
     the unit of the memory limit.
     """
 
-    orders: Mapping[Actor, Entries] = field(repr=False)
+    plan: Plan
     makespan: float
     bound: float
     peaks: Mapping[Actor, float] = field(repr=False)
@@ -56,7 +55,8 @@ def schedule_routes(
     Actors start the oldest unit that is ready, backwards first, forwards first, or in turn; ``W`` fills what is left
     (see `list_routes`). Then units are made older or younger at random, and what is no worse is kept, until a step is
     as short as `routed_bound`, or the effort is spent: a few hundred schedules of a small step, three of a large one.
-    The effort counts operations and the draws have a fixed seed, so the result is the same on every rank.
+    The effort counts operations and the draws have a fixed seed, so the result is the same on every rank. Lower and
+    verify the plan as any other. Routes by which all replicas act alike give the plan of one.
 
     Args:
         plan: the undisturbed plan, which says graph, placement and forward-only stages.
@@ -75,7 +75,19 @@ def schedule_routes(
     problem = routed_problem(plan, routes, costs, memory_limit, speeds=speeds, whole=whole)
     bound = routed_bound(problem)
     found = improved(problem, bound, effort)
-    return RoutedStep(found.orders, found.makespan, bound, found.peaks)
+    orders = {
+        actor: [Action(kind, stage, unit) for kind, stage, unit in order] for actor, order in found.orders.items()
+    }
+    routes = problem.routes
+    routed = compute_plan(
+        [orders.get(Actor(p, r), []) for r in range(routes.num_replicas) for p in range(plan.num_positions)],
+        graph=plan.graph,
+        placement=plan.placement,
+        num_microbatches=routes.num_units,
+        forward_only=plan.forward_only,
+        routes=routes,
+    )
+    return RoutedStep(routed, found.makespan, bound, found.peaks)
 
 
 def routed_problem(
@@ -100,6 +112,8 @@ def routed_problem(
     given = [memory_limit] * plan.num_positions if not isinstance(memory_limit, Iterable) else list(memory_limit)
     if len(given) != plan.num_positions:
         raise PlanError(f"memory_limit has {len(given)} numbers; the plan has {plan.num_positions} positions")
+    if routes.is_identity:  # then a plan has one order per position
+        routes = Routes.identity(1, routes.units[0])
     problem = RoutedProblem(
         routes,
         plan.graph,

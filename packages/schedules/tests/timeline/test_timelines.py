@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
+    Actor,
     Costs,
+    Routes,
     interleaved_1f1b,
     lower,
     multi_module_1f1b,
     one_f_one_b,
+    routed,
     simulate,
     timeline,
     zero_bubble_v,
@@ -355,3 +358,25 @@ def test_ascii_keeps_to_its_width():
 )
 def test_times_are_written_as_people_write_them(value, unit, text):
     assert time_text(value, unit) == text
+
+
+def test_units_of_other_replicas_are_named_with_their_home():
+    moves = {(unit, 1): 0 for unit in (2, 3)}
+    plan = lower(routed(one_f_one_b(2, 2), Routes([2, 2], moves=moves, dead=[Actor(1, 1)])))
+    drawn = timeline(plan)
+    assert drawn.rows == (
+        "stage 0, replica 0 (position 0)",
+        "stage 1, replica 0 (position 1)",
+        "stage 0, replica 1 (position 2)",
+        "nothing, replica 1 (position 3)",
+    )
+    assert drawn.title == "2 replicas of 2 positions, 4 units"
+    names = {row: {span.name for span in drawn.on_row(row) if span.kind == "F"} for row in range(4)}
+    assert names == {0: {"0F0", "0F1"}, 1: {"1F0", "1F1", "1F0@1", "1F1@1"}, 2: {"0F0", "0F1"}, 3: set()}
+    assert "F0@1" in ascii_timeline(drawn, width=400)
+    assert "0@1 is microbatch 0 of replica 1, computed for it" in ascii_timeline(drawn)
+    assert "0@1: microbatch 0 of replica 1, computed for it." in svg(drawn)
+    arrows = {(drawn.spans[flow.source].row, drawn.spans[flow.destination].row) for flow in drawn.flows}
+    assert arrows == {(0, 1), (1, 0), (2, 1), (1, 2)}
+    alone = timeline(routed(one_f_one_b(2, 2), Routes([2, 2], moves=moves, dead=[Actor(1, 1)])))
+    assert {(alone.spans[flow.source].row, alone.spans[flow.destination].row) for flow in alone.flows} == arrows

@@ -11,9 +11,10 @@ from pathlib import Path
 from attrs import evolve
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.schedules.generators import multi_module_1f1b, one_f_one_b, routed
 from pipegrid.schedules.generators.registry import find_schedule
 from pipegrid.schedules.passes.lowering import lower
+from pipegrid.schedules.plan import Actor, Routes
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.timeline.sources import timeline
@@ -48,6 +49,17 @@ def planned_and_uneven() -> list[Timeline]:
     ]
 
 
+def routed_step() -> list[Timeline]:
+    """One replica undisturbed, and three of which one has lost its second position."""
+    home = one_f_one_b(3, 6)
+    moves = {(6 + microbatch, 1): 2 * (microbatch % 2) for microbatch in range(6)}  # to replicas 0 and 2 in turn
+    plan = routed(home, Routes([6, 6, 6], moves=moves, dead=[Actor(1, 1)]))
+    return [
+        timeline(home, title="1f1b: each of 3 replicas"),
+        timeline(plan, title="without stage 1 of replica 1, whose units go to replicas 0 and 2"),
+    ]
+
+
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     names = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "v_half", "u_shape")
@@ -55,6 +67,7 @@ def pictures() -> dict[str, str]:
     drawn["seq1f1b"] = svg(named("seq1f1b", microbatches=4, slices=4))
     drawn["modules"] = svg(modules(), arrows=True)
     drawn["planned-and-uneven"] = svg(planned_and_uneven())
+    drawn["routes"] = svg(routed_step())
     return {f"{name}.svg": text for name, text in drawn.items()}
 
 

@@ -107,10 +107,6 @@ def lower(
     require_plan(plan)
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
         raise PlanError("the plan communicates or offloads already; lower takes a plan of computes alone")
-    if plan.routes is not None and ahead is not None:
-        raise PlanError(
-            f"ahead is {ahead} beside routes; the queue of a frozen module is bounded where replicas act alike"
-        )
     groups = with_collectives(plan, {} if collectives is None else collectives)
     groups += tied_groups(plan, {} if tied is None else tied)
     with collector_paused():
@@ -175,6 +171,8 @@ def _line(
     start: Sequence[Sequence[float]] = starts
     end: Sequence[Sequence[float]] = ends
     if ahead is not None:
+        if plan.routes is not None:
+            raise PlanError(f"ahead is {ahead} beside routes; queues are bounded where all replicas act alike")
         start, end = _held_back(plan, computes, starts, ends, ahead)
     dates: list[float] = []
     parties: list[tuple[int, ...]] = []  # per event, the positions whose next compute it is

@@ -50,16 +50,20 @@ class Naive:
         self.mode, self.part, self.intact, self.writing, self.stepped = "train", 0, True, None, False
         self.since = self.done - self.saved
 
-    def cost(self):
-        if self.policy == "restart" or not self.intact:
+    def joins_by_restart(self):
+        return self.policy == "restart" or (self.policy == "re-plan" and len(self.group) < self.least)
+
+    def cost(self, joins=False):
+        if self.policy == "restart" or not self.intact or (joins and self.joins_by_restart()):
             return self.given.restart
         return self.given.replan if self.policy == "re-plan" else self.given.promote
 
-    def halt(self, *, save=False):
+    def halt(self, *, joins=False):
+        save, cost = joins and self.joins_by_restart(), self.cost(joins)
         self.regroup()
         self.mode, self.joins, self.writing = "stop", False, None
         self.saving = self.given.checkpoint + self.given.write if save else None
-        self.left = self.cost() + (self.saving or 0)
+        self.left = cost + (self.saving or 0)
         if self.saving == 0:
             self.saved = self.done
 
@@ -68,7 +72,7 @@ class Naive:
             if self.mode == "stop" and self.left == 0:
                 self.begin()
             elif self.mode == "train" and self.joins and self.part == 0:
-                self.halt(save=self.policy == "restart")
+                self.halt(joins=True)
             else:
                 return
 
@@ -106,8 +110,8 @@ class Naive:
             self.go_on()
         elif self.mode in {"train", "checkpoint"} and not self.joins:
             now, then = self.rate(len(self.group))[0], self.rate(min(len(self.up), self.places))[0]
-            cost = self.cost()
-            if self.policy == "restart":
+            cost = self.cost(joins=True)
+            if self.joins_by_restart():
                 cost += self.given.checkpoint + self.given.write
             failures = self.given.failures
             fails = sum(not back for _, back, _ in failures.events)

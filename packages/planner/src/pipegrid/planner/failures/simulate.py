@@ -208,26 +208,25 @@ class _Run:
         """Nodes to train, with those that are up."""
         return self.throughput.training(min(self.up, self.places))
 
-    def pause(self) -> float:
-        """Seconds of a stop."""
-        if self.policy == "restart" or not self.intact:
-            return self.scenario.restart_seconds(self.up)
-        return self.scenario.replan if self.policy == "re-plan" else self.scenario.promote
+    def pause(self, *, joins: bool) -> tuple[float, float | None]:
+        """Seconds of a stop, and of the checkpoint before it: for a restart that no failure causes."""
+        scenario = self.scenario
+        other_grids = joins and scenario.replanned is not None and len(self.training) < scenario.replanned.least
+        if self.policy == "restart" or not self.intact or (self.policy == "re-plan" and other_grids):
+            return scenario.restart_seconds(self.up), scenario.checkpoint + scenario.write if joins else None
+        return scenario.replan if self.policy == "re-plan" else scenario.promote, None
 
     def joining_pays(self) -> bool:
         """Whether a stop to take in the nodes that are up is worth more than it takes, by the next expected failure."""
-        throughput, stop = self.throughput, self.pause()
-        if self.policy == "restart":
-            stop += self.scenario.checkpoint + self.scenario.write
-        now, then = throughput.rate(len(self.training)), throughput.rate(min(self.up, self.places))
-        return (then - now) * self.scenario.failures.mtbf > then * stop
+        stop, saving = self.pause(joins=True)
+        now, then = self.throughput.rate(len(self.training)), self.throughput.rate(min(self.up, self.places))
+        return (then - now) * self.scenario.failures.mtbf > then * (stop + (saving or 0.0))
 
     def stop(self, time: float, *, joins: bool = False) -> None:
-        """Stop training to change its nodes; a restart for which no node has failed makes a checkpoint first."""
+        """Stop training to change its nodes."""
+        seconds, self.drain = self.pause(joins=joins)
+        self.due = time + seconds + (self.drain or 0.0)
         self.fill()
-        saves = joins and self.policy == "restart"
-        self.drain = self.scenario.checkpoint + self.scenario.write if saves else None
-        self.due = time + self.pause() + (self.drain or 0.0)
 
     def fill(self) -> None:
         """Choose the nodes that train: those that do, and the first of the others that are up."""

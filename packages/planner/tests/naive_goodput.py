@@ -17,9 +17,10 @@ def rate(table, up):
 class Naive:
     def __init__(self, scenario, policy, every):
         self.given, self.policy, self.every = scenario, policy, every or math.inf
-        self.table = scenario.throughput.table
-        self.nodes = max(nodes for nodes, _ in self.table)
-        self.places = rate(self.table, self.nodes - scenario.spares * (policy == "spare"))[1]
+        self.replanned = [row for row in scenario.replanned.table if row[1]] if scenario.replanned else []
+        self.least = min((nodes for nodes, _ in self.replanned), default=0) if policy == "re-plan" else math.inf
+        self.nodes = scenario.throughput.nodes
+        self.places = self.rate(self.nodes - scenario.spares * (policy == "spare"))[1]
         self.up, self.group = set(range(self.nodes)), []
         self.done = self.saved = self.part = 0
         self.since = 0  # steps after the last checkpoint that was begun
@@ -31,11 +32,15 @@ class Naive:
         self.fewer = self.spares = 0.0
         self.begin()
 
+    def rate(self, up):
+        mine = self.least and up >= self.least
+        return rate(self.replanned if mine else self.given.throughput.table, up)
+
     def step_of(self, nodes):
-        return round(self.given.throughput.batch / rate(self.table, nodes)[0])
+        return round(self.given.throughput.batch / self.rate(nodes)[0])
 
     def target(self):
-        return rate(self.table, min(len(self.up), self.places))[1]
+        return self.rate(min(len(self.up), self.places))[1]
 
     def regroup(self):
         self.group = [*sorted(self.group), *sorted(self.up - set(self.group))][: self.target()]
@@ -45,16 +50,20 @@ class Naive:
         self.mode, self.part, self.intact, self.writing, self.stepped = "train", 0, True, None, False
         self.since = self.done - self.saved
 
-    def cost(self):
-        if self.policy == "restart" or not self.intact:
+    def joins_by_restart(self):
+        return self.policy == "restart" or (self.policy == "re-plan" and len(self.group) < self.least)
+
+    def cost(self, joins=False):
+        if self.policy == "restart" or not self.intact or (joins and self.joins_by_restart()):
             return self.given.restart
         return self.given.replan if self.policy == "re-plan" else self.given.promote
 
-    def halt(self, *, save=False):
+    def halt(self, *, joins=False):
+        save, cost = joins and self.joins_by_restart(), self.cost(joins)
         self.regroup()
         self.mode, self.joins, self.writing = "stop", False, None
         self.saving = self.given.checkpoint + self.given.write if save else None
-        self.left = self.cost() + (self.saving or 0)
+        self.left = cost + (self.saving or 0)
         if self.saving == 0:
             self.saved = self.done
 
@@ -63,7 +72,7 @@ class Naive:
             if self.mode == "stop" and self.left == 0:
                 self.begin()
             elif self.mode == "train" and self.joins and self.part == 0:
-                self.halt(save=self.policy == "restart")
+                self.halt(joins=True)
             else:
                 return
 
@@ -72,14 +81,14 @@ class Naive:
         if node not in self.group:
             return
         self.group.remove(node)
-        full = self.step_of(self.nodes)
+        full = round(self.given.step)
         if self.mode == "train":
             self.seconds["redone"] += self.part / self.step_of(len(self.group) + 1) * full
         self.part, self.joins, self.writing = 0, False, None
         if self.policy == "restart":
             survives = False
         elif self.policy == "re-plan":
-            survives = bool(self.group) and self.target() > 0
+            survives = bool(self.group) and self.target() > 0 and len(self.up) >= self.least
         else:
             survives = bool(self.group) and (len(self.up) >= self.places or self.given.without_spares == "wait")
         self.intact = self.intact and survives
@@ -100,9 +109,9 @@ class Naive:
         if self.mode == "wait":
             self.go_on()
         elif self.mode in {"train", "checkpoint"} and not self.joins:
-            now, then = rate(self.table, len(self.group))[0], rate(self.table, min(len(self.up), self.places))[0]
-            cost = self.cost()
-            if self.policy == "restart":
+            now, then = self.rate(len(self.group))[0], self.rate(min(len(self.up), self.places))[0]
+            cost = self.cost(joins=True)
+            if self.joins_by_restart():
                 cost += self.given.checkpoint + self.given.write
             failures = self.given.failures
             fails = sum(not back for _, back, _ in failures.events)
@@ -142,7 +151,7 @@ class Naive:
             self.saved = self.done
 
     def train(self):
-        own, room, full = self.step_of(len(self.group)), self.step_of(self.places), self.step_of(self.nodes)
+        own, room, full = self.step_of(len(self.group)), self.step_of(self.places), round(self.given.step)
         self.fewer += (own - room) / own
         self.spares += (room - full) / own
         self.part += 1
@@ -167,7 +176,7 @@ class Naive:
                 (self.back if back else self.fail)(node)
             self.settle()
             self.second()
-        full = self.step_of(self.nodes)
+        full = round(self.given.step)
         under_way = self.part / self.step_of(len(self.group)) if self.mode == "train" else 0.0
         self.seconds |= {"fewer_nodes": self.fewer, "idle_spares": self.spares}
         return (self.done + under_way) * full / end, self.seconds

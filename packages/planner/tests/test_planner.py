@@ -390,6 +390,7 @@ def test_the_public_names_are_pinned():
     further = (
         "Choice", "DryRun", "Failures", "Goodput", "Memory", "Outage", "Outcome", "Planned", "Survival", "WhatIf",
         "count_survivable", "layer_costs", "layers_toml", "parse_job", "planned_throughput",
+        "rerouted_throughput",
     )  # fmt: skip
     for name in further:  # imported from it as well
         assert getattr(pipegrid.planner, name).__name__ == name

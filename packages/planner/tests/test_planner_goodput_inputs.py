@@ -91,6 +91,8 @@ MISTAKES = {
     "a negative rate": (lambda: Throughput({4: -1.0}, 1), "Throughput.table is {4: -1.0}"),
     "a number of nodes twice": (lambda: Throughput([(4, 1.0), ("4", 2.0)], 1), "each once"),
     "a table that is a number": (lambda: Throughput(4, 1), "Throughput.table is 4"),
+    "more nodes than are counted": (lambda: Throughput({10**9: 1.0}, 1), "Throughput.table is {1000000000: 1.0}"),
+    "more nodes than are drawn": (lambda: random_failures(10**9, mtbf="1h"), "an integer of 1 to 100000"),
     "no batch": (lambda: Throughput({4: 1.0}, 0), "Throughput.batch is 0; it must be a finite number above 0"),
     "back before it fails": (lambda: Outage("a", 20, 10), "node 'a' fails at 20 s and is back before that, at 10 s"),
     "a node without a name": (lambda: Outage("", 1), "Outage.node is ''"),

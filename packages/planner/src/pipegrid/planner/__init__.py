@@ -19,6 +19,7 @@ from pipegrid.planner.failures import (
     planned_throughput as planned_throughput,
     random_failures,
     read_failures,
+    rerouted_throughput as rerouted_throughput,
     survivable,
 )
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training

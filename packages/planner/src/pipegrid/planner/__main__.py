@@ -34,6 +34,7 @@ from pipegrid.planner.failures import (
     possible,
     random_failures,
     read_failures,
+    rerouted_throughput,
 )
 from pipegrid.planner.layer_costs import layer_costs, layers_toml
 from pipegrid.planner.reading import Form, parse_document, parse_job, read_as, read_job
@@ -167,8 +168,9 @@ def goodput_file(arguments: argparse.Namespace) -> int:
     else:
         nodes, seed = throughput.nodes, arguments.seed
         failures = random_failures(nodes, mtbf=arguments.mtbf, repair=repair, duration=duration, seed=seed)
+    replanned = read_as(arguments.job, partial(replanned_of, arguments=arguments)) if arguments.reroute else None
     names = ("restart", "checkpoint", "write", "replan", "promote", "spares", "without_spares")
-    scenario = Scenario(throughput, failures, **{name: getattr(arguments, name) for name in names})
+    scenario = Scenario(throughput, failures, replanned=replanned, **{name: getattr(arguments, name) for name in names})
     policies = possible(scenario) if arguments.policy == "all" else (arguments.policy,)
     found = goodput(scenario, policies=policies, every=arguments.every)
     print(goodput_json(found) if arguments.json else goodput_table(found, terminal=sys.stdout.isatty()), end="")
@@ -183,6 +185,15 @@ def throughput_of(text: str, form: Form, *, arguments: argparse.Namespace) -> Th
     if arguments.nodes is None:
         raise JobError("a job has no number of nodes; give --nodes")
     return planned_throughput(job, nodes=arguments.nodes, memory=arguments.memory, limit=arguments.limit)
+
+
+def replanned_of(text: str, form: Form, *, arguments: argparse.Namespace) -> Throughput:
+    """The throughput of a job's best choice whose peers take over the work of a dead node."""
+    if "throughput" in parse_document(text, form):
+        raise JobError("--reroute is for a job, whose grids say who takes over; the file is a table of throughput")
+    job, nodes, memory = parse_job(text, form), arguments.nodes, arguments.memory
+    best = plan(job, gpus=nodes * job.links.gpus_per_node, memory=memory, limit=arguments.limit).winner
+    return rerouted_throughput(best, nodes=nodes, memory=memory)
 
 
 def goodput_parser(commands: Any) -> None:
@@ -203,6 +214,9 @@ def goodput_parser(commands: Any) -> None:
     failing.add_argument("--write", default="0s", help="until it can be loaded, while training goes on (default 0s)")
     failing.add_argument("--every", metavar="TIME", help="between checkpoints; by default the best for each policy")
     failing.add_argument("--replan", default="10s", help="until the nodes left go on with the step (default 10s)")
+    failing.add_argument(
+        "--reroute", action="store_true", help="re-plan on the grids of a job: peers take over the work of the dead"
+    )
     failing.add_argument("--promote", default="10s", help="until a spare has the place of a node (default 10s)")
     failing.add_argument("--spares", type=int, default=1, help="of the nodes (default 1)")
     failing.add_argument("--without-spares", choices=("restart", "wait"), default="restart", help="when none is up")

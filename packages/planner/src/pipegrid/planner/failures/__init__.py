@@ -4,6 +4,7 @@ from pipegrid.planner.failures.outages import Failures, Outage, random_failures,
 from pipegrid.planner.failures.goodput import Goodput, goodput, possible
 from pipegrid.planner.failures.interval import best_interval, daly, daly_goodput, young
 from pipegrid.planner.failures.report import goodput_json, goodput_table
+from pipegrid.planner.failures.rerouted import rerouted_throughput
 from pipegrid.planner.failures.simulate import CAUSES, POLICIES, Outcome, Policy, Scenario, simulate
 from pipegrid.planner.failures.survivable import Counts, Piece, Survival, count_survivable, survivable
 from pipegrid.planner.failures.throughput import Throughput, parse_throughput, planned_throughput
@@ -33,6 +34,7 @@ __all__ = [
     "possible",
     "random_failures",
     "read_failures",
+    "rerouted_throughput",
     "simulate",
     "survivable",
     "young",

@@ -7,7 +7,7 @@ import math
 import random
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
@@ -19,12 +19,15 @@ from pipegrid.planner.failures.durations import (
     GivenPositive,
     PositiveDuration,
 )
-from pipegrid.topology.fields import Count, Index, Name, checked, checked_arguments, checked_fields, instance
+from pipegrid.topology.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
 
 MEAN_FAILURES = 1000
 """Failures of a run that is drawn at random, on average, unless its duration is given."""
 
 MOST_FAILURES = 1_000_000
+
+Nodes: TypeAlias = Annotated[int, integer(1, 100_000)]
+"""Nodes of a job."""
 
 _checked = checked_fields(JobError)
 
@@ -86,7 +89,7 @@ class Failures:
 
 @checked_arguments(JobError)
 def random_failures(
-    nodes: Count,
+    nodes: Nodes,
     *,
     mtbf: GivenPositive,
     repair: GivenOrNever = 3600.0,

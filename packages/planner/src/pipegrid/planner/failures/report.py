@@ -12,7 +12,7 @@ from pipegrid.planner.failures.durations import duration_text
 from pipegrid.planner.failures.goodput import Goodput
 from pipegrid.planner.failures.interval import daly_goodput
 from pipegrid.planner.failures.outages import Failures
-from pipegrid.planner.failures.simulate import CAUSES, Outcome
+from pipegrid.planner.failures.simulate import CAUSES, Outcome, Scenario
 from pipegrid.topology.job.tables import table, text_table
 
 
@@ -52,13 +52,22 @@ def _assumed(found: Goodput) -> str:
     each = [f"restart {text(restart)}", f"checkpoint {text(scenario.checkpoint)}"]
     each += [f"written after {text(scenario.write)} more"] if scenario.write else []
     policies = {outcome.policy for outcome in found.outcomes}
-    each += [f"new plan {text(scenario.replan)}"] if "re-plan" in policies else []
+    each += [f"new plan {text(scenario.replan)}{_rerouted(scenario)}"] if "re-plan" in policies else []
     if "spare" in policies:
         each += [f"{scenario.spares} of the nodes spare, promoted in {text(scenario.promote)}"]
     return (
         f"{scenario.throughput.nodes} nodes, {text(failures.duration)}: {failures.count} failures{often}; "
         f"a step takes {text(scenario.step)}\n{', '.join(each)}\n"
     )
+
+
+def _rerouted(scenario: Scenario) -> str:
+    if scenario.replanned is None:
+        return ""
+    fewer = scenario.replanned.nodes - 1
+    if scenario.replanned.least > fewer:
+        return " (a dead node stops all replicas of a position: a restart)"
+    return f" (by peers: a step takes {duration_text(scenario.replanned.step(fewer))} with a node dead)"
 
 
 def _away(failures: Failures) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.durations import DURATION, Duration, seconds_of
@@ -38,7 +39,8 @@ class Scenario:
     training stops for it; ``write``: until it can be loaded, while training goes on. ``replan``: until the nodes that
     are left go on with the step. ``promote``: until a spare has the place of another node. ``spares``: of the job's
     nodes, under the policy ``"spare"``; where none is up, ``without_spares`` is what it does: restart with the nodes
-    that are left, or wait for one.
+    that are left, or wait for one. ``replanned``: the throughput under ``"re-plan"``, where it is another than that of
+    a restart with as many nodes; with fewer nodes than it has, the job restarts.
     """
 
     throughput: Annotated[Throughput, instance(Throughput, "a Throughput(table, batch)")]
@@ -50,8 +52,11 @@ class Scenario:
     promote: Duration = 10.0
     spares: Index = 1
     without_spares: Literal["restart", "wait"] = "restart"
+    replanned: Annotated[Throughput, instance(Throughput, "a Throughput(table, batch)")] | None = None
 
     def __attrs_post_init__(self) -> None:
+        if self.replanned is not None and self.replanned.nodes != self.throughput.nodes:
+            raise JobError(f"replanned is for {self.replanned.nodes} nodes, the throughput for {self.throughput.nodes}")
         if len(self.failures.nodes) > self.throughput.nodes:
             raise JobError(f"{len(self.failures.nodes)} nodes fail; the throughput has {self.throughput.nodes} nodes")
 
@@ -59,6 +64,14 @@ class Scenario:
     def step(self) -> float:
         """Seconds of a step on all nodes."""
         return self.throughput.step(self.throughput.nodes)
+
+    @cached_property
+    def _replanned(self) -> Throughput:
+        return self.throughput if self.replanned is None else evolve(self.replanned, fewer=self.throughput)
+
+    def throughput_of(self, policy: Policy) -> Throughput:
+        """By number of nodes, as the policy has it."""
+        return self._replanned if policy == "re-plan" else self.throughput
 
     def restart_seconds(self, up: int) -> float:
         """Seconds of a restart where ``up`` nodes are up."""
@@ -121,6 +134,7 @@ class _Run:
     policy: Policy
     every: int | None
     places: int = field(init=False)
+    throughput: Throughput = field(init=False)
     idle: set[int] = field(init=False)
     training: set[int] = field(factory=set)
     done: float = 0.0
@@ -133,8 +147,9 @@ class _Run:
     lost: dict[Cause, float] = field(factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def __attrs_post_init__(self) -> None:
-        self.places = self.scenario.throughput.training(self.scenario.places(self.policy))
-        self.idle = set(range(self.scenario.throughput.nodes))
+        self.throughput = self.scenario.throughput_of(self.policy)
+        self.places = self.throughput.training(self.scenario.places(self.policy))
+        self.idle = set(range(self.throughput.nodes))
         self.train(0.0)
 
     @property
@@ -178,7 +193,7 @@ class _Run:
     def survives(self) -> bool:
         """Whether the nodes that are left go on without a checkpoint."""
         if self.policy == "re-plan":
-            return bool(self.training) and self.wanted() > 0
+            return bool(self.training) and self.up >= (self.scenario.replanned or self.throughput).least
         if self.policy == "spare":
             return bool(self.training) and (self.up >= self.places or self.scenario.without_spares == "wait")
         return False
@@ -191,28 +206,27 @@ class _Run:
 
     def wanted(self) -> int:
         """Nodes to train, with those that are up."""
-        return self.scenario.throughput.training(min(self.up, self.places))
+        return self.throughput.training(min(self.up, self.places))
 
-    def pause(self) -> float:
-        """Seconds of a stop."""
-        if self.policy == "restart" or not self.intact:
-            return self.scenario.restart_seconds(self.up)
-        return self.scenario.replan if self.policy == "re-plan" else self.scenario.promote
+    def pause(self, *, joins: bool) -> tuple[float, float | None]:
+        """Seconds of a stop, and of the checkpoint before it: for a restart that no failure causes."""
+        scenario = self.scenario
+        other_grids = joins and scenario.replanned is not None and len(self.training) < scenario.replanned.least
+        if self.policy == "restart" or not self.intact or (self.policy == "re-plan" and other_grids):
+            return scenario.restart_seconds(self.up), scenario.checkpoint + scenario.write if joins else None
+        return scenario.replan if self.policy == "re-plan" else scenario.promote, None
 
     def joining_pays(self) -> bool:
         """Whether a stop to take in the nodes that are up is worth more than it takes, by the next expected failure."""
-        throughput, stop = self.scenario.throughput, self.pause()
-        if self.policy == "restart":
-            stop += self.scenario.checkpoint + self.scenario.write
-        now, then = throughput.rate(len(self.training)), throughput.rate(min(self.up, self.places))
-        return (then - now) * self.scenario.failures.mtbf > then * stop
+        stop, saving = self.pause(joins=True)
+        now, then = self.throughput.rate(len(self.training)), self.throughput.rate(min(self.up, self.places))
+        return (then - now) * self.scenario.failures.mtbf > then * (stop + (saving or 0.0))
 
     def stop(self, time: float, *, joins: bool = False) -> None:
-        """Stop training to change its nodes; a restart for which no node has failed makes a checkpoint first."""
+        """Stop training to change its nodes."""
+        seconds, self.drain = self.pause(joins=joins)
+        self.due = time + seconds + (self.drain or 0.0)
         self.fill()
-        saves = joins and self.policy == "restart"
-        self.drain = self.scenario.checkpoint + self.scenario.write if saves else None
-        self.due = time + self.pause() + (self.drain or 0.0)
 
     def fill(self) -> None:
         """Choose the nodes that train: those that do, and the first of the others that are up."""
@@ -231,7 +245,7 @@ class _Run:
         scenario = self.scenario
         self.fill()
         self.since, self.intact, self.done = time, True, whole(self.done)
-        step = scenario.throughput.step(len(self.training))
+        step = self.throughput.step(len(self.training))
         self.stretch = Stretch(step, self.every, scenario.checkpoint, scenario.write, self.done, self.saved)
 
     def account(self, time: float) -> None:
@@ -240,7 +254,7 @@ class _Run:
         self.since = time
         if self.stretch is not None:
             now = self.stretch.at(elapsed)
-            steps, room = now.done - self.stretch.done, scenario.throughput.step(self.places)
+            steps, room = now.done - self.stretch.done, self.throughput.step(self.places)
             self.lost["checkpoints"] += now.checkpoints
             self.lost["fewer_nodes"] += steps * (self.stretch.step - room)
             self.lost["idle_spares"] += steps * (room - scenario.step)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeAlias
 from attrs import frozen
 
 from pipegrid.planner.errors import JobError, NoFitError
+from pipegrid.planner.failures.outages import Nodes
 from pipegrid.planner.job import GivenBytes
 from pipegrid.planner.reading import Form, parse_document
 from pipegrid.planner.search import GivenJob, plan
@@ -26,7 +27,7 @@ def by_nodes(value: Any, number: Callable[[Any], float]) -> tuple[tuple[int, flo
     try:
         pairs = [*(value.items() if isinstance(value, Mapping) else value)]
         rows = {
-            checked(int(nodes) if isinstance(nodes, str) else nodes, Count, "nodes", ValueError): number(one)
+            checked(int(nodes) if isinstance(nodes, str) else nodes, Nodes, "nodes", ValueError): number(one)
             for nodes, one in pairs
         }
     except TypeError:
@@ -54,11 +55,13 @@ class Throughput:
     """Samples per second by number of nodes (``table``), with ``batch`` samples in a step.
 
     The job has as many nodes as the largest number. Of the nodes that are up, as many train as give the most samples
-    per second; a number between two rows has the samples of the row below, one before the first has none.
+    per second; a number between two rows has the samples of the row below, one before the first has none, or those of
+    ``fewer``.
     """
 
     table: Table
     batch: Seconds
+    fewer: Throughput | None = None
 
     @property
     def nodes(self) -> int:
@@ -71,20 +74,20 @@ class Throughput:
         return next(nodes for nodes, rate in self.table if rate)
 
     @cached_property
-    def _best(self) -> tuple[tuple[int, float], ...]:
+    def best(self) -> tuple[tuple[int, float], ...]:
         """Per number of nodes that are up, from 0: how many of them train, and samples per second."""
-        rates, best = dict(self.table), [(0, 0.0)]
-        for nodes in range(1, self.nodes + 1):
+        rates, best = dict(self.table), [(0, 0.0)] * self.least
+        for nodes in range(self.least, self.nodes + 1):
             best.append(max(best[-1], (nodes, rates.get(nodes, 0.0)), key=lambda row: row[1]))
-        return tuple(best)
+        return (*(self.fewer.best if self.fewer else best)[: self.least], *best[self.least :])
 
     def training(self, up: int) -> int:
         """Nodes that train where ``up`` are up."""
-        return self._best[up][0]
+        return self.best[up][0]
 
     def rate(self, up: int) -> float:
         """Samples per second where ``up`` nodes are up."""
-        return self._best[up][1]
+        return self.best[up][1]
 
     def step(self, up: int) -> float:
         """Seconds of a step where ``up`` nodes are up, of which some train."""
@@ -93,7 +96,7 @@ class Throughput:
 
 @checked_arguments(JobError)
 def planned_throughput(
-    job: GivenJob, *, nodes: Count, memory: GivenBytes | None = None, limit: Count = 200
+    job: GivenJob, *, nodes: Nodes, memory: GivenBytes | None = None, limit: Count = 200
 ) -> Throughput:
     """The throughput that `plan` predicts on ``nodes`` nodes of the job, and on 1, 2, 4, 8, ... fewer.
 

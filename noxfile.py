@@ -169,14 +169,14 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session(name="fake-nccl")
 def fake_nccl(session: nox.Session) -> None:
-    """Transport and bridges by NCCL's rules on a CPU: a stream per communicator, one per rank, and as nccl-lazy."""
+    """Transport and bridges by NCCL's rules on a CPU: a stream per group, or per rank; nccl-legacy, nccl-lazy."""
     install(session, ALL, *EVERY_TEST)
     _over_fake_nccl(session)
 
 
 def _over_fake_nccl(session: nox.Session) -> None:
     both = ("transport", "bridges")
-    for mode, names in (("streams", both), ("serial", both), ("lazy", both[:1])):
+    for mode, names in (("streams", both), ("serial", both), ("legacy", both[:1]), ("lazy", both[:1])):
         tests = [str(PACKAGES / name / "tests") for name in names]
         options = ("--backend", "fake_nccl", "--fake-nccl", mode)
         session.run("pytest", "-m", "not nightly", *tests, *options, *session.posargs)

@@ -119,7 +119,7 @@ class _Player:
 
     def __init__(self, ranks, labels: list[str], groups) -> None:
         self.ranks, self.labels, self.groups = ranks, labels, groups
-        self.under_way: dict[tuple[str, str], tuple[list, torch.Tensor]] = {}  # by way and label
+        self.under_way: dict[tuple[str, str], tuple[dist.Work, torch.Tensor]] = {}  # by way and label
 
     def launch(self, launch: Launch, messages: Collection[Message]) -> None:
         operations = [self._operation(message) for message in messages]
@@ -127,11 +127,11 @@ class _Player:
             for name in dict.fromkeys(message.group for message in messages):
                 own = [(m, p2p) for m, p2p in zip(messages, operations, strict=True) if m.group == name]
                 works = _batch(self.groups[name], [p2p for _, p2p in own])
-                for message, p2p in own:
-                    self.under_way[message.way, message.label] = works, p2p.tensor
+                for (message, p2p), work in zip(own, works, strict=True):
+                    self.under_way[message.way, message.label] = work, p2p.tensor
         else:
             for message, p2p in zip(messages, operations, strict=True):
-                self.under_way[message.way, message.label] = [p2p.op(p2p.tensor, p2p.peer, p2p.group)], p2p.tensor
+                self.under_way[message.way, message.label] = p2p.op(p2p.tensor, p2p.peer, p2p.group), p2p.tensor
         waited = [(m.way, m.label) for m in messages] if launch.holds else []
         for key in [*waited, *(("receive", label) for label in sorted(launch.needs))]:
             self._wait(key)
@@ -149,18 +149,20 @@ class _Player:
     def _wait(self, key: tuple[str, str]) -> None:
         if key not in self.under_way:  # came before the fragment
             return
-        works, tensor = self.under_way.pop(key)
-        for work in works:
-            work.wait()
+        work, tensor = self.under_way.pop(key)
+        work.wait()
         found = self.labels[int(tensor[0])]
         assert found == key[1], f"crossed: {found!r} was received as {key[1]!r}"
 
 
 def _batch(group, operations: list[dist.P2POp]) -> list:
-    """A batch as `batch_isend_irecv` launches it over NCCL; torch does not coalesce for groups written in Python."""
+    """A work for each message of a batch, as `batch_isend_irecv` launches it: over NCCL there is one for all.
+
+    Torch does not coalesce for groups written in Python.
+    """
     if not isinstance(group, FakeGroup):
         return dist.batch_isend_irecv(operations)
     group._start_coalescing(torch.device("cpu"))
     for p2p in operations:
         p2p.op(p2p.tensor, p2p.peer, p2p.group)
-    return [group._end_coalescing(torch.device("cpu"))]
+    return [group._end_coalescing(torch.device("cpu"))] * len(operations)

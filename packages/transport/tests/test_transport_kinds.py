@@ -187,7 +187,7 @@ def test_a_collective_that_is_late_is_polled_so_that_its_group_lives_on(ranks):
     assert x.item() == 2
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # NCCL's fake reports a group that is destroyed with work under way
 def test_a_wait_for_a_collective_of_a_group_that_is_destroyed_meanwhile_is_no_error_of_torchs(ranks):
     group = dist.new_group([0, 1])
     x = torch.ones(1)

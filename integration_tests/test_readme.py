@@ -1,4 +1,4 @@
-"""The script of the README and the tutorial is the one in docs/examples, and it runs."""
+"""The scripts of the README and the tutorial are those in docs/examples, and they run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from digit_reader.command_line import parse_options
+from digit_reader.opening import opening
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "examples" / "two_modules.py"
+FIRST = ROOT / "docs" / "examples" / "quickstart.py"
 
 
 def test_the_readme_shows_the_script_that_runs():
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown[1].strip()
+    assert [FIRST.read_text().split('"""\n', 1)[1].strip()] == [block.strip() for block in shown]
+
+
+def test_the_readme_shows_the_plan_that_the_first_run_prints():
+    text = opening(parse_options([]))
+    (shown,) = re.findall(
+        r"```text\n(.*?)\nlargest relative difference", (ROOT / "README.md").read_text(), flags=re.DOTALL
+    )
+    assert text.endswith(shown)
 
 
 def test_the_tutorial_shows_the_script_that_runs():
@@ -21,15 +35,16 @@ def test_the_tutorial_shows_the_script_that_runs():
     assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown[0].strip()
 
 
-def test_the_script_trains():
+@pytest.mark.parametrize("script", [FIRST, SCRIPT], ids=lambda path: path.stem)
+def test_the_script_trains(script):
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(SCRIPT)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\S+),", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4
     assert losses[-1] < 0.5 * losses[0]

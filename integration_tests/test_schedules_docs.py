@@ -38,7 +38,7 @@ def needs_ranks(code):
     return "init_process_group" in code or "get_rank" in code
 
 
-# The tutorial's first block is the README's script, which runs in test_readme.
+# The tutorial's first block runs in test_readme.
 PAGES = [
     SCHEDULES,
     CONCEPTS / "search.md",

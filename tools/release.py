@@ -44,9 +44,7 @@ SMOKE: dict[str, list[list[str]]] = {
         ["-m", "pipegrid.planner", "plan", str(JOB), "--gpus", "8", "--memory", "1TB", "--limit", "20"]
     ],
     "pipegrid-testing": [["-m", "pytest", "--version", "--backend", "gloo"]],
-    META: [
-        ["-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "docs" / "examples" / "two_modules.py")]
-    ],
+    META: [["-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "docs" / "examples" / "quickstart.py")]],
 }
 """What is run after a package is installed, besides importing its public names: python's arguments."""
 

@@ -62,9 +62,10 @@ def compare(printed, said):
         assert found == pytest.approx([float(number) for number in NUMBER.findall(expected)], rel=0.02, abs=1e-3)
 
 
-def run_here(name, folder, monkeypatch):
+def run_here(name, own, folder, monkeypatch):
+    """Run the script in ``folder``, from a file of this rank alone: a file that another rank writes may be empty."""
     code, arguments, _, _ = script(name)
-    file = folder / f"{name}.py"
+    file = own / f"{name}.py"
     file.write_text(code, encoding="utf-8")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [file.name, *arguments])
@@ -92,17 +93,16 @@ def test_a_page_is_a_sentence_a_short_script_what_it_prints_and_links(name):
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_script_prints_what_the_page_says(name, tmp_path, monkeypatch):
-    compare(run_here(name, tmp_path, monkeypatch), script(name)[3])
+    compare(run_here(name, tmp_path, tmp_path, monkeypatch), script(name)[3])
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_a_script_on_ranks_prints_what_the_page_says(name, ranks, monkeypatch):
+def test_a_script_on_ranks_prints_what_the_page_says(name, ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)  # the fixture has done it
     monkeypatch.setattr(dist, "destroy_process_group", lambda *_: None)
-    folder = ranks.shared_path
     printed = [None] * ranks.world_size
-    dist.all_gather_object(printed, run_here(name, folder, monkeypatch))
+    dist.all_gather_object(printed, run_here(name, tmp_path, ranks.shared_path, monkeypatch))
     compare("".join(printed), script(name)[3])
 
 

@@ -259,6 +259,26 @@ def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
         OwnLoss()(Output(None, logits), unlabeled)
 
 
+@pytest.mark.ranks(2)
+def test_what_the_model_has_frozen_stays_frozen(ranks):
+    """Adapters train beside frozen weights: `requires_grad` is the model's, by name."""
+
+    def make():
+        model = whole_of(llama())
+        model.model.layers[0].requires_grad_(False)
+        return model
+
+    expected = {name: parameter.requires_grad for name, parameter in make().named_parameters()}
+    with Pipeline(make, "Ett|ttL", HyperCommGrid([1, 2], ["dp", "pp"]), num_microbatches=2) as pipeline:
+        (stage,) = pipeline.stages["model"]
+        found = {name: parameter.requires_grad for name, parameter in stage.named_parameters()}
+        assert found == {name: expected[name] for name in found}
+        pipeline.step(texts(0))
+        frozen = [parameter for parameter in stage.parameters() if not parameter.requires_grad]
+        assert bool(frozen) == (ranks.rank == 0)
+        assert all(parameter.grad is None for parameter in frozen)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "frozen"), [("1f1b", False), ("zero_bubble_v", True)])
 def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks, schedule, frozen):

@@ -42,6 +42,7 @@ def needs_ranks(code):
 PAGES = [
     SCHEDULES,
     CONCEPTS / "search.md",
+    CONCEPTS / "survive.md",
     CONCEPTS / "timelines.md",
     ROOT / "docs" / "tutorial.md",
     ROOT / "packages/schedules/README.md",
@@ -69,8 +70,8 @@ def test_code_on_one_process_prints_what_the_page_says(page, number):
 
 
 def test_every_block_is_run_somewhere_here():
-    assert [len(python(page)) for page in PAGES] == [10, 1, 1, 2, 1]
-    assert len(ALONE) == 11
+    assert [len(python(page)) for page in PAGES] == [10, 1, 2, 1, 2, 1]
+    assert len(ALONE) == 13
     assert (len(python(RUNNING)), len(python(GRADIENTS))) == (1, 2)
 
 

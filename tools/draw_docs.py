@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts/timelines.md: `python tools/draw_docs.py`.
+"""Draw the timelines on the pages of docs/concepts: `python tools/draw_docs.py`.
 
 The pictures are committed, so that the pages show them wherever they are read; tools/tests/test_draw_docs.py
 holds them to what this script draws.
@@ -15,6 +15,7 @@ from pipegrid.schedules.generators import multi_module_1f1b, one_f_one_b, routed
 from pipegrid.schedules.generators.registry import find_schedule
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Actor, Routes
+from pipegrid.schedules.search.routed import reroute, schedule_routes
 from pipegrid.schedules.simulate.costs import Costs
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.timeline.sources import timeline
@@ -60,6 +61,13 @@ def routed_step() -> list[Timeline]:
     ]
 
 
+def without_a_rank() -> Timeline:
+    """The step of three replicas around a dead rank of position 2, with room for two more microbatches."""
+    routes = reroute(Routes.identity(3, 6), {2: [1]})
+    step = schedule_routes(one_f_one_b(4, 6), routes, memory_limit=[6, 5, 4, 3])
+    return timeline(step.plan, title="position 2 of replica 1 is dead: replicas 0 and 2 compute its units")
+
+
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     names = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "v_half", "u_shape")
@@ -68,6 +76,8 @@ def pictures() -> dict[str, str]:
     drawn["modules"] = svg(modules(), arrows=True)
     drawn["planned-and-uneven"] = svg(planned_and_uneven())
     drawn["routes"] = svg(routed_step())
+    drawn["every-rank-alive"] = svg(timeline(one_f_one_b(4, 6), title="1f1b: all three replicas alike"))
+    drawn["without-a-rank"] = svg(without_a_rank())
     return {f"{name}.svg": text for name, text in drawn.items()}
 
 

@@ -62,7 +62,16 @@ from pipegrid.schedules.plan import (
     to_json,
     to_text,
 )
-from pipegrid.schedules.search import compare, greedy, search
+from pipegrid.schedules.search import (
+    compare,
+    greedy,
+    least_room as least_room,
+    lost_rank_costs as lost_rank_costs,
+    lost_rank_table as lost_rank_table,
+    reroute as reroute,
+    schedule_routes as schedule_routes,
+    search,
+)
 from pipegrid.schedules.simulate import (
     Costs,
     CostsError as CostsError,

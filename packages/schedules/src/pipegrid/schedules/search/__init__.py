@@ -1,8 +1,17 @@
-"""Plans for measured costs under a memory cap, and named schedules side by side."""
+"""Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
 
 from pipegrid.schedules.search.compare import COMPARED, Row, compare, comparison_table
 from pipegrid.schedules.search.greedy import Found, candidates, greedy
 from pipegrid.schedules.search.network import Objective
+from pipegrid.schedules.search.routed import (
+    LostRank,
+    RoutedStep,
+    least_room,
+    lost_rank_costs,
+    lost_rank_table,
+    reroute,
+    schedule_routes,
+)
 from pipegrid.schedules.search.search import Progress, search
 
 Candidate = Found  # the older name
@@ -11,12 +20,19 @@ __all__ = [
     "COMPARED",
     "Candidate",
     "Found",
+    "LostRank",
     "Objective",
     "Progress",
+    "RoutedStep",
     "Row",
     "candidates",
     "compare",
     "comparison_table",
     "greedy",
+    "least_room",
+    "lost_rank_costs",
+    "lost_rank_table",
+    "reroute",
+    "schedule_routes",
     "search",
 ]

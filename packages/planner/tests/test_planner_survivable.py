@@ -72,7 +72,9 @@ def test_what_survives_is_as_defined(grids, sharding, buddy, data):
         assert piece.holder not in dead
         assert (piece.holder is None) == (piece.source == "checkpoint")
         if piece.holder is not None:
-            assert all(grid.place(piece.holder, dim) == grid.place(piece.rank, dim) for dim in ("tp", "pp"))
+            assert all(grid.place(piece.holder, dim) == grid.place(piece.rank, dim) for dim in ("tp", "cp", "pp"))
+            ahead = (grid.place(piece.holder, "dp") - grid.place(piece.rank, "dp")) % grid.size_of("dp")
+            assert ahead == 1 if piece.source == "buddy" else ahead > 0
 
 
 @given(jobs(), shardings, st.booleans(), st.integers(1, 4))

@@ -104,8 +104,7 @@ def buddy_of(grid: Grid, rank: int) -> int | None:
 def _pieces(
     name: str, grid: Grid, rank: int, gone: Collection[int], sharding: Sharding, *, buddy: bool
 ) -> Iterator[Piece]:
-    shared = [dim for dim in ("cp", "dp") if dim in grid.axes]
-    peers = grid.group_of(rank, shared) if shared else ()
+    peers = grid.group_of(rank, "dp") if "dp" in grid.axes else ()
     peer = next((one for one in peers if one not in gone), None)
     copy = buddy_of(grid, rank) if buddy else None
     for what in PIECES:

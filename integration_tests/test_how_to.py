@@ -115,3 +115,14 @@ def test_a_script_runs_as_it_is_started(name, tmp_path):
     done = programs.run(*launcher, f"{name}.py", *arguments, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     compare(done.stdout, said)
+
+
+@pytest.mark.parametrize("name", ["from_megatron", "from_torch_pipelining"])
+def test_every_name_of_pipegrid_in_a_table_is_one(name):
+    packages = FOLDER.parents[1] / "packages"
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in packages.glob("*/src/**/*.py"))
+    known = set(re.findall(r"\w+", sources)) | {"make_model"}
+    rows = re.findall(r"^\| (?:[^|]|\\\|)+ \| ((?:[^|]|\\\|)+) \|", page(name), re.MULTILINE)[2:]
+    assert len(rows) > 10
+    used = {word for row in rows for quoted in re.findall(r"`([^`]+)`", row) for word in re.findall(r"\w+", quoted)}
+    assert {word for word in used if len(word) > 3 and word not in known} == set()

@@ -47,6 +47,8 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
+# What runs the notebook of the documentation.
+NOTEBOOK = ("nbclient", "ipykernel")
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
 SITE = tuple(META["optional-dependencies"]["docs"])
@@ -147,7 +149,7 @@ def types(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Import-linter: who may import whom; the proof that the contract bites; the tools, run small."""
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
-    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis")
+    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", *NOTEBOOK)
     session.run("lint-imports")
     session.run("pytest", "-m", "not nightly", "tools/tests")
 

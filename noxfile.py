@@ -258,6 +258,13 @@ def example(session: nox.Session) -> None:
 
 
 @nox.session
+def browser(session: nox.Session) -> None:
+    """The pages of timelines in Chromium, which a wheel of pip has; prints how long a frame takes at each zoom."""
+    install(session, ALL, "pytest", "hypothesis", "pyside6-webengine")
+    session.run("pytest", "-s", "tools/tests/test_browser.py", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation in `site/`; a broken link, anchor or reference is an error."""
     install(session, ALL, *SITE)

@@ -47,6 +47,8 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
+# What runs the notebook of the documentation.
+NOTEBOOK = ("nbclient", "ipykernel")
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
 SITE = tuple(META["optional-dependencies"]["docs"])
@@ -147,7 +149,7 @@ def types(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Import-linter: who may import whom; the proof that the contract bites; the tools, run small."""
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
-    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis")
+    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", *NOTEBOOK)
     session.run("lint-imports")
     session.run("pytest", "-m", "not nightly", "tools/tests")
 
@@ -253,6 +255,13 @@ def example(session: nox.Session) -> None:
         near = "".join(f" (did you mean {one!r}?)" for one in difflib.get_close_matches(name, known, n=1))
         session.error(f"there is no example {name!r}{near}; give one of {known} after --")
     session.run("python", str(script), *options)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """The pages of timelines in Chromium, which a wheel of pip has; prints how long a frame takes at each zoom."""
+    install(session, ALL, "pytest", "hypothesis", "pyside6-webengine")
+    session.run("pytest", "-s", "tools/tests/test_browser.py", *session.posargs)
 
 
 @nox.session

@@ -113,7 +113,9 @@ def install(dist: Path, shared: list[Path], constraints: Path) -> None:
             # Ours are given as files, so that none comes from an index.
             wheels = [str(dist / _wheel(one)) for one in _required(name)]
             subprocess.run([*pip, "install", "--quiet", "--constraint", str(constraints), *wheels], check=True)
-            subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
+            said = subprocess.run([*pip, "check"], check=False, capture_output=True, text=True).stdout
+            if wrong := [line for line in said.splitlines() if line.startswith("pipegrid")]:  # not of what is shared
+                sys.exit("\n".join(wrong))
             uses = [["-c", f"from {module} import *"] for module in _modules(name)] + SMOKE.get(name, [])
             for use in uses:
                 subprocess.run([python, *use], check=True, cwd=folder, stdout=subprocess.DEVNULL)

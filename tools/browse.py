@@ -1,0 +1,113 @@
+"""A page in Chromium, without a screen: run scripts in it, take a picture, measure how fast a timeline moves.
+
+    python tools/browse.py plan.html --picture plan.png --size 1400x800 --script "timeline.follow(3)"
+    python tools/browse.py plan.html --frames     # milliseconds of drawing, at each zoom from all of it to a few boxes
+
+Needs pyside6-webengine, which has Chromium in its wheel; `python -m nox -s browser` tests with it. A script
+is an expression, and may be a promise; its value is printed as a line of JSON. An error of the page ends this with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+FRAMES = """(async () => {
+  const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+  const found = [], measure = async (name, act) => {
+    const times = [];
+    for (let turn = 0; turn < 9; turn++) {
+      act(turn); await frame(); await frame();
+      times.push(timeline.state.milliseconds);
+    }
+    times.sort((a, b) => a - b);
+    found.push({ at: name, least: times[0], median: times[4], boxes: timeline.state.drawn });
+  };
+  timeline.fit();
+  await measure("all of it", () => timeline.move(0));
+  for (const share of [0.3, 0.1, 0.01, 0.001]) {
+    timeline.fit(); timeline.zoom(share, 0.4);
+    await measure(`${share} of it`, (turn) => timeline.move(turn % 2 ? 0.1 : -0.1));
+  }
+  timeline.fit(); timeline.follow(0);
+  await measure("a microbatch followed", (turn) => timeline.follow(turn));
+  return found;
+})()"""
+
+# The result of a script, or its error, is left in the page, where the host looks for it.
+_WRAPPED = """window.browsed = undefined; (async () => ({script}))().then(
+  (value) => {{ window.browsed = JSON.stringify({{ value: value === undefined ? null : value }}); }},
+  (error) => {{ window.browsed = JSON.stringify({{ error: String(error) }}); }}); 0"""
+
+
+def main() -> int:
+    """Open the page, run the scripts one after the other, take the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--size", default="1600x1000", help="pixels of the window (default: %(default)s)")
+    parser.add_argument("--script", action="append", default=[], help="an expression of JavaScript; again for several")
+    parser.add_argument("--frames", action="store_true", help="measure a timeline at each zoom")
+    parser.add_argument("--picture", type=Path, help="write a PNG at the end")
+    parser.add_argument(
+        "--ready", default="window.timeline", help="what is there once the page has loaded (%(default)s)"
+    )
+    given = parser.parse_args()
+    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+    os.environ.setdefault("QTWEBENGINE_DISABLE_SANDBOX", "1")  # a container's root has none
+    os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")
+    from PySide6.QtCore import QEventLoop, QTimer, QUrl
+    from PySide6.QtWebEngineCore import QWebEnginePage
+    from PySide6.QtWebEngineWidgets import QWebEngineView
+    from PySide6.QtWidgets import QApplication
+
+    errors: list[str] = []
+
+    class Page(QWebEnginePage):  # type: ignore[misc, unused-ignore]
+        def javaScriptConsoleMessage(self, level: object, message: str, line: int, source: str) -> None:  # noqa: N802
+            if level is QWebEnginePage.JavaScriptConsoleMessageLevel.ErrorMessageLevel:
+                errors.append(f"{source}:{line}: {message}")
+
+    application = QApplication(sys.argv[:1])
+    view = QWebEngineView()
+    page = Page(view)
+    view.setPage(page)
+    view.resize(*map(int, given.size.split("x")))
+    view.show()
+
+    def wait(milliseconds: int) -> None:
+        loop = QEventLoop()
+        QTimer.singleShot(milliseconds, loop.quit)
+        loop.exec()
+
+    def value_of(script: str) -> object:
+        found: list[object] = []
+        page.runJavaScript(script, found.append)
+        while not found:
+            wait(20)
+        return found[0]
+
+    view.load(QUrl.fromLocalFile(str(given.page.resolve())))
+    while value_of(f"!!({given.ready})") is not True and not errors:
+        wait(100)
+    for script in [*given.script, *([FRAMES] if given.frames else [])]:
+        value_of(_WRAPPED.format(script=script))
+        while not (text := value_of("window.browsed")):
+            wait(50)
+        result = json.loads(str(text))
+        if "error" in result:
+            errors.append(result["error"])
+        print(json.dumps(result.get("value")), flush=True)
+    if given.picture:
+        wait(500)
+        view.grab().save(str(given.picture))
+    print("\n".join(errors), file=sys.stderr)
+    page.deleteLater()
+    application.processEvents()
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -152,6 +152,7 @@ class Naive:
 
     def train(self):
         own, room, full = self.step_of(len(self.group)), self.step_of(self.places), round(self.given.step)
+        room = room if self.policy == "spare" else full
         self.fewer += (own - room) / own
         self.spares += (room - full) / own
         self.part += 1

@@ -81,6 +81,8 @@ def test_below_the_replanned_numbers_a_death_is_a_restart():
     assert once.lost["fewer_nodes"] == pytest.approx(99.5, abs=1)  # half of 199 s with three nodes
     with pytest.raises(JobError, match="replanned is for 3 nodes, the throughput for 4"):
         evolve(given, replanned=Throughput({3: 1.0}, 1))
+    with pytest.raises(JobError, match="replanned has 2 samples per second, the throughput of all nodes at most 1"):
+        evolve(given, replanned=Throughput({4: 2.0}, 1))
 
 
 def test_a_table_has_no_grids_to_reroute_on(tmp_path, capsys):

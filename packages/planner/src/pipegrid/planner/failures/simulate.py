@@ -57,6 +57,9 @@ class Scenario:
     def __attrs_post_init__(self) -> None:
         if self.replanned is not None and self.replanned.nodes != self.throughput.nodes:
             raise JobError(f"replanned is for {self.replanned.nodes} nodes, the throughput for {self.throughput.nodes}")
+        if self.replanned is not None and self.replanned.best[-1][1] > self.throughput.best[-1][1] * (1 + 1e-9):
+            fast, slow = self.replanned.best[-1][1], self.throughput.best[-1][1]
+            raise JobError(f"replanned has {fast:g} samples per second, the throughput of all nodes at most {slow:g}")
         if len(self.failures.nodes) > self.throughput.nodes:
             raise JobError(f"{len(self.failures.nodes)} nodes fail; the throughput has {self.throughput.nodes} nodes")
 
@@ -254,7 +257,8 @@ class _Run:
         self.since = time
         if self.stretch is not None:
             now = self.stretch.at(elapsed)
-            steps, room = now.done - self.stretch.done, self.throughput.step(self.places)
+            steps = now.done - self.stretch.done
+            room = self.throughput.step(self.places) if self.policy == "spare" else scenario.step
             self.lost["checkpoints"] += now.checkpoints
             self.lost["fewer_nodes"] += steps * (self.stretch.step - room)
             self.lost["idle_spares"] += steps * (room - scenario.step)

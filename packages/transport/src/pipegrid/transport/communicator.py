@@ -22,8 +22,7 @@ from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.messages.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.pipeline_lanes import carried_lanes, direction_lane, pipeline_lanes, placed, planned_lanes
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport.pipeline_lanes import direction_lane, placed, planned_lanes
 
 
 class P2PCommunicator(LaneCommunicator):
@@ -69,17 +68,10 @@ class P2PCommunicator(LaneCommunicator):
         self.rank = dist.get_rank()
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         backend, self.device = resolve_device(None, device, group)
-        specs: Sequence[LaneSpec] = pipeline_lanes(self._ranks, placement=self._placement, traffic=traffic)
-        carried = carried_lanes(self._ranks, specs)
-        if traffic is None:
-            specs = planned_lanes(specs, carried, self.config.communicators)
+        specs, carried = planned_lanes(self._ranks, self._placement, traffic, self.config.communicators)
+        standing = None if tensor_shape is None else dict.fromkeys(specs, _example(tensor_shape, self.config))
         self.lanes = open_lanes(
-            specs,
-            config=self.config,
-            backend=backend,
-            device=self.device,
-            standing=None if tensor_shape is None else dict.fromkeys(specs, _example(tensor_shape, self.config)),
-            carried=carried,
+            specs, config=self.config, backend=backend, device=self.device, standing=standing, carried=carried
         )
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
         self._neighbours = NeighbourTransfers(

@@ -66,18 +66,25 @@ def carried_lanes(ranks: Sequence[int], lanes: Iterable[LaneSpec]) -> dict[LaneS
 
 
 def planned_lanes(
-    lanes: Sequence[LaneSpec], carried: Mapping[LaneSpec, PositionLane], communicators: Communicators
-) -> Sequence[LaneSpec]:
-    """Of all lanes of a pipeline, those for which a plan has communicators; all, where no plan is given.
+    ranks: Sequence[int],
+    placement: Sequence[int] | None,
+    traffic: Iterable[tuple[Edge, Direction]] | None,
+    communicators: Communicators,
+) -> tuple[Sequence[LaneSpec], Mapping[LaneSpec, PositionLane]]:
+    """The lanes to open, and the lane of a plan that each carries.
+
+    Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given.
 
     Raises:
         P2PConfigError: the plan has a lane that the pipeline does not have.
     """
-    if not isinstance(communicators, LaneSharing):
-        return lanes
+    lanes = pipeline_lanes(ranks, placement=placement, traffic=traffic)
+    carried = carried_lanes(ranks, lanes)
+    if traffic is not None or not isinstance(communicators, LaneSharing):
+        return lanes, carried
     if foreign := sorted(communicators.numbers.keys() - carried.values()):
         raise P2PConfigError(
             f"communicators has lane {foreign[0]} of a plan, but these positions are no neighbours in the pipeline: it "
             f"has {', '.join(map(str, sorted(carried.values())))}"
         )
-    return [lane for lane in lanes if lane.is_local or carried[lane] in communicators.numbers]
+    return [lane for lane in lanes if lane.is_local or carried[lane] in communicators.numbers], carried

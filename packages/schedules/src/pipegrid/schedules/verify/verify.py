@@ -174,15 +174,27 @@ def verify(
         proof = _proof(plan, blocking, limits, window)
         names, drained = models_covered(blocking), rendezvous
     else:
-        models = tuple(ORDER_MODELS.values()) if order is None else (model_named(order),)
         if batches != "in_order":
             raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")
         proof = evolve(_proof(plan, evolve(blocking, rendezvous=False), limits, window), rendezvous=rendezvous)
-        names, drained = tuple(one.name for one in models), drains and not all(one.host_waits for one in models)
-        _require_placed(plan, lanes)
-        for model in strictest(models, drains=drained) if plan.has_communication else ():
-            require_end(plan, model, blocking, drains=drained and not model.host_waits)
+        names, drained = _require_ends(plan, blocking, order, drains=drains)
     return evolve(proof, orders=names, drains=drained) if plan.has_communication else proof
+
+
+def _require_ends(
+    plan: Plan, blocking: Blocking, order: OrderModel | str | None, *, drains: bool
+) -> tuple[tuple[str, ...], bool]:
+    """The names of the order models under which a plan ends, and whether with drains.
+
+    Raises:
+        PlanError: it gets stuck under one of them.
+    """
+    models = tuple(ORDER_MODELS.values()) if order is None else (model_named(order),)
+    drained = drains and not all(one.host_waits for one in models)
+    _require_placed(plan, blocking.lanes)
+    for model in strictest(models, drains=drained) if plan.has_communication else ():
+        require_end(plan, model, blocking, drains=drained and not model.host_waits)
+    return tuple(one.name for one in models), drained
 
 
 def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int | None) -> Proof:

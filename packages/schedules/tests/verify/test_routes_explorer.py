@@ -6,6 +6,9 @@ import pytest
 from attrs import evolve
 
 from pipegrid.schedules import Actor, PlanError, Routes, from_text, lower, one_f_one_b, routed, verify
+from pipegrid.schedules.orders.of_plan import orders_of_plan
+from pipegrid.schedules.timeline import order_timeline
+from pipegrid.schedules.timeline.timeline import STUCK as TIMELINE_STUCK
 from pipegrid.transport.order import ORDER_MODELS
 
 from ..kit.explorer import STUCK, explore
@@ -224,6 +227,9 @@ move 1 0@0>1 0@1>0
     assert explore(plan) == {STUCK}
     with pytest.raises(PlanError, match="position 2, step 1: 0RECV_B1<1 waits for position 1, step 3"):
         verify(plan)
+    drawn = order_timeline(orders_of_plan(plan, lanes="separate"), "nccl-serial")
+    stuck = {(drawn.rows[span.row], span.name) for span in drawn.spans if span.kind == TIMELINE_STUCK}
+    assert {("rank 1: rank", "1RECV_F1<0"), ("rank 2: rank", "0RECV_B1<1")} <= stuck
 
 
 def test_memory_counts_orphans():

@@ -21,6 +21,7 @@ from pipegrid.schedules import (
     PipelineError,
     PipelineRuntime,
     Recorder,
+    Routes,
     RuntimeArgumentError,
     SplitBackwardError,
     StageOutputError,
@@ -30,6 +31,7 @@ from pipegrid.schedules import (
     looped_bfs,
     lower,
     one_f_one_b,
+    routed,
     zero_bubble_h1,
     zero_bubble_v,
 )
@@ -306,3 +308,10 @@ def test_ddp_is_right_where_each_backward_follows_its_own_forward(ranks):
         for microbatch in range(3):
             (loss(reference(data(rank, microbatch))) / 2).backward()
     assert_same_gradients(model, reference, rtol=1e-14)
+
+
+def test_a_plan_with_routes(network):
+    plan = lower(routed(one_f_one_b(2, 2), Routes([2, 1])))
+    with pytest.raises(StepArgumentError, match="the plan has routes, and a runtime runs plans in which all replicas"):
+        PipelineRuntime(plan, {0: Doing(lambda microbatch, inputs: None)}, network.communicator(4, 0))
+    assert network.messages == 0

@@ -6,6 +6,9 @@ import pytest
 from attrs import evolve
 
 from pipegrid.schedules import Actor, PlanError, Routes, from_text, lower, one_f_one_b, routed, verify
+from pipegrid.schedules.orders.of_plan import orders_of_plan
+from pipegrid.schedules.timeline import order_timeline
+from pipegrid.schedules.timeline.timeline import STUCK as TIMELINE_STUCK
 from pipegrid.transport.order import ORDER_MODELS
 
 from ..kit.explorer import STUCK, explore
@@ -134,7 +137,9 @@ def ways(routes, home):
         who.append([(call, routes.of(call, stage)) for call in routes.calls(module)])
         served.append([routes.served(call, module) for call in routes.calls(module)])
     trained = {p for stage, places in enumerate(home.placement) for p in places if stage not in home.forward_only}
-    return (who, [actor for actor in routes.dead if actor.position in trained]), served
+    # A dead actor without any unit is missed where replicas reduce.
+    dead = [actor for actor in routes.dead if actor.position in trained and routes.num_replicas > 1]
+    return (who, dead), served
 
 
 def test_steps_of_other_routes_are_rejected():
@@ -222,6 +227,9 @@ move 1 0@0>1 0@1>0
     assert explore(plan) == {STUCK}
     with pytest.raises(PlanError, match="position 2, step 1: 0RECV_B1<1 waits for position 1, step 3"):
         verify(plan)
+    drawn = order_timeline(orders_of_plan(plan, lanes="separate"), "nccl-serial")
+    stuck = {(drawn.rows[span.row], span.name) for span in drawn.spans if span.kind == TIMELINE_STUCK}
+    assert {("rank 1: rank", "1RECV_F1<0"), ("rank 2: rank", "0RECV_B1<1")} <= stuck
 
 
 def test_memory_counts_orphans():

@@ -338,3 +338,5 @@ def test_arguments_that_do_not_fit_the_plan():
         schedule_routes(plan, Routes((2, 2), dead=[Actor(0, 0)]))
     with pytest.raises(PlanError, match="speed of 0@0 is 0"):
         reroute(Routes.identity(2, 2), speeds={Actor(0, 0): 0})
+    with pytest.raises(PlanError, match="speed of 0@0 is -1"):
+        schedule_routes(plan, Routes((2, 1)), speeds={Actor(0, 0): -1})

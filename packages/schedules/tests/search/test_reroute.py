@@ -145,7 +145,8 @@ def random_shape(rng):
     )
     limits = rng.choice([None, 1 if costs.activation is None else 2, 2, [rng.choice((1, 1.5, 2, 4)) for _ in range(p)]])
     actors = [Actor(place, replica) for place in range(p) for replica in range(d)]
-    speeds = {actor: rng.choice((0.5, 1, 2)) for actor in actors if rng.random() < 0.3}
+    share = rng.choice((0, 0, 0.4))
+    speeds = {actor: rng.choice((0.5, 1, 2)) for actor in actors if rng.random() < share}
     return plan, routes, costs, limits, speeds, rng.random() < 0.2
 
 
@@ -338,3 +339,5 @@ def test_arguments_that_do_not_fit_the_plan():
         schedule_routes(plan, Routes((2, 2), dead=[Actor(0, 0)]))
     with pytest.raises(PlanError, match="speed of 0@0 is 0"):
         reroute(Routes.identity(2, 2), speeds={Actor(0, 0): 0})
+    with pytest.raises(PlanError, match="speed of 0@0 is -1"):
+        schedule_routes(plan, Routes((2, 1)), speeds={Actor(0, 0): -1})

@@ -41,9 +41,7 @@ def reroute(
     """
     named = (Actor(p, r) for p, replicas in dead.items() for r in replicas) if isinstance(dead, Mapping) else dead
     routes = evolve(routes, dead={*routes.dead, *named})
-    pace = {
-        actor: checked(speed, Seconds, f"the speed of {actor}", PlanError) for actor, speed in (speeds or {}).items()
-    }
+    pace = as_speeds(speeds)
     if plan is None and (routes.skips or routes.every):
         raise PlanError("the routes skip modules or share calls; give plan=, which says what stages those are")
     moves = {(move.unit, move.stage): move.replica for move in routes.moves}
@@ -55,6 +53,11 @@ def reroute(
         if not set(places).isdisjoint(positions):
             moves.update(_moved(routes, places, _works(routes, stages, plan), pace))
     return evolve(routes, moves=moves)
+
+
+def as_speeds(speeds: Mapping[Actor, float] | None) -> dict[Actor, float]:
+    """The speeds of actors, each above 0."""
+    return {actor: checked(of, Seconds, f"the speed of {actor}", PlanError) for actor, of in (speeds or {}).items()}
 
 
 def _works(routes: Routes, stages: list[int], plan: Plan | None) -> dict[tuple[int, int], list[int]]:

@@ -13,6 +13,7 @@ from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan import Action, Actor, Plan, Routes, check_routes, compute_plan, require_plan
 from pipegrid.schedules.search.routed.bound import routed_bound
 from pipegrid.schedules.search.routed.problem import RoutedProblem
+from pipegrid.schedules.search.routed.reroute import as_speeds
 from pipegrid.schedules.search.routed.scheduler import First, Routed, list_routes
 from pipegrid.schedules.simulate import Costs, activation_sizes, unit_costs
 from pipegrid.schedules.verify import as_limit
@@ -121,7 +122,7 @@ def routed_problem(
         costs,
         activation_sizes(plan, costs),
         tuple([as_limit(limit) for limit in given]),
-        speeds or {},
+        as_speeds(speeds),
         frozenset(plan.forward_only),
         whole,
     )

@@ -80,7 +80,7 @@ def test_computes_alone_are_proved_under_no_model():
 def test_a_model_of_ones_own():
     one_line_each_way = OrderModel(name="mine", batched="pair", lone="pair")
     assert verify(from_text(FACING), order=one_line_each_way).orders == ("mine",)
-    with pytest.raises(PlanError, match=r"order is 'nccl3' \(did you mean 'nccl2'\?\); it must be an OrderModel, or one of"):
+    with pytest.raises(PlanError, match=r"'nccl3' \(did you mean 'nccl2'\?\); it must be an OrderModel, or one of"):
         verify(from_text(FACING), order="nccl3")
     with pytest.raises(PlanError, match="batches is 'simultaneous' beside order"):
         verify(from_text(FACING), order="nccl2", batches="simultaneous")

@@ -6,7 +6,7 @@ const { Data, Model } = new Function(`${require("fs").readFileSync(scripts, "utf
 const CALLS = {
   columns: (page) => page.panels.map((panel) => ({
     start: [...panel.start], end: [...panel.end], row: [...panel.row], stage: [...panel.stage], slice: [...panel.slice],
-    microbatch: [...panel.microbatch], kind: [...panel.kind].map((one) => panel.kinds[one]),
+    home: [...panel.home], microbatch: [...panel.microbatch], kind: [...panel.kind].map((one) => panel.kinds[one]),
     label: [...panel.label].map((one) => panel.labels[one]), source: [...panel.source], destination: [...panel.destination],
   })),
   cull: (page, row, track, from, to, least) => {

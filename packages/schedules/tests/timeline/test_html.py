@@ -51,10 +51,10 @@ def read_back(page):
     found = []
     for panel in document_of(page)["panels"]:
         columns = {name: column(packed) for name, packed in panel["columns"].items()}
-        names = ("row", "start", "end", "kind", "stage", "microbatch", "label", "slice", "memory")
+        names = ("row", "start", "end", "kind", "stage", "microbatch", "label", "slice", "memory", "home")
         spans = [
-            Span(row, start, end, panel["kinds"][kind], stage, microbatch, panel["labels"][label], piece, memory)
-            for row, start, end, kind, stage, microbatch, label, piece, memory in zip(
+            Span(row, start, end, panel["kinds"][kind], stage, microbatch, panel["labels"][label], *rest)
+            for row, start, end, kind, stage, microbatch, label, *rest in zip(
                 *(columns[name] for name in names), strict=True
             )
         ]
@@ -210,7 +210,7 @@ def test_the_page_unpacks_what_was_packed(run, drawn):
         assert panel["end"] == [span.end for span in one.spans]
         for name in ("row", "kind", "label"):
             assert panel[name] == [getattr(span, name) for span in one.spans]
-        for name in ("stage", "microbatch", "slice"):
+        for name in ("stage", "microbatch", "slice", "home"):
             found = [None if value == NONE else value for value in panel[name]]
             assert found == [getattr(span, name) for span in one.spans]
         assert list(zip(panel["source"], panel["destination"], strict=True)) == [

@@ -62,6 +62,7 @@ def _panel(timeline: Timeline) -> dict[str, Any]:
             "stage": _column("i32", (span.stage for span in spans)),
             "microbatch": _column("i32", (span.microbatch for span in spans)),
             "slice": _column("i32", (span.slice for span in spans)),
+            "home": _column("i32", (span.home for span in spans)),
             "label": _column("u32", (labels[span.label] for span in spans)),
             "memory": _column("f64", (span.memory for span in spans)),
             "source": _column("u32", (flow.source for flow in flows)),

@@ -2,7 +2,7 @@
 // The data of a page: unpacked columns, and what is looked up in them. No document: it runs in node as well.
 
 const Data = (() => {
-  const NONE = -2147483648; // of a stage, a microbatch or a slice
+  const NONE = -2147483648; // of a stage, a microbatch, a slice or a home
   const TYPES = { f64: Float64Array, i32: Int32Array, u32: Uint32Array };
   const WORK = 0, BESIDE = 1; // the two tracks of a row: computes, and transfers under them
 

@@ -127,7 +127,8 @@ const Model = (() => {
 
   function number(panel, span) {
     if (panel.microbatch[span] === NONE) return panel.slice[span] === NONE ? "" : `.${panel.slice[span]}`;
-    return `${panel.microbatch[span]}${panel.slice[span] === NONE ? "" : `.${panel.slice[span]}`}`;
+    const part = panel.slice[span] === NONE ? "" : `.${panel.slice[span]}`;
+    return `${panel.microbatch[span]}${part}${panel.home[span] === NONE ? "" : `@${panel.home[span]}`}`;
   }
 
   /** What is written into the box of a span. */

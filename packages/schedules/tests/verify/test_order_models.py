@@ -7,6 +7,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import PlanError, from_text, lower, multi_module_1f1b, one_f_one_b, verify
 from pipegrid.schedules.orders import orders_of_plan, prove_order
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
@@ -148,3 +149,19 @@ def test_what_is_proved_with_buffers_ends_on_gloo(plan):
         return
     assert proof.orders == ("gloo",)
     prove_order(orders_of_plan(plan, lanes="separate"), ORDER_MODELS["gloo"])
+
+
+SEVERAL = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})
+
+
+@pytest.mark.parametrize(("placement", "serial"), [([(0, 1), (1, 2)], False), ([(0, 2), (1, 2)], True)])
+def test_a_message_of_several_routes_is_proved_for_a_serial_device_where_it_ends(placement, serial):
+    """In the first, position 1 sends to 2 before it receives from 0, and 2 receives from 0 first."""
+    plan = lower(multi_module_1f1b(SEVERAL, 2, placement=placement))
+    orders = verify(plan).orders
+    assert orders == tuple(name for name in ORDER_MODELS if serial or name != "nccl-serial")
+    for order in orders:
+        verify(plan, order=order)
+    if not serial:
+        with pytest.raises(PlanError, match="deadlock under nccl-serial"):
+            verify(plan, order="nccl-serial")

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.orders.communicators import orders_on
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.prove import prove_order
 from pipegrid.schedules.plan import Plan
+from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.schedules.verify.table import Blocking
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
 from pipegrid.transport.sharing import LaneSharing
 
 
-def models_covered(blocking: Blocking) -> tuple[str, ...]:
+def models_covered(plan: Plan, blocking: Blocking) -> tuple[str, ...]:
     """The names of the order models under which a plan ends that is proved by a rule of blocking.
 
     With rendezvous a position holds, compute and all, until the other end of what it exchanges has come. Streams hold
     less: what they wait for has come earlier in that play. So it covers each model whose batches start their messages
     in an order no stricter than the rule's, and calls that wait for the whole device. Without rendezvous only a
     compute waits, for its inputs, as on gloo.
+
+    A message between stages that lie on several positions may have several routes at one of them. The rule starts all of
+    these at once, and a device that runs one kernel at a time does not: for that model the plan is played.
     """
     if not blocking.rendezvous:
         return ("gloo",)
-    return tuple(name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank")
+    names = [name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank"]
+    if blocking.in_order and any(_fans(flow.routes) for flow in dataflow_of(plan).crossing):
+        for name in [name for name in names if ORDER_MODELS[name].batched == "rank"]:
+            try:
+                require_end(plan, ORDER_MODELS[name], blocking, drains=True)
+            except PlanError:
+                names.remove(name)
+    return tuple(names)
+
+
+def _fans(routes: Sequence[tuple[int, int]]) -> bool:
+    """Whether several of these routes of one message start or end at a position."""
+    return any(count > 1 for count in Counter(end for route in routes for end in route).values())
 
 
 def require_end(plan: Plan, model: OrderModel, blocking: Blocking, *, drains: bool) -> None:

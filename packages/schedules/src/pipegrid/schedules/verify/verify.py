@@ -143,10 +143,11 @@ def verify(
     simultaneous.
 
     That rule is stricter than any backend and covers all order models (`pipegrid.transport.order`); with
-    ``"simultaneous"``, or shared lanes, all but ``"nccl-serial"``; without rendezvous, ``"gloo"``. ``order``: one
-    model in its place, where a plan that is safe on one backend need not be so on all; ``drains``: then also prove that
-    a compute may wait for all that its rank has launched, as a CUDA call that waits for the device does (loading a
-    module, cudaFree, cudaHostAlloc). Without ``order`` that is always proved, where there is rendezvous.
+    ``"simultaneous"`` or shared lanes all but ``"nccl-serial"``; without rendezvous ``"gloo"``. (A message may have
+    several routes at one position, between stages on several: then ``"nccl-serial"`` only where it is found to end.)
+    ``order``: one model in its place, where a plan that is safe on one backend need not be so on all; ``drains``: then
+    also prove that a compute may wait for all that its rank has launched, as a CUDA call that waits for the device does
+    (loading a module, cudaFree, cudaHostAlloc). Without ``order`` that is always proved, where there is rendezvous.
 
     ``window``: the most stages of a position whose parameters may be gathered at once; None sets no limit. A stage with
     an ``UNSHARD`` is proved to be gathered before each of its computes, reduced (``REDUCE_GRAD``) after its last
@@ -172,7 +173,7 @@ def verify(
     blocking = Blocking(rendezvous=rendezvous, lanes=lanes, batches=batches)
     if order is None and not isinstance(lanes, LaneSharing):
         proof = _proof(plan, blocking, limits, window)
-        names, drained = models_covered(blocking), rendezvous
+        names, drained = models_covered(plan, blocking) if plan.has_communication else (), rendezvous
     else:
         if batches != "in_order":
             raise PlanError(f"batches is {batches!r} beside order; an order model says how batches block, leave it out")

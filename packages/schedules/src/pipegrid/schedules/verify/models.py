@@ -24,8 +24,8 @@ def models_covered(plan: Plan, blocking: Blocking) -> tuple[str, ...]:
     in an order no stricter than the rule's, and calls that wait for the whole device. Without rendezvous only a
     compute waits, for its inputs, as on gloo.
 
-    A message between stages that lie on several positions may have several routes at one of them. The rule starts all of
-    these at once, and a device that runs one kernel at a time does not: for that model the plan is played.
+    A message between stages that lie on several positions may have several routes at one of them. The rule starts all
+    of these at once, and a device that runs one kernel at a time does not: for that model the plan is played.
     """
     if not blocking.rendezvous:
         return ("gloo",)

@@ -148,7 +148,7 @@ def test_ranks_that_disagree_make_no_group(ranks):
     text = (
         "no answer from rank 1"
         if ranks.rank == 0
-        else r"ranks 1 and 2 open lanes with different settings.*of ranks \[0, 1, 2\].*\[1, 2\]"
+        else r"ranks \d and \d open lanes with different settings.*of ranks \[0, 1, 2\]"
     )
     ranks.barrier()
     with pytest.raises(error, match=text):

@@ -162,7 +162,11 @@ class P2PCommunicator(LaneCommunicator):
             raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            why = "traffic or communicators leave out" if self.rank in spec.pair else f"rank {self.rank} is no end of"
+            why = (
+                "the argument traffic left out, or communicators"
+                if self.rank in spec.pair
+                else f"rank {self.rank} is no end of"
+            )
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         return self.lanes[spec]
 

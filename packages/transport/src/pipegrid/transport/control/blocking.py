@@ -87,7 +87,11 @@ class NeighbourTransfers:
         if lane is None:
             spec = self._specs[name]
             left_out = spec in pipeline_lanes(self._ranks, placement=self._placement)
-            why = "traffic or communicators leave out" if left_out else f"the placement {self._placement} does not have"
+            why = (
+                "the argument traffic left out, or communicators"
+                if left_out
+                else f"the placement {self._placement} does not have"
+            )
             raise P2PUsageError(f"{name} needs lane {spec}, which {why}; isend and irecv take an edge")
         if name not in _RECEIVES:
             return lane.isend(value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.errors import (
     BridgeError,
     DestroyedError,
@@ -22,9 +23,12 @@ from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _res
 from pipegrid.bridges.multimodule.modules import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.bridges.reshard import Replicate
+from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PConfigError
 from pipegrid.transport.protocol import PipelineCommunicator
+from pipegrid.transport.sharing import LaneSharing, PositionLane
 
 from .grids import coords_of, grid, sizes_of
 
@@ -569,3 +573,20 @@ def test_traffic_names_edges_that_there_are():
         MultiModulePipelineCommunicator(
             {"a": grid(dp=1), "b": grid(dp=1)}, {"a": ["b"]}, CONFIG, traffic=[(Edge(3, 4), F)]
         )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["bridge", "modules", "vtp"])
+def test_communicators_that_a_proof_found_are_for_no_bridge(kind):
+    """A bridge has several lanes for one of the plan's: nothing is opened, on either rank."""
+    config = P2PConfig(open_deadline=20.0, communicators=LaneSharing([[PositionLane(0, 1, F)]]))
+    grids = {"enc": grid(0), "llm": grid(1)}
+    before = len(dist.distributed_c10d._world.pg_map)
+    with pytest.raises(P2PConfigError, match="which are for a P2PCommunicator"):
+        if kind == "bridge":
+            BridgeCommunicator(grids["enc"], grids["llm"], config=config)
+        elif kind == "modules":
+            MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": []}, config)
+        else:
+            VTPCommunicator(VTPTopology((1, 1)), config)
+    assert len(dist.distributed_c10d._world.pg_map) == before

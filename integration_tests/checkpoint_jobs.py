@@ -248,8 +248,8 @@ def values_of(state):
     """Every tensor and every entry of an optimizer state, by whole-model names."""
     found = {}
     for slot in state.slots():
-        found[slot.key] = slot.tensor().detach().clone()
+        found[slot.held.key] = slot.tensor().detach().clone()
         for optimizer in state.optimizers:
             for entry, value in optimizer.state.get(slot.tensor(), {}).items():
-                found[slot.key, entry] = value.clone()
+                found[slot.held.key, entry] = value.clone()
     return found

@@ -48,9 +48,9 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint holds."""
     found = {}
     for slot in state.slots():
-        found[slot.key] = slot.tensor().detach()
+        found[slot.held.key] = slot.tensor().detach()
         for entry, value in state.optimizers[0].state[slot.tensor()].items():
-            found[f"{slot.key}/{entry}"] = value
+            found[f"{slot.held.key}/{entry}"] = value
     return found
 
 

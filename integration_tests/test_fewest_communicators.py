@@ -85,8 +85,15 @@ def run(ranks, proof, found, **settings):
 
 
 def over(backend, *modes, size=3):
+    """Cases of ranks in each mode; in every run the one of today's torch."""
     return [
-        pytest.param(mode, marks=pytest.mark.ranks(size, backend=backend, fake_nccl=mode, deadline=300))
+        pytest.param(
+            mode,
+            marks=[
+                pytest.mark.ranks(size, backend=backend, fake_nccl=mode, deadline=300),
+                *([] if mode == "nccl2" else [pytest.mark.nightly]),
+            ],
+        )
         for mode in modes
     ]
 
@@ -103,7 +110,7 @@ def test_a_plan_of_every_schedule(ranks, mode):
 
 @pytest.mark.ranks(3, deadline=300)
 @pytest.mark.parametrize("settings", [{}, {"strict": True}, {"variable_seq_lengths": True}], ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3))])
 def test_random_plans(ranks, settings, seed):
     """Over the backend of the session; in strict mode and with headers, where the host waits as well."""
     chance = random.Random(seed)

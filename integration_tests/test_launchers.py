@@ -65,6 +65,7 @@ def test_the_yaml_templates_parse():
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
 
 
+@pytest.mark.nightly
 def test_two_agents_on_one_machine_run_the_torchrun_line(tmp_path):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

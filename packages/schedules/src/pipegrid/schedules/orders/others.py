@@ -12,11 +12,15 @@ from pipegrid.topology.fields import Index, checked, shown
 
 
 def plan_of_torch(schedule: Any) -> Plan:
-    """The plan that a schedule object of torch 2.11 to 2.15 runs, with the messages that it has.
+    """The plan that a schedule object of torch 2.11 to 2.14 runs, with the messages that it has.
+
+    Those of torch 2.15 also wait for their sends, by actions such as ``4WAIT_SEND_F7``, which plans do not have yet: an
+    error.
 
     Raises:
         PlanError: it has no order that it runs. A schedule of one stage (`ScheduleGPipe`, `Schedule1F1B`) runs a loop
             of its own, and keeps an order for pictures: take `gpipe` or `one_f_one_b`.
+        PlanSyntaxError: it has an action that plans do not have.
     """
     name = type(schedule).__name__
     if any(base.__name__ == "PipelineScheduleSingle" for base in type(schedule).__mro__):

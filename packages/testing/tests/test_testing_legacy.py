@@ -84,11 +84,11 @@ def test_a_batch_and_a_lone_message_that_face_each_other(ranks, mode):
 def test_the_first_batch_holds_the_host_until_every_member_has_come_to_one(ranks):
     group, x = dist.new_group([0, 1]), torch.zeros(1)
     if ranks.rank == 0:
-        began = time.monotonic()
         batch(group, ("send", x, 1))
-        assert time.monotonic() - began > 0.2
+        assert ranks.store.check(["coming"])
     else:
-        time.sleep(0.4)
+        time.sleep(0.4)  # in which a batch that holds nobody is over
+        ranks.store.set("coming", "1")
         batch(group, ("recv", x, 0)).wait()
 
 
@@ -172,13 +172,16 @@ def test_a_group_of_nccl2_connects_when_it_is_made_unless_it_is_lazy(ranks, lazy
     """Wrong: a rank that makes its groups later than its peer needs them made."""
     options = SimpleNamespace(lazy_init=lazy)
     if ranks.rank == 0:
-        began = time.monotonic()
         group = dist.new_group([0, 1], pg_options=options)
-        assert (time.monotonic() - began > 0.2) != lazy
+        assert ranks.store.check(["coming"]) != lazy
+        ranks.store.set("made", "1")
         batch(group, ("send", torch.zeros(1), 1)).wait()
-        assert time.monotonic() - began > 0.2
+        assert ranks.store.check(["coming"])
     else:
-        time.sleep(0.4)
+        if lazy:  # a group that waits for its peer is never made
+            ranks.store.wait(["made"], timedelta(seconds=20))
+        time.sleep(0.4)  # in which a call that waits for nobody is over
+        ranks.store.set("coming", "1")
         batch(dist.new_group([0, 1], pg_options=options), ("recv", torch.zeros(1), 0)).wait()
 
 

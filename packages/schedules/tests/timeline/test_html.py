@@ -176,7 +176,7 @@ def test_a_step_of_130000_actions_is_a_file_of_a_megabyte_and_a_half(largest):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Calls of the harness with the arithmetic as it stands in a page."""
+    """Calls the harness with the arithmetic that a written page contains."""
     page = html(timeline(one_f_one_b(1, 1)))
     scripts = page.split("</script>\n<script>\n")[1].split("</script>")[0]
     assert scripts == "".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)

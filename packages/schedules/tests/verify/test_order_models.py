@@ -16,6 +16,7 @@ from ..kit.plans import GENERATORS
 from .test_collectives import APART, BRIDGE, COLOCATED, GRAPH
 
 CARRIED = {BRIDGE: "bridge"}
+SEVERAL = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})
 MODES = [("separate", "in_order"), ("separate", "simultaneous"), ("shared", "in_order")]
 
 # In the middle both positions send before they receive: no call waits for another where each lane has a stream.
@@ -102,10 +103,18 @@ def test_the_start_of_a_compute_of_several_positions_is_on_a_line():
 
 @st.composite
 def mutated_plans(draw):
-    """A lowered plan of any generator, or of modules that share ranks and have a collective, whose steps were moved."""
-    name = draw(st.sampled_from([*sorted(GENERATORS), "colocated"]))
+    """A lowered plan whose steps were moved.
+
+    Of any generator, of modules that share ranks and have a collective, or of stages on several positions.
+    """
+    name = draw(st.sampled_from([*sorted(GENERATORS), "colocated", "several"]))
     if name == "colocated":
         plan = lower(multi_module_1f1b(GRAPH, draw(st.integers(1, 4)), placement=[(0, 1), 0, 1]), collectives=CARRIED)
+    elif name == "several":
+        placement = draw(
+            st.sampled_from([[(0, 1), (1, 2)], [(0, 2), (1, 2)], [(0, 1), (0, 2)], [0, (0, 1)], [(0, 1), 1]])
+        )
+        plan = lower(multi_module_1f1b(SEVERAL, draw(st.integers(1, 4)), placement=placement))
     else:
         plan = lower(GENERATORS[name](draw(st.integers(2, 3)), draw(st.integers(1, 4))))
     return moved(plan, random.Random(draw(st.integers(0, 2**32))), draw(st.integers(0, 3)))
@@ -149,9 +158,6 @@ def test_what_is_proved_with_buffers_ends_on_gloo(plan):
         return
     assert proof.orders == ("gloo",)
     prove_order(orders_of_plan(plan, lanes="separate"), ORDER_MODELS["gloo"])
-
-
-SEVERAL = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})
 
 
 @pytest.mark.parametrize(("placement", "serial"), [([(0, 1), (1, 2)], False), ([(0, 2), (1, 2)], True)])

@@ -238,9 +238,8 @@ def _routed(plan: Plan, routes: Routes) -> Dataflow:
     """The dataflow of a plan in which replicas differ."""
     flows = []
     for edge in plan.graph.stage_edges:
-        alike: dict[Links, dict[int, dict[int, tuple[int, ...]]]] = defaultdict(
-            dict
-        )  # by links and piece: those served
+        # By links and piece, the calls that are served, per position.
+        alike: dict[Links, dict[int, dict[int, tuple[int, ...]]]] = defaultdict(dict)
         for call, calls in _served(plan, routes, edge):
             places, replicas = plan.placement[edge.destination], defaultdict[int, list[int]](list)
             for other in calls:
@@ -280,7 +279,5 @@ def _served(plan: Plan, routes: Routes, edge: Edge) -> Iterable[tuple[int, list[
     for call in routes.calls(source):
         passing = [unit for unit in routes.served(call, source) if not routes.skips_module(unit, destination)]
         if passing:
-            yield (
-                call,
-                [call] if source == destination else sorted({routes.call(unit, destination) for unit in passing}),
-            )
+            within = source == destination
+            yield call, [call] if within else sorted({routes.call(unit, destination) for unit in passing})

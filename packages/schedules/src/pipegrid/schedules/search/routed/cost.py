@@ -107,7 +107,9 @@ def lost_rank_costs(
         PlanError: fewer than two replicas, and what `schedule_routes` raises.
     """
     if checked(num_replicas, Count, "num_replicas", PlanError) < 2:
-        raise PlanError("num_replicas is 1; a rank without a peer has nobody to take over, give at least 2")
+        raise PlanError(
+            "num_replicas is 1; the units of a dead rank go to its peers in other replicas, give at least 2"
+        )
     costs = costs or unit_costs(plan)
     undisturbed, rows = simulate(plan, costs), []
     for position in range(plan.num_positions) if positions is None else positions:

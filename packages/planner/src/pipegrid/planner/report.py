@@ -114,7 +114,8 @@ def survival(choice: Choice, memory: float) -> str:
     more, position, room = max(_rooms(choice), key=lambda row: row[-1] - free[row[1]])
     return (
         f"{text}\none death needs room for up to {more} more microbatches on position {position} "
-        f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)"
+        f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)\n"
+        "a prediction: after a death, pipegrid's runtime restarts from the last checkpoint"
     )
 
 

@@ -88,6 +88,8 @@ def _advice(found: Goodput) -> str:
             f"Daly's formula for restarts on nodes that are replaced at once: every {duration_text(found.daly)}, "
             f"{100 * share:.2f}%"
         )
+    if any(outcome.policy != "restart" for outcome in found.outcomes):
+        lines.append("pipegrid's runtime restarts; re-plan and spare are predictions for a runtime that goes on")
     return "\n".join(lines)
 
 

@@ -101,13 +101,16 @@ def test_the_start_of_a_compute_of_several_positions_is_on_a_line():
         prove_order(orders_of_plan(from_text(APART), lanes="separate"), ORDER_MODELS["nccl-serial"])
 
 
+KINDS = [*sorted(GENERATORS), "colocated", "several"]
+
+
 @st.composite
-def mutated_plans(draw):
+def mutated_plans(draw, kinds=KINDS):
     """A lowered plan whose steps were moved.
 
     Of any generator, of modules that share ranks and have a collective, or of stages on several positions.
     """
-    name = draw(st.sampled_from([*sorted(GENERATORS), "colocated", "several"]))
+    name = draw(st.sampled_from(kinds))
     if name == "colocated":
         plan = lower(multi_module_1f1b(GRAPH, draw(st.integers(1, 4)), placement=[(0, 1), 0, 1]), collectives=CARRIED)
     elif name == "several":
@@ -148,6 +151,11 @@ def test_what_the_rule_proves_ends_under_each_model_that_it_names(lanes, batches
         return
     for name in proof.orders:
         prove_order(orders_of_plan(plan, lanes=lanes), ORDER_MODELS[name], drains=proof.drains)
+
+
+@given(mutated_plans(["several"]))
+def test_messages_of_several_routes_end_under_each_model_that_is_named(plan):
+    test_what_the_rule_proves_ends_under_each_model_that_it_names.hypothesis.inner_test("separate", "in_order", plan)
 
 
 @given(mutated_plans())

@@ -45,7 +45,13 @@ from pipegrid.schedules.gradients import LossScale
 from pipegrid.schedules.passes.lowering import lower, with_reduce as with_reduce
 from pipegrid.schedules.passes.offloading import offload
 from pipegrid.schedules.megatron import PipelineConfig, step_plan
-from pipegrid.schedules.monitor import JobFailedError, Monitor
+from pipegrid.schedules.monitor import (
+    JobFailedError,
+    Monitor,
+    SlowRank as SlowRank,
+    measured_speeds as measured_speeds,
+    slow_ranks as slow_ranks,
+)
 from pipegrid.schedules.plan import (
     Action,
     ActionKind as ActionKind,
@@ -122,6 +128,7 @@ if TYPE_CHECKING:
         ProfilerRanges as ProfilerRanges,
         Slice as Slice,
         Stage as Stage,
+        UnitTimes as UnitTimes,
         warm_up,
     )
 
@@ -188,9 +195,9 @@ _LAZY = {
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
-    "monitor": "DisagreementError MonitorError",
-    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage position_of "
-    "warm_up",
+    "monitor": "DisagreementError MonitorError UnitSeconds",
+    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage UnitTimes "
+    "position_of warm_up",
     "autograd": "SplitBackwardError",
 }
 

@@ -60,6 +60,17 @@ def mark(device: torch.device, *, blocking: bool = False) -> Sequence[Any]:
     return () if stream is None else (stream.record_event(cuda.Event(blocking=True) if blocking else None),)
 
 
+def timed_mark(device: torch.device) -> Any:
+    """Record an event that keeps its time on the current stream of a device with streams."""
+    return cuda.current_stream(device).record_event(cuda.Event(enable_timing=True))
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Seconds of the device between two events of `timed_mark`; the host waits for the second."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000.0
+
+
 def follow(events: Sequence[Any], device: torch.device) -> None:
     """Order the current stream after events."""
     for event in events:

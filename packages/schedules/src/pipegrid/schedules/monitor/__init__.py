@@ -3,6 +3,7 @@
 from pipegrid.schedules.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
 from pipegrid.schedules.monitor.first_failure import first_failure
 from pipegrid.schedules.monitor.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor, MonitorError, Report
+from pipegrid.schedules.monitor.slow_ranks import SlowRank, UnitSeconds, measured_speeds, slow_ranks
 
 __all__ = [
     "FIRST_STEP_SECONDS",
@@ -14,6 +15,10 @@ __all__ = [
     "Monitor",
     "MonitorError",
     "Report",
+    "SlowRank",
+    "UnitSeconds",
     "first_failure",
+    "measured_speeds",
+    "slow_ranks",
     "where_all_stand",
 ]

@@ -7,6 +7,7 @@ from pipegrid.schedules.runtime.runtime import PipelineRuntime
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import Forwarded, SlicedStage, Stage
 from pipegrid.schedules.runtime.step_failures import PipelineError
+from pipegrid.schedules.runtime.unit_times import UnitTimes
 from pipegrid.schedules.runtime.warm_up import warm_up
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Slice",
     "SlicedStage",
     "Stage",
+    "UnitTimes",
     "describe",
     "flatten",
     "gradient_of",

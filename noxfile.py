@@ -149,7 +149,7 @@ def types(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Import-linter: who may import whom; the proof that the contract bites; the tools, run small."""
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
-    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", *NOTEBOOK)
+    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", "hatchling", *NOTEBOOK)
     session.run("lint-imports")
     session.run("pytest", "-m", "not nightly", "tools/tests")
 
@@ -229,7 +229,7 @@ def release(session: nox.Session) -> None:
     """A release without publishing: wheels and sdists in `dist/`, what is in them, and each installed from there."""
     install(session, (), "hatchling")
     release = ("python", "tools/release.py")
-    session.run(*release, "build")
+    session.run(*release, "build", *session.posargs)
     session.run(*release, "check", *session.posargs)
     # What they declare besides each other is made once for all; the tool adds it to each environment.
     shared = _shared(session, CONSTRAINTS, "torch", "attrs", "cattrs", "numpy", "safetensors", "pytest")

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from documentation import links
+
 
 def faults_of(dist: Path, name: str, folder: Path, version: str) -> Iterator[str]:
     """What is wrong with the two files of a package in ``dist``, a sentence each."""
@@ -70,6 +72,8 @@ def _metadata(files: dict[str, bytes], stem: str, project: dict[str, Any], versi
             yield f"{key} is {written[key]!r}; it must be {value!r}"
     if len(str(written.get_payload())) < 200:
         yield "has no description; it is the package's README"
+    for target in links(str(written.get_payload())):
+        yield f"its README links to {target}, which an index does not have: build with --repository, or without links"
     yield from _pins(written, version)
 
 

@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,37 @@ def sources(root: Path = ROOT) -> dict[Path, Path]:
     return {path: page for path, page in sorted(found.items()) if "__pycache__" not in path.parts}
 
 
-def relinked(source: Path, pages: dict[Path, Path]) -> str:
-    """The text of a page with links as they are on the site."""
-    here = pages[source].parent
+def links(text: str) -> list[str]:
+    """The targets of all links and pictures of a page that are relative; blocks of code have none."""
+    found = (match[3] for part in _FENCED.split(text)[::2] for match in _LINK.finditer(part))
+    return [target for target in found if not re.match(r"#|[a-z]+:", target)]
+
+
+def with_links(text: str, changed: Callable[[str, bool], str | None]) -> str:
+    """A page with each relative link replaced by ``changed(path, is_picture)``; where that is None, by its text."""
 
     def link(match: re.Match[str]) -> str:
-        picture, text, target = match.groups()
+        picture, shown, target = match.groups()
         path, hash_, anchor = target.partition("#")
         if not path or re.match(r"[a-z]+:", target):
             return match[0]
-        page = pages.get(Path(os.path.normpath(source.parent / path)))
-        if page is None:
-            return text
-        return f"{picture}[{text}]({os.path.relpath(page, here)}{hash_}{anchor})"
+        now = changed(path, bool(picture))
+        return shown if now is None else f"{picture}[{shown}]({now}{hash_}{anchor})"
 
-    parts = _FENCED.split(source.read_text(encoding="utf-8"))
+    parts = _FENCED.split(text)
     parts[::2] = [_LINK.sub(link, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def relinked(source: Path, pages: dict[Path, Path]) -> str:
+    """The text of a page with links as they are on the site."""
+
+    def on_the_site(path: str, is_picture: bool) -> str | None:
+        del is_picture
+        page = pages.get(Path(os.path.normpath(source.parent / path)))
+        return None if page is None else os.path.relpath(page, pages[source].parent)
+
+    return with_links(source.read_text(encoding="utf-8"), on_the_site)
 
 
 def stage() -> None:

@@ -6,12 +6,15 @@
     python tools/release.py install          # each alone and all together, into empty environments, with a first use
 
 `python -m nox -s release` does the last three. A tag `v0.2.0` does, too, and publishes: .github/workflows/release.yml.
+A package index shows a README without the repository around it: `build --repository https://host/owner/name` makes its
+links absolute, to the tag of the version; without it they become their text.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +25,7 @@ import venv
 from pathlib import Path
 
 from dist_files import faults_of
+from documentation import with_links
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -79,12 +83,31 @@ def version_of(name: str) -> str:
     return str(tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())["project"]["version"])
 
 
-def build(dist: Path) -> None:
+def readme(folder: Path, repository: str | None) -> str:
+    """The README of a package as an index shows it: links to the tagged files of ``repository``, or none."""
+
+    def absolute(path: str, is_picture: bool) -> str | None:
+        target = Path(os.path.normpath(folder.relative_to(ROOT) / path)).as_posix()
+        kind = "raw" if is_picture else "blob"
+        return repository and f"{repository}/{kind}/v{version_of(META)}/{target}"
+
+    return with_links((folder / "README.md").read_text(encoding="utf-8"), absolute)
+
+
+def build(dist: Path, repository: str | None) -> None:
     """Write a wheel and an sdist of each package into an empty ``dist``."""
     shutil.rmtree(dist, ignore_errors=True)
     for folder in FOLDERS.values():
-        command = [sys.executable, "-m", "hatchling", "build", "-d", str(dist)]
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        with tempfile.TemporaryDirectory() as copy:
+            unwanted = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info", "build", "dist", "runs")
+            shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=unwanted)
+            (Path(copy) / "README.md").write_text(readme(folder, repository), encoding="utf-8")
+            if repository:
+                urls = f'\n[project.urls]\nRepository = "{repository}"\n'
+                with (Path(copy) / "pyproject.toml").open("a", encoding="utf-8") as metadata:
+                    metadata.write(urls)
+            command = [sys.executable, "-m", "hatchling", "build", "-d", str(dist)]
+            subprocess.run(command, cwd=copy, check=True, stdout=subprocess.DEVNULL)
     print(f"built {len(list(dist.iterdir()))} files of {len(FOLDERS)} packages into {dist}")
 
 
@@ -151,7 +174,9 @@ def main() -> None:
     commands.add_parser("version").add_argument("version", help="for example 0.2.0")
     for name in ("build", "check", "install"):
         commands.add_parser(name).add_argument("--dist", type=Path, default=DIST)
-    commands.choices["check"].add_argument("--tag", help="which must be that of the version, such as v0.2.0")
+    for name in ("build", "check"):  # the same options, as one line of nox gives them to both
+        commands.choices[name].add_argument("--tag", help="which must be that of the version, such as v0.2.0")
+        commands.choices[name].add_argument("--repository", help="where links of READMEs lead: https://host/owner/name")
     commands.choices["install"].add_argument(
         "--shared", type=Path, nargs="*", default=[], help="folders with torch, ..."
     )
@@ -160,7 +185,7 @@ def main() -> None:
     if given.command == "version":
         set_versions(given.version)
     elif given.command == "build":
-        build(given.dist.resolve())
+        build(given.dist.resolve(), given.repository)
     elif given.command == "check":
         check(given.dist.resolve(), given.tag)
     else:

@@ -16,10 +16,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import release  # noqa: E402  -- a script beside this folder, not an installed package
 from dist_files import faults_of  # noqa: E402
+from documentation import links  # noqa: E402
 
 NAME = "pipegrid-layout"
 FOLDER = ROOT / "packages" / "layout"
 STEM = "pipegrid_layout-0.1.0"
+META = {"pipegrid": release.FOLDERS["pipegrid"]}
 
 
 def written(files, dist):
@@ -74,6 +76,7 @@ def test_a_right_package_has_no_faults(files, tmp_path):
         (f"{STEM}.dist-info/METADATA", b"Name: other\n\n", "Name is 'other'"),
         (f"{STEM}.dist-info/METADATA", b"Requires-Dist: pipegrid-topology>=0.1.0\n\n", "is required at ==0.1.0"),
         (f"{STEM}.dist-info/METADATA", b"Requires-Dist: pipegrid-topology\n\n", "is required at ==0.1.0"),
+        (f"{STEM}.dist-info/METADATA", b"Name: x\n\n[a](../b.md#c) [d](#e)", "its README links to ../b.md#c, which an"),
     ],
 )
 def test_a_planted_fault_is_found(files, tmp_path, name, data, text):
@@ -88,6 +91,28 @@ def test_a_version_is_set_everywhere_it_stands():
     assert after.count("1.2.3rc1") == before.count("0.1.0")
     log = release.set_changelog("# Changelog\n\n## [Unreleased]\n\n### Added\n", "1.2.3", "2026-12-01")
     assert log == "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-12-01\n\n### Added\n"
+
+
+@pytest.mark.parametrize("folder", release.FOLDERS.values(), ids=lambda path: path.name)
+def test_a_readme_on_an_index_has_no_relative_link(folder):
+    before = links((folder / "README.md").read_text(encoding="utf-8"))
+    assert all((folder / target.partition("#")[0]).exists() for target in before)
+    assert links(release.readme(folder, None)) == []
+    absolute = release.readme(folder, "https://host.example/owner/name")
+    assert links(absolute) == []
+    targets = re.findall(r"\]\(https://host\.example/owner/name/blob/v0\.1\.0/([^)]+)\)", absolute)
+    assert len(targets) == len(before)
+    assert all((ROOT / target.partition("#")[0]).is_file() for target in targets)
+
+
+def test_what_is_built_leads_to_the_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "FOLDERS", {"pipegrid-transport": ROOT / "packages" / "transport"} | META)
+    release.build(tmp_path, "https://host.example/owner/name")
+    with zipfile.ZipFile(tmp_path / "pipegrid_transport-0.1.0-py3-none-any.whl") as wheel:
+        text = wheel.read("pipegrid_transport-0.1.0.dist-info/METADATA").decode()
+    assert "Project-URL: Repository, https://host.example/owner/name\n" in text
+    assert "(https://host.example/owner/name/blob/v0.1.0/docs/concepts/transport.md)" in text
+    release.check(tmp_path, "v0.1.0")
 
 
 def test_a_tag_of_another_version_ends_the_check(tmp_path):

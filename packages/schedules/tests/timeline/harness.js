@@ -21,12 +21,13 @@ const CALLS = {
   hit: (page, row, track, time, slack) => Model.hit(page.panels[0], page.panels[0].tracks[row][track], time, slack),
   curve: (page, counter, from, to, least) => Model.curve(page.panels[0].counters[counter], from, to, least),
   value: (page, counter, time) => Model.valueAt(page.panels[0].counters[counter], time),
-  follow: (page, microbatch) =>
-    [[...page.panels[0].spansOf.at(microbatch)], [...page.panels[0].flowsOf.at(microbatch)]],
+  follow: (page, unit, panel = 0) =>
+    [[...page.panels[panel].spansOf.at(unit)], [...page.panels[panel].flowsOf.at(unit)]],
+  units: (page) => Model.units(page.panels).map((unit) => [unit, Model.unitText(page.panels, unit)]),
   flows: (page, span) => [[...page.panels[0].flowsTo.at(span)], [...page.panels[0].flowsFrom.at(span)]],
   search: (page, text) => {
     const found = Model.search(page.panels, text);
-    return found && [found.panel ? page.panels.indexOf(found.panel) : null, found.span ?? null, found.microbatch];
+    return found && [found.panel ? page.panels.indexOf(found.panel) : null, found.span ?? null, found.unit];
   },
   names: (page) => page.panels[0].start.length ? [...page.panels[0].start.keys()].map((one) => Model.name(page.panels[0], one)) : [],
   colours: (page) => [...page.panels[0].palette.of].map((one) => page.panels[0].palette.colours[one]),

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import Costs, TimelineError, lower, simulate, timeline, write_html
+from pipegrid.schedules import Actor, Costs, Routes, TimelineError, lower, routed, simulate, timeline, write_html
 from pipegrid.schedules.generators import interleaved_1f1b, one_f_one_b, seq1f1b, zero_bubble_v
 from pipegrid.schedules.simulate.recording import Recorded, Recording, Track
 from pipegrid.schedules.timeline import Counter, Flow, Span, Timeline, amount, html, scaled, time_text
@@ -67,7 +67,8 @@ def read_back(page):
             )
             for one in panel["counters"]
         ]
-        found.append(Timeline(panel["rows"], spans, flows, counters, panel["notes"], panel["title"], panel["unit"]))
+        texts = (panel["notes"], panel["title"], panel["unit"], panel["replicas"])
+        found.append(Timeline(panel["rows"], spans, flows, counters, *texts))
     return found
 
 
@@ -291,6 +292,49 @@ def test_a_microbatch_is_followed_through_all_rows(run, drawn, microbatch):
     assert spans == [i for i, span in enumerate(drawn.spans) if span.microbatch == microbatch]
     assert flows == [i for i, flow in enumerate(drawn.flows) if drawn.spans[flow.source].microbatch == microbatch]
     assert found == ([None, None, microbatch] if spans else None)
+    units = sorted({span.microbatch for span in drawn.spans} - {None})
+    assert run(drawn, ["units"]) == [[[unit, f"microbatch {unit}"] for unit in units]]
+
+
+@pytest.fixture(scope="module", params=["computes", "lowered"])
+def with_routes(request):
+    """Three replicas of two positions with 3, 4 and 2 units; the first stage of replica 1 is dead."""
+    routes = Routes([3, 4, 2], moves={(3 + m, 0): 2 * (m % 2) for m in range(4)}, dead=[Actor(0, 1)])
+    plan = routed(one_f_one_b(2, 4), routes)
+    return lower(plan) if request.param == "lowered" else plan
+
+
+@needs_node
+def test_one_unit_is_followed_where_replicas_act_apart(run, with_routes):
+    drawn, homes = timeline(with_routes), 3
+    actions = [action for position in range(6) for action in with_routes.actions(position)]
+    wanted = [(microbatch, home) for home, count in enumerate((3, 4, 2)) for microbatch in range(count)]
+    (units,) = run(drawn, ["units"])
+    assert units == [[m * homes + home, f"microbatch {m} of replica {home}"] for m, home in wanted]
+    for number, (unit, _) in enumerate(units):
+        (spans, flows), found = run(drawn, ["follow", unit], ["search", "{}@{}".format(*wanted[number])])
+        assert spans == [index for index, action in enumerate(actions) if action.microbatch == number]
+        assert len(spans) == (4 if not with_routes.has_communication else 8)
+        assert flows == [i for i, flow in enumerate(drawn.flows) if flow.source in spans]
+        assert found == [None, None, unit]
+    assert run(drawn, ["search", "mb 3"], ["search", "3@0"], ["search", "0@3"]) == [
+        [None, None, 3 * homes + 1],
+        None,
+        None,
+    ]
+    ((_, at_home, _), (_, away, _)) = run(drawn, ["search", "1F2@1"], ["search", "0F2@1"])
+    assert (str(actions[at_home]), str(actions[away])) == ("1F5", "0F5")
+    assert drawn.spans[away].home == 1
+
+
+@needs_node
+def test_a_unit_has_its_counterpart_and_a_panel_without_replicas_its_microbatch(run, with_routes):
+    drawn, plain = timeline(with_routes), timeline(one_f_one_b(2, 4))
+    (twins,) = run([drawn, scaled(drawn, 2.0, unit="s")], ["twins"])
+    assert twins == [-1 if span.microbatch is None else index for index, span in enumerate(drawn.spans)]
+    for home in range(3):
+        ((spans, _),) = run([drawn, plain], ["follow", 2 * 3 + home, 1])
+        assert spans == [index for index, span in enumerate(plain.spans) if span.microbatch == 2]
 
 
 @needs_node

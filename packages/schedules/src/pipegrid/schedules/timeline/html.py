@@ -52,6 +52,7 @@ def _panel(timeline: Timeline) -> dict[str, Any]:
         "summary": summary(timeline),
         "rows": timeline.rows,
         "notes": timeline.notes,
+        "replicas": timeline.replicas,
         "kinds": list(kinds),
         "labels": list(labels),
         "columns": {

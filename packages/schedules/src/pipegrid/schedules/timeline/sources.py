@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from attrs import evolve
 
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.simulate import Costs, Simulation, simulate
@@ -51,6 +53,7 @@ def timeline(
         drawn.notes,
         drawn.title if title is None else title,
         drawn.unit,
+        drawn.replicas,
     )
 
 
@@ -85,6 +88,11 @@ def _title(plan: Plan) -> str:
         f"{positions} position{'s' if positions > 1 else ''}, "
         f"{microbatches} microbatch{'es' if microbatches > 1 else ''}{slices}"
     )
+
+
+def _replicas(plan: Plan, positions: Iterable[int]) -> list[int]:
+    """The replica of each position where replicas act apart; otherwise nothing."""
+    return [position // plan.positions_each for position in positions] if plan.num_replicas > 1 else []
 
 
 def _span(
@@ -126,6 +134,7 @@ def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
         notes=[f"bubble {100 * bubble:.1f}%, peak {amount(peak)}" for bubble, peak in zip(bubbles, peaks, strict=True)],
         title=_title(plan),
         unit=unit,
+        replicas=_replicas(plan, range(plan.num_positions)),
     )
 
 
@@ -151,10 +160,11 @@ def _of_recording(recording: Recording) -> Timeline:
         flows=_flows(plan, where),
         title=f"{_title(plan)}, measured",
         unit="s",
+        replicas=_replicas(plan, [track.position for track in recording.tracks]),
     )
     whole = drawn.makespan
     notes = [f"bubble {100 * (1 - busy / whole):.1f}%" if whole > 0 else "" for busy in drawn.busy]
-    return Timeline(drawn.rows, drawn.spans, drawn.flows, (), notes, drawn.title, drawn.unit)
+    return evolve(drawn, notes=notes)
 
 
 def _flows(

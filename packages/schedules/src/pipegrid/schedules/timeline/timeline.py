@@ -123,7 +123,8 @@ class Timeline:
     """Named rows, the spans on them, and the flows between spans.
 
     ``unit`` is the unit of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the
-    costs. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture.
+    costs. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture. ``replicas``: the replica of
+    each row where replicas act apart (a plan with routes), or nothing.
     """
 
     rows: tuple[Name, ...] = field(converter=_texts)
@@ -133,6 +134,7 @@ class Timeline:
     notes: tuple[Note, ...] = field(converter=_texts, default=())
     title: str = ""
     unit: str = ""
+    replicas: tuple[Index, ...] = field(converter=tuple[int, ...], default=())
 
     def __attrs_post_init__(self) -> None:
         count = len(self.rows)
@@ -146,6 +148,8 @@ class Timeline:
             raise TimelineError(f"a flow names span {max(ends)}; the timeline has {len(self.spans)} spans, from 0")
         if len(self.notes) not in (0, count):
             raise TimelineError(f"there are {len(self.notes)} notes for {count} rows; give one for each, or none")
+        if len(self.replicas) not in (0, count):
+            raise TimelineError(f"there are {len(self.replicas)} replicas for {count} rows; give one for each, or none")
 
     @cached_property
     def start(self) -> float:

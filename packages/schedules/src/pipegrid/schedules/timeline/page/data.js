@@ -20,12 +20,15 @@ const Data = (() => {
 
   /** The document of a page, with everything that drawing looks up. */
   async function read(data) {
-    const panels = [];
+    const unpacked = [];
     for (const panel of data.panels) {
       const counters = [];
       for (const counter of panel.counters) counters.push({ ...counter, ...(await columns(counter.columns)) });
-      panels.push(indexed({ ...panel, ...(await columns(panel.columns)), counters }, data.words));
+      unpacked.push({ ...panel, ...(await columns(panel.columns)), counters });
     }
+    const homes = 1 + unpacked.filter((panel) => panel.replicas.length).reduce((most, { home, replicas }) =>
+      Math.max(home.reduce((a, b) => Math.max(a, b), most), ...replicas), 0);
+    const panels = unpacked.map((panel) => indexed({ ...panel, homes }, data.words));
     const lengths = {};
     for (const panel of panels) lengths[panel.unit] = Math.max(lengths[panel.unit] ?? 0, panel.length);
     for (const panel of panels) panel.whole = lengths[panel.unit] || 1; // what the width of the picture is at first
@@ -39,9 +42,11 @@ const Data = (() => {
     panel.length = end.reduce((most, time) => Math.max(most, time), panel.zero) - panel.zero;
     panel.tracks = tracks(panel, words);
     panel.palette = palette(panel, words);
-    const of = panel.microbatch;
-    panel.spansOf = grouped(start.length, (span) => of[span]);
-    panel.flowsOf = grouped(panel.source.length, (flow) => of[panel.source[flow]]);
+    panel.unitOf = (span) => unit(panel, span);
+    // Where the rows of a panel have no replicas, a unit of any replica is the microbatch of its number.
+    const place = panel.replicas.length ? undefined : (one) => one - (one % panel.homes);
+    panel.spansOf = grouped(start.length, panel.unitOf, place);
+    panel.flowsOf = grouped(panel.source.length, (flow) => panel.unitOf(panel.source[flow]), place);
     panel.flowsFrom = grouped(panel.source.length, (flow) => panel.source[flow]);
     panel.flowsTo = grouped(panel.source.length, (flow) => panel.destination[flow]);
     panel.peaks = {};
@@ -52,8 +57,15 @@ const Data = (() => {
     return panel;
   }
 
-  /** Items 0 to count - 1 by a key: `at(key)` are those with it, in order. Keys below 0 have none. */
-  function grouped(count, key) {
+  /** The number of a span's unit, a microbatch of one home replica: microbatch x homes + home; without a microbatch NONE. */
+  function unit(panel, span) {
+    if (panel.microbatch[span] === NONE) return NONE;
+    const own = panel.replicas[panel.row[span]] ?? 0, home = panel.replicas.length ? panel.home[span] : NONE;
+    return panel.microbatch[span] * panel.homes + (home === NONE ? own : home);
+  }
+
+  /** Items 0 to count - 1 by a key: `at(key)` are those with `place(key)`, in order. Keys below 0 have none. */
+  function grouped(count, key, place = (one) => one) {
     const keys = Int32Array.from({ length: count }, (_, item) => key(item));
     const most = keys.reduce((largest, one) => Math.max(largest, one), -1);
     const first = new Uint32Array(most + 2);
@@ -62,10 +74,8 @@ const Data = (() => {
     const items = new Uint32Array(first[most + 1]);
     const next = first.slice();
     keys.forEach((one, item) => { if (one >= 0) items[next[one]++] = item; });
-    return {
-      count: most + 1,
-      at: (one) => (one >= 0 && one <= most ? items.subarray(first[one], first[one + 1]) : items.subarray(0, 0)),
-    };
+    const at = (one) => (one >= 0 && one <= most ? items.subarray(first[one], first[one + 1]) : items.subarray(0, 0));
+    return { at: (one) => at(place(one)) };
   }
 
   /** Per row, two tracks of spans by their start; `reach` is the latest end of a track up to a span. */

@@ -140,33 +140,50 @@ const Model = (() => {
     return panel.labels[panel.label[span]] || `${stage}${panel.kinds[panel.kind[span]]}${number(panel, span)}`;
   }
 
-  /** What a search finds: `{ microbatch }` for a number, else `{ panel, span, microbatch }` by a name; null for nothing. */
+  /** All units of the panels, replica after replica. */
+  function units(panels) {
+    const [{ homes }] = panels, found = new Set();
+    for (const panel of panels) for (let span = 0; span < panel.start.length; span++) found.add(panel.unitOf(span));
+    found.delete(NONE);
+    return [...found].sort((a, b) => a % homes - b % homes || a - b);
+  }
+
+  /** A unit in words: `microbatch 3`, where replicas act apart `microbatch 3 of replica 1`. */
+  function unitText([{ homes }], unit) {
+    return `microbatch ${Math.floor(unit / homes)}${homes > 1 ? ` of replica ${unit % homes}` : ""}`;
+  }
+
+  /**
+   * What a search finds: `{ unit }` for a number, `3` or `3@1` (of replica 1; without it, of the first that has one), else
+   * `{ panel, span, unit }` by a name, where replicas act apart also with its home (`2F3@1`); null for nothing.
+   */
   function search(panels, text) {
-    const wanted = text.trim().toLowerCase();
+    const wanted = text.trim().toLowerCase(), [{ homes }] = panels;
     if (!wanted) return null;
-    const digits = wanted.match(/^(?:m|mb|microbatch)?\s*(\d+)$/);
+    const digits = wanted.match(/^(?:m|mb|microbatch)?\s*(\d+)(?:@(\d+))?$/);
     if (digits) {
-      const microbatch = Number(digits[1]);
-      return panels.some((panel) => panel.spansOf.at(microbatch).length) ? { microbatch } : null;
+      const [microbatch, home] = digits.slice(1).map(Number);
+      const wish = digits[2] === undefined ? Array.from({ length: homes }, (_, one) => one) : home < homes ? [home] : [];
+      const unit = wish.map((one) => microbatch * homes + one).find((one) => panels.some((panel) => panel.spansOf.at(one).length));
+      return unit === undefined ? null : { unit };
     }
     for (const whole of [true, false]) {
       for (const panel of panels) {
         for (let span = 0; span < panel.start.length; span++) {
-          const called = name(panel, span).toLowerCase();
-          if (whole ? called === wanted : called.includes(wanted)) {
-            return { panel, span, microbatch: panel.microbatch[span] };
-          }
+          const called = name(panel, span).toLowerCase(), unit = panel.unitOf(span);
+          const matches = whole ? called === wanted : called.includes(wanted);
+          if (matches || (homes > 1 && `${called}@${unit % homes}` === wanted)) return { panel, span, unit };
         }
       }
     }
     return null;
   }
 
-  /** The same action in another panel, or -1: the first with its stage, kind, microbatch and slice, on a row of that stage. */
+  /** The same action in another panel, or -1: the first with its stage, kind, unit and slice, on a row of that stage. */
   function counterpart(panel, span, other) {
     const kind = other.kinds.indexOf(panel.kinds[panel.kind[span]]);
     if (kind < 0 || panel.microbatch[span] === NONE) return -1;
-    for (const one of other.spansOf.at(panel.microbatch[span])) {
+    for (const one of other.spansOf.at(panel.unitOf(span))) {
       if (other.kind[one] === kind && other.stage[one] === panel.stage[span] && other.slice[one] === panel.slice[span]) {
         return one;
       }
@@ -236,5 +253,5 @@ const Model = (() => {
   }
 
   return { Boxes, amount, arrange, byColour, bytesText, counterpart, cull, curve, hit, inside, moved, name, search, ticks,
-    timeText, valueAt, within, zoomed };
+    timeText, unitText, units, valueAt, within, zoomed };
 })();

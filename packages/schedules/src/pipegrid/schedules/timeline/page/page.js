@@ -89,10 +89,10 @@
     tip.style.top = `${Math.max(0, Math.min(y + 14, clientHeight - height))}px`;
   }
 
-  /** Follow a microbatch through all rows; NONE ends it. */
-  function follow(microbatch) {
-    state.followed = microbatch;
-    state.say(microbatch === NONE ? "" : `microbatch ${microbatch}`);
+  /** Follow a unit (a microbatch, where replicas act apart that of one replica) through all rows; NONE ends it. */
+  function follow(unit) {
+    state.followed = unit;
+    state.say(unit === NONE ? "" : Model.unitText(panels, unit));
     redraw();
   }
 
@@ -103,7 +103,7 @@
       state.say(text.trim() ? "nothing of that name" : "");
       return;
     }
-    follow(found.microbatch);
+    follow(found.unit);
     if (found.span === undefined) return;
     const { panel, span } = found, length = Math.max(panel.end[span] - panel.start[span], panel.whole * 1e-6);
     const middle = ((panel.start[span] + panel.end[span]) / 2 - panel.zero) / panel.whole;
@@ -112,8 +112,11 @@
     state.say(Model.name(panel, span));
   }
 
-  const most = Math.max(...panels.map((panel) => panel.spansOf.count)) - 1;
-  const step = (by) => follow(state.followed === NONE ? 0 : Math.min(most, Math.max(0, state.followed + by)));
+  const units = Model.units(panels);
+  const step = (by) => {
+    const next = state.followed === NONE ? 0 : units.indexOf(state.followed) + by;
+    follow(units[Math.min(units.length - 1, Math.max(0, next))] ?? NONE);
+  };
   const share = (x) => state.view.from + ((x - place.left) / place.wide) * (state.view.to - state.view.from);
   const zoom = (factor, at = (state.view.from + state.view.to) / 2) => { state.view = Model.zoomed(state.view, at, factor); redraw(); };
   const move = (by) => { state.view = Model.moved(state.view, by * (state.view.to - state.view.from)); redraw(); };
@@ -147,7 +150,7 @@
   canvas.addEventListener("pointerup", (event) => {
     if (held && !held.dragged) {
       const found = under(event.offsetX, event.offsetY);
-      follow(found && found.span >= 0 ? found.panel.microbatch[found.span] : NONE);
+      follow(found && found.span >= 0 ? found.panel.unitOf(found.span) : NONE);
       showTip(event.offsetX, event.offsetY);
     }
     held = null;

@@ -17,6 +17,7 @@ from pipegrid.schedules.plan import Action, ActionKind
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 
 Call: TypeAlias = Callable[[], None]
@@ -198,5 +199,5 @@ def _at_once(at: BoundPosition, runs: Sequence[Call]) -> Call:
     return batched(at, runs) if at.communicator.batches else in_turn(runs)
 
 
-def _arrivals(queues: Iterable[RecvQueue], piece: int) -> tuple[Call, ...]:
-    return tuple([partial(RecvQueue.wait, queue, piece) for queue in queues if not queue.local])
+def _arrivals(queues: Iterable[RecvQueue | LentQueue], piece: int) -> tuple[Call, ...]:
+    return tuple([partial(queue.wait, piece) for queue in queues if not queue.local])

@@ -99,6 +99,15 @@ class ActorFlows:
             tuple(way for flow, message in leaving for way in self._by_unit(flow, message)),
         )
 
+    def calls(self, stage: int) -> dict[Way, dict[int, int]]:
+        """Of the ways to ``stage`` along which one call serves several pieces: by piece, that call."""
+        found: dict[Way, dict[int, int]] = {}
+        for piece in self.plan.pieces_at(stage, self.actor) if self.flows.routed else ():
+            for flow, message in self.flows.arriving(stage, FORWARD, piece):
+                for way in self._ways(flow, sends=False) if flow.served else ():
+                    found.setdefault(way, {})[piece] = message
+        return found
+
     def _by_unit(self, flow: EdgeFlow, message: int) -> Iterable[Way]:
         first: dict[int, int] = {}  # by replica
         for place in flow.destinations:

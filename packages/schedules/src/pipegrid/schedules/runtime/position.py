@@ -14,6 +14,7 @@ from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
 from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_sharded
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.transport import streams
@@ -66,6 +67,8 @@ class BoundPosition:
             self._copiers = streams.new_stream(self.device), streams.new_stream(self.device)
         self._flows = ActorFlows(plan, position)
         self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        self._lent: dict[Way, LentQueue] = {}
+        self._summed: dict[Way, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
 
@@ -102,6 +105,11 @@ class BoundPosition:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
         plan, flows = self.plan, self._flows.flows
         pieces = plan.pieces_at(number, self.number)
+        for way, call_of in self._flows.calls(number).items():
+            calls = SharedCalls(call_of)
+            self._lent[way] = LentQueue(self.receives[way], calls)
+            if way.back in self.sends:
+                self._summed[way.back] = SummedQueue(self.sends[way.back], calls)
         passing: dict[Passage, list[int]] = {}
         for piece in pieces if flows.routed else (0,):
             passing.setdefault(self._flows.passage(number, piece), []).append(piece)
@@ -137,22 +145,23 @@ class BoundPosition:
         edges: Sequence[Edge],
     ) -> StageRunner:
         carries = self.plan.gradient_edges
-        arriving = [self.receives[way] for way in passage.arriving]
         leaving = [self.sends[way] for way in passage.leaving]
         trains = number not in self.plan.forward_only
         # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
         # one that was handed over on this position may be needed longer, by the W of the stage that has it.
         reuses = self._reuse and trains and all(way.edge in carries and not way.local for way in passage.leaving)
-        for queue in arriving:
-            queue.lends = queue.lends or (reuses and not queue.local)
+        for way in passage.arriving:
+            self.receives[way].lends |= reuses and not way.local
         return StageRunner(
             number,
             stage,
             flight,
-            arriving=arriving,
+            arriving=[self._lent.get(way, self.receives[way]) for way in passage.arriving],
             leaving=leaving,
             gradients_in=[self.receives[way.back] for way in passage.leaving if way.edge in carries],
-            gradients_out=[self.sends[way.back] for way in passage.arriving if way.edge in carries],
+            gradients_out=[
+                self._summed.get(way.back, self.sends[way.back]) for way in passage.arriving if way.edge in carries
+            ],
             trains=trains,
             loss_scale=self._loss_scale,
             deallocation=deallocation,
@@ -195,10 +204,8 @@ class BoundPosition:
 
     def begin(self, *, training: bool) -> None:
         """Drop the state of an earlier step."""
-        for receives in self.receives.values():
-            receives.begin()
-        for sends in self.sends.values():
-            sends.begin()
+        for queue in (*self._queues, *self._lent.values(), *self._summed.values()):
+            queue.begin()
         for runners in self.runners.values():
             for runner in runners:
                 runner.begin(training=training)

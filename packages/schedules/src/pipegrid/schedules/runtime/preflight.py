@@ -103,10 +103,6 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
             "the messages"
         )
-    if plan.routes is not None and plan.routes.every:
-        raise StepArgumentError(
-            "the plan has a module that serves several units by one call, which a runtime cannot yet"
-        )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:
         raise StepArgumentError(

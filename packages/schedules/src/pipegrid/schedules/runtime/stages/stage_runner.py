@@ -22,6 +22,7 @@ from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
 from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.stages.reentrant import reentrant_trap
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (
     Forwarded,
@@ -59,10 +60,10 @@ class StageRunner:
     number: int
     stage: Stage
     flight: ActivationsInFlight
-    arriving: Sequence[RecvQueue]
+    arriving: Sequence[RecvQueue | LentQueue]
     leaving: Sequence[SendQueue]
     gradients_in: Sequence[RecvQueue]
-    gradients_out: Sequence[SendQueue]
+    gradients_out: Sequence[SendQueue | SummedQueue]
     trains: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     deallocation: Deallocation | None = None
@@ -80,7 +81,7 @@ class StageRunner:
     _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
     _outgoing: tuple[Edge, ...] = field(init=False)
-    _lending: tuple[RecvQueue, ...] = field(init=False)
+    _lending: tuple[RecvQueue | LentQueue, ...] = field(init=False)
     _resume: Callable[[Slice], None] | None = field(init=False)
     unread: tuple[Unread, ...] = field(init=False)
     """What the stage has returned, also for pieces of other runners, and is not read yet."""

@@ -221,7 +221,7 @@ def test_the_deadline_holds_while_the_store_is_silent(store):
             store.stopped.set()
             over.wait(20)
 
-    runtime._bound.runners[0].stage.before = stop_then_wait
+    runtime._bound.runners[0][0].stage.before = stop_then_wait
     began = time.monotonic()
     runtime.step()  # its lanes were ended, which this stage does not notice
     assert time.monotonic() - began < 0.5 + 1.5

@@ -312,6 +312,8 @@ def test_ddp_is_right_where_each_backward_follows_its_own_forward(ranks):
 
 def test_a_plan_with_routes(network):
     plan = lower(routed(one_f_one_b(2, 2), Routes([2, 1])))
-    with pytest.raises(StepArgumentError, match="the plan has routes, and a runtime runs plans in which all replicas"):
+    with pytest.raises(
+        StepArgumentError, match=r"replica is None, and the plan has routes; give this rank's, in 0\.\.1"
+    ):
         PipelineRuntime(plan, {0: Doing(lambda microbatch, inputs: None)}, network.communicator(4, 0))
     assert network.messages == 0

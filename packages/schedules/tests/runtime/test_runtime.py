@@ -227,7 +227,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(interrupt, network):
         runtime.step()
     assert found.value.__cause__ is None
     assert interrupt.__name__ in told[0]
-    assert not runtime._bound.runners[0].flight.live
+    assert not runtime._bound.runners[0][0].flight.live
     for verb in (runtime.step, runtime.eval):
         with pytest.raises(PipelineError, match=rf"failed before: .*{interrupt.__name__}.* [Rr]ebuild"):
             verb()

@@ -56,7 +56,7 @@ def test_gradients_are_those_of_one_process(make, p, m, k, network):
     stages, runtimes = run(plan, network)
     assert_gradients_of_one_process(plan, stages)
     for runtime in runtimes:
-        for runner in runtime._bound.runners.values():
+        for (runner,) in runtime._bound.runners.values():
             assert not runner.flight.kept
             assert not runner.flight.live
 
@@ -89,7 +89,7 @@ def test_an_evaluation_runs_slices_and_keeps_nothing(network):
     total = in_one_process(models, batches(2, sum(LENGTHS[4])))
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
     assert all(parameter.grad is None for stage in stages for parameter in stage.model.parameters())
-    assert not any(runner.flight.kept for runtime in runtimes for runner in runtime._bound.runners.values())
+    assert not any(runner.flight.kept for runtime in runtimes for (runner,) in runtime._bound.runners.values())
 
 
 @pytest.mark.parametrize("make", [seq1f1b, seq1f1b_interleaved])
@@ -102,7 +102,7 @@ def test_as_many_slices_are_live_as_the_proof_counts(make, network):
             pass
 
         def after(self, action):
-            live = sum(len(runner.flight.live) for runner in self.runners.values())
+            live = sum(len(runner.flight.live) for (runner,) in self.runners.values())
             self.peak = max(self.peak, live / (plan.num_slices * plan.num_chunks))
 
     plan = lower(make(3, 4, num_slices=3))

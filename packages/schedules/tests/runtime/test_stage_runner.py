@@ -372,7 +372,7 @@ def test_messages_wait_longer_while_neighbours_compile(network):
     stage = Function(plan.graph, 1, lambda m, x: model(x).sum(), model)
     runtime = PipelineRuntime(plan, {1: stage}, network.communicator(2, 1), deadline=5.0)
     (edge,) = plan.graph.stage_edges
-    queue = runtime._bound.receives[edge, Direction.FORWARD]
+    (queue,) = [one for way, one in runtime._bound.receives.items() if way.direction is Direction.FORWARD]
     queue.hooks = [type("Seen", (), {"completed": lambda self, action: waits.append(queue.deadline)})()]
     for _ in range(2):
         network.lane(edge, Direction.FORWARD).put(torch.ones(WIDTH, requires_grad=True))

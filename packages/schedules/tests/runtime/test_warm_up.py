@@ -123,7 +123,7 @@ def test_messages_of_a_first_step_on_an_accelerator_have_half_an_hour(network, m
     plan, waits = lower(one_f_one_b(2, 1)), []
     runtime = PipelineRuntime(plan, {1: stage_on(plan, 1)}, network.communicator(2, 1), deadline=5.0)
     (edge,) = plan.graph.stage_edges
-    queue = runtime._bound.receives[edge, Direction.FORWARD]
+    (queue,) = [one for way, one in runtime._bound.receives.items() if way.direction is Direction.FORWARD]
     queue.hooks = [type("Seen", (), {"completed": lambda self, action: waits.append(queue.deadline)})()]
     for _ in range(2):
         network.lane(edge, Direction.FORWARD).put(torch.ones(8, WIDTH, requires_grad=True))

@@ -17,7 +17,17 @@ from pipegrid.transport.job import JobTopology
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Direction, Edge
 
-_METHODS = ("collective", "batch", "in_order", "neighbours", "check", "abort", "close")
+_METHODS = (
+    "port_across",
+    "collective",
+    "batch",
+    "in_order",
+    "neighbours",
+    "neighbours_across",
+    "check",
+    "abort",
+    "close",
+)
 
 
 class AdaptedCommunicator(Communicator):

@@ -87,6 +87,17 @@ class Communicator:
         """
         raise P2PUsageError(f"{type(self).__name__} has no port for edge {edge} {direction.name.lower()}")
 
+    def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
+        """`port` of an edge whose other end is in another replica, where routes move a unit there or back.
+
+        Raises:
+            P2PUsageError: no data goes from one replica to another.
+        """
+        raise P2PUsageError(
+            f"{type(self).__name__} has no port to replica {replica} for edge {edge} {direction.name.lower()}; it "
+            "moves data within one replica"
+        )
+
     def isend(self, payload: Payload, *, edge: Edge, direction: Direction) -> Handle:
         """Start sending along ``edge`` (forward) or against it (backward)."""
         return self.port(edge, direction).isend(payload)
@@ -126,6 +137,14 @@ class Communicator:
         """The handshake before a step with the ranks at the other ends of ``edges``; None compares nothing."""
         del edges
         return None
+
+    def neighbours_across(self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]) -> Handshake | None:
+        """`neighbours`, and those at the other ends of the edges of ``across`` in other replicas, each with that.
+
+        By default those of this replica alone.
+        """
+        del across
+        return self.neighbours(edges)
 
     def check(self) -> None:
         """Raise if a transfer has failed since it was waited for."""

@@ -17,8 +17,8 @@ from pipegrid.schedules.plan import Action, ActionKind
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-from pipegrid.transport.edge import Direction, Edge
 
 Call: TypeAlias = Callable[[], None]
 Effect: TypeAlias = Callable[[Action, Call], None]
@@ -44,25 +44,25 @@ class Bound:
 
 def forward(at: BoundPosition, action: Action) -> Bound:
     """``F``: the stage's forward, on what has arrived."""
-    runner, piece = at.runners[action.stage], at.plan.piece_of(action)
+    runner, piece = at.runner(action), at.plan.piece_of(action)
     return Bound(action, partial(StageRunner.forward, runner, piece), _arrivals(runner.arriving, piece))
 
 
 def backward(at: BoundPosition, action: Action) -> Bound:
     """``B``: gradients of inputs and parameters at once."""
-    runner, piece = at.runners[action.stage], at.plan.piece_of(action)
+    runner, piece = at.runner(action), at.plan.piece_of(action)
     return Bound(action, partial(StageRunner.backward, runner, piece), _arrivals(runner.gradients_in, piece))
 
 
 def backward_inputs(at: BoundPosition, action: Action) -> Bound:
     """``I``: the gradients of inputs, which the stage before waits for."""
-    runner, piece = at.runners[action.stage], at.plan.piece_of(action)
+    runner, piece = at.runner(action), at.plan.piece_of(action)
     return Bound(action, partial(StageRunner.backward_inputs, runner, piece), _arrivals(runner.gradients_in, piece))
 
 
 def backward_weights(at: BoundPosition, action: Action) -> Bound:
     """``W``: the gradients of parameters, later; of a sharded stage once these are gathered (no hook waits there)."""
-    run = partial(StageRunner.backward_weights, at.runners[action.stage], at.plan.piece_of(action))
+    run = partial(StageRunner.backward_weights, at.runner(action), at.plan.piece_of(action))
     if action.stage not in at.sharded:
         return Bound(action, run)
     gathered = at.sharded[action.stage].wait
@@ -70,20 +70,22 @@ def backward_weights(at: BoundPosition, action: Action) -> Bound:
 
 
 def send(at: BoundPosition, action: Action) -> Bound:
-    """``SEND_F``, ``SEND_B``: post the send of what a compute has put into its queue."""
-    queue = at.sends[_way(action)]
-    run = partial(SendQueue.send, queue, at.plan.piece_of(action), action)
-    return Bound(action, run, (partial(SendQueue.make_room, queue),))
+    """``SEND_F``, ``SEND_B``: post the send of what a compute has put into its queue, to each that needs it."""
+    queues, piece = at.sends_of(action), at.plan.piece_of(action)
+    runs = [partial(SendQueue.send, queue, piece, action) for queue in queues]
+    return Bound(action, _at_once(at, runs), tuple([partial(SendQueue.make_room, queue) for queue in queues]))
 
 
 def receive(at: BoundPosition, action: Action) -> Bound:
     """``RECV_F``, ``RECV_B``: post the receive; the compute that takes the payload waits for it."""
-    return Bound(action, partial(RecvQueue.receive, at.receives[_way(action)], at.plan.piece_of(action), action))
+    piece = at.plan.piece_of(action)
+    runs = [partial(RecvQueue.receive, queue, piece, action) for queue in at.receives_of(action)]
+    return Bound(action, _at_once(at, runs))
 
 
 def collective(at: BoundPosition, action: Action) -> Bound:
     """``COLLECTIVE``: an exchange among ranks that hold both stages."""
-    sends, receives = at.sends.get(_way(action)), at.receives.get(_way(action))
+    sends, receives = next(iter(at.sends_of(action)), None), next(iter(at.receives_of(action)), None)
     room = () if sends is None else (partial(SendQueue.make_room, sends),)
     run = partial(exchange, at.plan.piece_of(action), action, at.communicator, sends, receives)
     return Bound(action, run, room)
@@ -111,17 +113,17 @@ def reduce_grad(at: BoundPosition, action: Action) -> Bound:
 
 def offload(at: BoundPosition, action: Action) -> Bound:
     """``OFFLOAD``: start to copy what a forward has saved to the host."""
-    return Bound(action, partial(at.runners[action.stage].flight.offload, at.plan.piece_of(action)))
+    return Bound(action, partial(at.runner(action).flight.offload, at.plan.piece_of(action)))
 
 
 def release(at: BoundPosition, action: Action) -> Bound:
     """``RELEASE``: wait for that copy, and free the memory of the device."""
-    return Bound(action, partial(at.runners[action.stage].flight.release, at.plan.piece_of(action)))
+    return Bound(action, partial(at.runner(action).flight.release, at.plan.piece_of(action)))
 
 
 def reload(at: BoundPosition, action: Action) -> Bound:
     """``RELOAD``: start to copy it back, for the backward."""
-    return Bound(action, partial(at.runners[action.stage].flight.reload, at.plan.piece_of(action)))
+    return Bound(action, partial(at.runner(action).flight.reload, at.plan.piece_of(action)))
 
 
 EFFECTS: Mapping[ActionKind, Callable[[BoundPosition, Action], Bound]] = {
@@ -179,11 +181,23 @@ def in_turn(calls: Sequence[Call]) -> Call:
     return run
 
 
-def _arrivals(queues: Iterable[RecvQueue], piece: int) -> tuple[Call, ...]:
-    return tuple([partial(RecvQueue.wait, queue, piece) for queue in queues if not queue.local])
+def batched(at: BoundPosition, calls: Sequence[Call]) -> Call:
+    """One call of several, whose transfers start as one batch."""
+    batch, inside = at.communicator.batch, in_turn(calls)
+
+    def run() -> None:
+        with batch():
+            inside()
+
+    return run
 
 
-def _way(action: Action) -> tuple[Edge, Direction]:
-    assert action.edge is not None  # by Action's own validation, as each direction
-    assert action.direction is not None
-    return action.edge, action.direction
+def _at_once(at: BoundPosition, runs: Sequence[Call]) -> Call:
+    """The call of an action of one message, or of several, none of which waits for another."""
+    if len(runs) == 1:
+        return runs[0]
+    return batched(at, runs) if at.communicator.batches else in_turn(runs)
+
+
+def _arrivals(queues: Iterable[RecvQueue | LentQueue], piece: int) -> tuple[Call, ...]:
+    return tuple([partial(queue.wait, piece) for queue in queues if not queue.local])

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.5
 
 @define(eq=False)
 class StepAgreement:
-    """The handshake of this rank with those at the other ends of ``edges``.
+    """The handshake of this rank with those at the other ends of ``edges``, and ``across`` of edges to other replicas.
 
     Where the communicator has no ``neighbours(edges)`` (positions within one process) nothing is compared.
     ``deadline`` bounds every handshake in seconds, but for the first one's connecting (`Lanes.neighbours`).
@@ -36,6 +36,7 @@ class StepAgreement:
     plan: Plan
     communicator: Communicator
     edges: tuple[Edge, ...]
+    across: tuple[tuple[Edge, int], ...]
     rank: int | None
     deadline: float
     _handshake: Handshake | None = field(default=None, init=False)
@@ -56,7 +57,9 @@ class StepAgreement:
         try:
             if not self._connected:
                 self._connected = True
-                if self.edges:
+                if self.across:
+                    self._handshake = self.communicator.neighbours_across(self.edges, self.across)
+                elif self.edges:
                     self._handshake = self.communicator.neighbours(self.edges)
             if self._handshake is None:
                 return

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind
+from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
 from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_sharded
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-from pipegrid.schedules.verify import Dataflow, dataflow_of
 from pipegrid.transport import streams
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.edge import Edge
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class BoundPosition:
-    """The queues and the stages of one position, on which its actions work.
+    """The queues and the stages of one position, or actor, on which its actions work.
 
     Attributes:
-        receives: a queue per flow that a stage here consumes, by edge and direction.
-        sends: a queue per flow that a stage here produces.
-        runners: the computes of each stage here, by its number.
+        number: of the position, or of the actor where the plan has routes.
+        receives: a queue per way by which data comes to a stage here.
+        sends: a queue per way by which data leaves a stage here.
+        runners: the computes of each stage here, by its number: one per passage of its pieces.
         sharded: the stages here that the plan gathers, by their number.
         actions: of the position, in order.
         in_streams: whether the device has streams, in which messages are ordered.
@@ -55,7 +57,6 @@ class BoundPosition:
         self._deallocate, self._reuse, self._loss_scale = deallocate_outputs, reuse_buffers, loss_scale
         self.device = communicator.device
         self.in_streams = self.device is not None and streams.has_streams(self.device)
-        flows = dataflow_of(plan)
         self.actions = tuple(plan.actions(position))
         self.sharded = {
             number: ShardedStage(number, stages[number], self.actions.count(Action(ActionKind.REDUCE_GRAD, number)))
@@ -64,90 +65,154 @@ class BoundPosition:
         self._copiers: tuple[Any, Any] = (None, None)
         if self.device is not None and any(action.kind in OFFLOADING for action in self.actions):
             self._copiers = streams.new_stream(self.device), streams.new_stream(self.device)
-        self._open_queues(flows, stages, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
-        self.runners = {number: self._runner(number, stage, flows) for number, stage in stages.items()}
+        self._flows = ActorFlows(plan, position)
+        self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        self._lent: dict[Way, LentQueue] = {}
+        self._summed: dict[Way, SummedQueue] = {}
+        self._runner_of: dict[tuple[int, int], StageRunner] = {}
+        self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
 
-    def _open_queues(
-        self, flows: Dataflow, stages: Mapping[int, Stage], deadline: float | None, hooks: Sequence[MessageHook]
-    ) -> None:
-        self.receives: dict[tuple[Edge, Direction], RecvQueue] = {}
-        self.sends: dict[tuple[Edge, Direction], SendQueue] = {}
-        for flow in flows.flows:
-            way = flow.edge, flow.direction
-            local = flow.producer in stages and flow.consumer in stages and flow.group is None
-            common = (*way, self.communicator, deadline, hooks)
-            if flow.consumer in stages:
-                self.receives[way] = RecvQueue(*common, local=local)
-            if flow.producer in stages:
-                self.sends[way] = SendQueue(
-                    *common,
-                    local=self.receives[way] if local else None,
-                    in_streams=self.in_streams,
-                    num_slices=self.plan.num_slices,
-                )
+    def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook]) -> None:
+        own, self.receives, self.sends = (
+            self.number // self.plan.positions_each,
+            dict[Way, RecvQueue](),
+            dict[Way, SendQueue](),
+        )
+        for way in self._flows.receives:
+            self.receives[way] = RecvQueue(
+                way.edge,
+                way.direction,
+                self.communicator,
+                deadline,
+                hooks,
+                local=way.local,
+                replica=None if way.replica == own else way.replica,
+            )
+        for way in self._flows.sends:
+            self.sends[way] = SendQueue(
+                way.edge,
+                way.direction,
+                self.communicator,
+                deadline,
+                hooks,
+                local=self.receives[way] if way.local else None,
+                in_streams=self.in_streams,
+                num_slices=self.plan.num_slices,
+                replica=None if way.replica == own else way.replica,
+            )
 
-    def _runner(self, number: int, stage: Stage, flows: Dataflow) -> StageRunner:
-        forward, backward = Direction.FORWARD, Direction.BACKWARD
-        arriving = [self.receives[flow.edge, forward] for flow in flows.inputs(number, forward)]
-        leaving = [self.sends[flow.edge, forward] for flow in flows.outputs(number, forward)]
-        edges_in, edges_out = [queue.edge for queue in arriving], [queue.edge for queue in leaving]
-        gradients_in = [self.receives[flow.edge, backward] for flow in flows.inputs(number, backward)]
-        gradients_in.sort(key=lambda queue: edges_out.index(queue.edge))
-        gradients_out = [self.sends[flow.edge, backward] for flow in flows.outputs(number, backward)]
-        gradients_out.sort(key=lambda queue: edges_in.index(queue.edge))
-        trains = number not in self.plan.forward_only
-        # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
-        # one that was handed over on this position may be needed longer, by the W of the stage that has it.
-        answered = [queue.edge for queue in gradients_in]
-        returned = all(queue.edge in answered and queue.local is None for queue in leaving)
-        for queue in arriving:
-            queue.lends = self._reuse and trains and returned and not queue.local
+    def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
+        """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
+        plan, flows = self.plan, self._flows.flows
+        pieces = plan.pieces_at(number, self.number)
+        for way, call_of in self._flows.calls(number).items():
+            calls = SharedCalls(call_of)
+            self._lent[way] = LentQueue(self.receives[way], calls)
+            if way.back in self.sends:
+                self._summed[way.back] = SummedQueue(self.sends[way.back], calls)
+        passing: dict[Passage, list[int]] = {}
+        for piece in pieces if flows.routed else (0,):
+            passing.setdefault(self._flows.passage(number, piece), []).append(piece)
+        edges = [edge for edge in plan.graph.stage_edges if edge.source == number]
         flight = ActivationsInFlight(
             number,
             stage,
-            self.plan.num_pieces,
-            self.plan.num_slices,
-            answered=[edges_out.index(edge) for edge in answered],
-            gradient_edges=answered,
+            len(pieces),
+            plan.num_slices,
+            gradient_edges=[edge for edge in edges if edge in plan.gradient_edges],
             splits=any(a.kind is ActionKind.I and a.stage == number for a in self.actions),
             copiers=self._copiers,
         )
+        deallocation = Deallocation(number) if self._deallocate else None
+        runners = [
+            self._runner(number, passage, own[0], stage, flight, deallocation, edges)
+            for passage, own in passing.items()
+        ]
+        unread = tuple(dict.fromkeys(each for runner in runners for each in runner.unread))
+        for runner, own in zip(runners, passing.values(), strict=True):
+            runner.unread = unread
+            self._runner_of.update({(number, piece): runner for piece in own})
+        return tuple(runners)
+
+    def _runner(
+        self,
+        number: int,
+        passage: Passage,
+        first: int,
+        stage: Stage,
+        flight: ActivationsInFlight,
+        deallocation: Deallocation | None,
+        edges: Sequence[Edge],
+    ) -> StageRunner:
+        carries = self.plan.gradient_edges
+        leaving = [self.sends[way] for way in passage.leaving]
+        trains = number not in self.plan.forward_only
+        # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
+        # one that was handed over on this position may be needed longer, by the W of the stage that has it.
+        reuses = self._reuse and trains and all(way.edge in carries and not way.local for way in passage.leaving)
+        for way in passage.arriving:
+            self.receives[way].lends |= reuses and not way.local
         return StageRunner(
             number,
             stage,
             flight,
-            arriving=arriving,
+            arriving=[self._lent.get(way, self.receives[way]) for way in passage.arriving],
             leaving=leaving,
-            gradients_in=gradients_in,
-            gradients_out=gradients_out,
+            gradients_in=[self.receives[way.back] for way in passage.leaving if way.edge in carries],
+            gradients_out=[
+                self._summed.get(way.back, self.sends[way.back]) for way in passage.arriving if way.edge in carries
+            ],
             trains=trains,
             loss_scale=self._loss_scale,
-            deallocation=Deallocation(number, leaving) if self._deallocate else None,
+            deallocation=deallocation,
             reduced_by_plan=number in self.sharded,
             declared=self._job.payload_edges,
+            reuses=reuses,
+            first=first,
+            skipped=frozenset(edges).difference(way.edge for way in passage.leaving),
         )
+
+    # For actions
+
+    def runner(self, action: Action) -> StageRunner:
+        """The computes of an action's stage, for its piece."""
+        return self._runner_of[action.stage, self.plan.piece_of(action) if self._flows.flows.routed else 0]
+
+    def sends_of(self, action: Action) -> list[SendQueue]:
+        """The queues of what an action sends, one per partner in another replica or in its own."""
+        return [self.sends[way] for way in self._flows.ways_of(action, sends=True)]
+
+    def receives_of(self, action: Action) -> list[RecvQueue]:
+        """The queues of what an action receives."""
+        return [self.receives[way] for way in self._flows.ways_of(action, sends=False)]
 
     @property
     def outside(self) -> tuple[Edge, ...]:
-        """The edges whose payloads come from or go to other positions."""
-        local = {queue.edge for queue in self.receives.values() if queue.local}
-        return tuple(sorted({edge for edge, _ in (*self.receives, *self.sends)} - local))
+        """The edges whose payloads come from or go to other positions of this replica."""
+        return tuple(sorted({queue.edge for queue in self._queues if not queue.local and queue.replica is None}))
+
+    @property
+    def across(self) -> tuple[tuple[Edge, int], ...]:
+        """The edges whose payloads come from or go to another replica, each with that."""
+        return tuple(sorted({(queue.edge, queue.replica) for queue in self._queues if queue.replica is not None}))
+
+    @property
+    def _queues(self) -> list[RecvQueue | SendQueue]:
+        return [*self.receives.values(), *self.sends.values()]
 
     # Of a step
 
     def begin(self, *, training: bool) -> None:
         """Drop the state of an earlier step."""
-        for receives in self.receives.values():
-            receives.begin()
-        for sends in self.sends.values():
-            sends.begin()
-        for runner in self.runners.values():
-            runner.begin(training=training)
+        for queue in (*self._queues, *self._lent.values(), *self._summed.values()):
+            queue.begin()
+        for runners in self.runners.values():
+            for runner in runners:
+                runner.begin(training=training)
 
     def set_deadline(self, seconds: float | None) -> None:
         """Give every message this deadline; None is the communicator's own."""
-        queues: list[RecvQueue | SendQueue] = [*self.receives.values(), *self.sends.values()]
-        for queue in queues:
+        for queue in self._queues:
             queue.deadline = seconds
 
     def settle(self) -> None:

@@ -38,18 +38,27 @@ def prove(plan: Plan | Proof, job: JobTopology) -> Proof:
     return verify(plan.plan, rendezvous=plan.rendezvous, lanes=kind, batches=batches)
 
 
-def position_of(plan: Plan, stages: Iterable[int]) -> int:
-    """The position of ``plan`` that holds exactly ``stages``.
+def position_of(plan: Plan, stages: Iterable[int], replica: int | None = None) -> int:
+    """The position of ``plan`` that holds exactly ``stages``; with routes, the actor of ``replica`` that does.
 
     Raises:
-        StepArgumentError: there is none; the message lists what each position holds. Or it is not a plan.
+        StepArgumentError: there is none; the message lists what each position holds. Or it is not a plan, or has routes
+            and no replica is given, or one that it does not have.
     """
     require_plan(plan, error=StepArgumentError)
     wanted, held = frozenset(stages), [frozenset(present) for present in plan.stages_at]
+    what, first = "position", 0
+    if plan.routes is not None:
+        if replica is None or replica not in range(plan.num_replicas):
+            raise StepArgumentError(
+                f"replica is {shown(replica)}, and the plan has routes; give this rank's, in 0..{plan.num_replicas - 1}"
+            )
+        what, first = f"in replica {replica} position", replica * plan.positions_each
+        held = held[first : first + plan.positions_each]
     if wanted not in held:
-        table = ", ".join(f"position {position}: {sorted(present)}" for position, present in enumerate(held))
+        table = ", ".join(f"{what} {position}: {sorted(present)}" for position, present in enumerate(held))
         raise StepArgumentError(f"this rank has stages {sorted(wanted)}, but the plan has {table}")
-    return held.index(wanted)
+    return first + held.index(wanted)
 
 
 def reducer_name(action: Action) -> int | str:
@@ -85,7 +94,7 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
     """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
 
     Raises:
-        StepArgumentError: computes alone; routes; other reducers than those of the plan; a communicator that lacks a
+        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a
             verb of the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is
             missing, or that the runtime cannot execute.
     """
@@ -93,11 +102,6 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
         raise StepArgumentError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
             "the messages"
-        )
-    if plan.routes is not None:
-        raise StepArgumentError(
-            "the plan has routes, and a runtime runs plans in which all replicas act alike; such a plan is verified, "
-            "simulated and drawn"
         )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:

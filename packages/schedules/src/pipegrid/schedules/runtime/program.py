@@ -10,8 +10,8 @@ from functools import partial
 
 from attrs import define, frozen
 
-from pipegrid.schedules.plan import Action, ActionKind, actions_of
-from pipegrid.schedules.runtime.actions import Bound, Call, Effect, bind, in_turn
+from pipegrid.schedules.plan import Action, ActionKind, Actor, Plan, actions_of
+from pipegrid.schedules.runtime.actions import Bound, Call, Effect, batched, bind
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.stages.hooks import Hook, HostLead
 from pipegrid.schedules.runtime.stages.sharded import in_evaluation
@@ -64,10 +64,12 @@ class Cursor:
     """Where a rank is in its program, for errors, the monitor and the flight recorder: the call that runs.
 
     Attributes:
+        plan: what is run; ``position``: of this rank, or its actor.
         rank: this rank; None in one process.
         at: the number of the call; -1 before the first.
     """
 
+    plan: Plan
     rank: int | None
     position: int
     program: Program
@@ -85,12 +87,18 @@ class Cursor:
     def where(self) -> str:
         """The place in the plan: "position 1, step 12 of 40: 1F3"."""
         if self.at < 0:
-            return f"position {self.position}, before its first action"
+            return f"{self._place}, before its first action"
         if self.at >= len(self.program.calls):
-            return f"position {self.position}, past its last action"
+            return f"{self._place}, past its last action"
         step = self.program.step_of[self.at]
         work = " ".join(map(str, self.program.steps[step]))
-        return f"position {self.position}, step {step + 1} of {len(self.program.steps)}: {work}"
+        return f"{self._place}, step {step + 1} of {len(self.program.steps)}: {work}"
+
+    @property
+    def _place(self) -> str:
+        if self.plan.routes is None:
+            return f"position {self.position}"
+        return f"actor {Actor(*divmod(self.position, self.plan.positions_each)[::-1])}"
 
     @property
     def who(self) -> str:
@@ -101,7 +109,9 @@ class Cursor:
             parts.append(f"stage {action.stage}")
             if action.microbatch is not None:
                 slice_ = "" if action.slice is None else f", slice {action.slice}"
-                parts.append(f"microbatch {action.microbatch}{slice_}")
+                routes = self.plan.routes
+                unit = f"microbatch {action.microbatch}" if routes is None else f"unit {routes.name(action.microbatch)}"
+                parts.append(f"{unit}{slice_}")
         return ", ".join(parts) or "this process"
 
 
@@ -123,17 +133,7 @@ def _program(at: BoundPosition, steps: Sequence[Sequence[Bound]], hooks: Sequenc
     if at.in_streams and at.device is not None:
         actions = [bound.action for bounds in steps for bound in bounds]
         hooks = (HostLead(actions, at.device), *hooks)
-    return Program.of(steps, hooks, partial(_batched, at) if at.communicator.batches else None)
-
-
-def _batched(at: BoundPosition, calls: Sequence[Call]) -> Call:
-    batch, inside = at.communicator.batch, in_turn(calls)
-
-    def run() -> None:
-        with batch():
-            inside()
-
-    return run
+    return Program.of(steps, hooks, partial(batched, at) if at.communicator.batches else None)
 
 
 def _goes_forward(action: Action) -> bool:

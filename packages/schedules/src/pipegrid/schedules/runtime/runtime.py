@@ -81,6 +81,8 @@ class PipelineRuntime:
         stages: this rank's stages by global number: exactly those that one position of the plan holds.
         communicator: moves payloads along the plan's edges: a `Communicator`, or any object with ``isend``,
             ``irecv`` and ``batch``; None where all stages are here.
+        replica: of this rank, where the plan has routes; it runs position p of replica r as actor ``p + r *
+            plan.positions_each``, and microbatches are units.
         hooks: called around every action, in order.
         reducers: the effect of a ``REDUCE`` (tied parameters), by its group, or by stage where it has none.
         deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
@@ -105,6 +107,7 @@ class PipelineRuntime:
         stages: Mapping[int, Stage],
         communicator: Communicator | PipelineCommunicator | None,
         *,
+        replica: int | None = None,
         hooks: Sequence[Hook] = (),
         reducers: Mapping[int | str, Callable[[], None]] | None = None,
         deallocate_outputs: bool = False,
@@ -120,7 +123,7 @@ class PipelineRuntime:
         deadline = checked(deadline, Seconds | None, "deadline", RuntimeArgumentError)
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
-        self.position = position_of(self.plan, stages)
+        self.position = position_of(self.plan, stages, replica)
         require_stages(stages, self.plan.num_slices)
         alone, communicator = communicator is None, as_communicator(communicator)
         require_runnable(self.plan, self.position, communicator, reducers)
@@ -143,10 +146,10 @@ class PipelineRuntime:
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
         rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
-            self.plan, communicator, self._bound.outside, rank, deadline or communicator.deadline
+            self.plan, communicator, self._bound.outside, self._bound.across, rank, deadline or communicator.deadline
         )
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
-        self._cursor = Cursor(rank, self.position, self._program)
+        self._cursor = Cursor(self.plan, rank, self.position, self._program)
         self._failures = StepFailures(
             self.plan,
             self._bound,
@@ -202,7 +205,7 @@ class PipelineRuntime:
         The cost of that is in forwards of a position, where ``F``, ``I`` and ``W`` take one each.
         """
         lines = [str(self.proof)]
-        whole = [number for number, runner in self._bound.runners.items() if runner.compiled]
+        whole = [number for number, own in self._bound.runners.items() if any(runner.compiled for runner in own)]
         if whole:
             costs, count = unit_costs(self.plan), self.plan.num_stages
             shares = costs.per_stage("I", count)

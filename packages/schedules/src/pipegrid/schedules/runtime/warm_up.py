@@ -91,15 +91,17 @@ def warm_up_stages(
             f"warm_up() of a plan with {what}; call warm_up(modules, forward) of pipegrid.schedules with a forward of "
             "your own"
         )
-    for number, runner in bound.runners.items():
-        lacking = [str(edge) for edge, _, _ in runner.incoming if edge not in payloads]
+    for number, runners in bound.runners.items():
+        needed = dict.fromkeys(edge for runner in runners for edge, _, _ in runner.incoming)
+        lacking = [str(edge) for edge in needed if edge not in payloads]
         if lacking:
             raise RuntimeArgumentError(f"no payload for edge {', '.join(lacking)}, which stage {number} receives")
-    for number, runner in bound.runners.items():
+    for number, runners in bound.runners.items():
         stage = stages[number]
-        inputs = {edge: _received(payloads[edge], differentiated=back) for edge, _, back in runner.incoming}
         modules = [module for _, module in modules_of(stage)]
-        warm_up(modules, partial(stage.forward, 0, inputs), backward=runner.trains)
+        for runner in runners:
+            inputs = {edge: _received(payloads[edge], differentiated=back) for edge, _, back in runner.incoming}
+            warm_up(modules, partial(stage.forward, runner.first, inputs), backward=runner.trains)
 
 
 def _received(payload: Payload, *, differentiated: bool) -> Payload:

@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Deallocation:
-    """Judges the outputs of stage ``number``, which leave along the edges of ``leaving``."""
+    """Judges the outputs of stage ``number``."""
 
     number: int
-    leaving: Sequence[SendQueue]
     _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
 
     def begin(self) -> None:
         """Forget the outputs of earlier steps that are gone."""
         self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
 
-    def pending(self, payloads: Sequence[Payload], loss: torch.Tensor | None) -> PendingFree:
+    def pending(
+        self, leaving: Sequence[SendQueue], payloads: Sequence[Payload], loss: torch.Tensor | None
+    ) -> PendingFree:
         """The outputs of one forward that leave by message, whose storage goes when they have left."""
-        sent = [payload for queue, payload in zip(self.leaving, payloads, strict=True) if queue.local is None]
+        sent = [payload for queue, payload in zip(leaving, payloads, strict=True) if queue.local is None]
         # An input passed straight on is a leaf: its storage is not ours.
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():

@@ -20,7 +20,7 @@ from pipegrid.transport.protocol import ReusableReceive
 if TYPE_CHECKING:
     from pipegrid.schedules.plan.actions import Action
     from pipegrid.schedules.runtime.stages.hooks import MessageHook
-    from pipegrid.transport.base import Communicator
+    from pipegrid.transport.base import Communicator, Port
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
 _UNDER_WAY = 2
@@ -45,7 +45,10 @@ class PendingFree:
 
 @define(eq=False)
 class RecvQueue:
-    """Payloads that arrive along an edge, by a posted receive or (``local``) from a stage on the same position."""
+    """Payloads that arrive along an edge, by a posted receive or (``local``) from a stage on the same position.
+
+    ``replica``: that of the other end; None is this rank's own.
+    """
 
     edge: Edge
     direction: Direction
@@ -59,6 +62,7 @@ class RecvQueue:
     _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
     unread: Unread | None = None
     """The payloads of a stage on the same position."""
+    replica: int | None = None
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _arrived: dict[int, Payload] = field(factory=dict, init=False)
 
@@ -72,7 +76,7 @@ class RecvQueue:
         """``RECV_F`` or ``RECV_B``: post the receive."""
         irecv = self._irecv
         if irecv is None:
-            irecv = self._irecv = self.communicator.port(self.edge, self.direction).irecv
+            irecv = self._irecv = _port(self).irecv
         self._posted[piece] = action, irecv()
 
     def expect(self, piece: int, action: Action, handle: ReceiveHandle) -> None:
@@ -114,7 +118,7 @@ class SendQueue:
     for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
     where no hook asks for their ends, since several waits in a row cost little more than one.
     On a device with streams (``in_streams``) no send is waited for before the end of the step: the host's lead bounds
-    those under way.
+    those under way. ``replica``: that of the other end; None is this rank's own.
     """
 
     edge: Edge
@@ -125,6 +129,7 @@ class SendQueue:
     local: RecvQueue | None = None
     in_streams: bool = False
     num_slices: int = 1
+    replica: int | None = None
     unread: Unread = field(init=False)
     _isend: Callable[[Payload], Handle] | None = field(default=None, init=False)
     _frees: dict[int, PendingFree] = field(factory=dict, init=False)
@@ -159,7 +164,7 @@ class SendQueue:
         payload = self.unread.take(piece)
         isend = self._isend
         if isend is None:
-            isend = self._isend = self.communicator.port(self.edge, self.direction).isend
+            isend = self._isend = _port(self).isend
         outstanding.append((piece, action, isend(payload)))
         if isinstance(payload, torch.Tensor) and not self.hooks and not self.in_streams:
             self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
@@ -195,6 +200,12 @@ class SendQueue:
     def sent(self, piece: int, action: Action, handle: Handle) -> None:
         """Note a send that was posted elsewhere (a collective)."""
         self._sent.append((piece, action, handle))
+
+
+def _port(queue: RecvQueue | SendQueue) -> Port:
+    if queue.replica is None:
+        return queue.communicator.port(queue.edge, queue.direction)
+    return queue.communicator.port_across(queue.edge, queue.direction, queue.replica)
 
 
 def exchange(

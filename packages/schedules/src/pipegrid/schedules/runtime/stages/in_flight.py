@@ -62,7 +62,7 @@ class ActivationsInFlight:
 
     Attributes:
         num_pieces: forwards of a step.
-        answered: of the outgoing edges, the numbers of those by which gradients come, and ``gradient_edges`` these.
+        gradient_edges: the outgoing edges by which gradients come.
         splits: whether the plan runs backwards in halves.
         copiers: the streams of copies to the host and back; None on a device without streams.
         live: the pieces, by number.
@@ -75,7 +75,6 @@ class ActivationsInFlight:
     stage: Stage
     num_pieces: int
     num_slices: int
-    answered: Sequence[int]
     gradient_edges: Sequence[Edge]
     splits: bool
     copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)
@@ -111,8 +110,9 @@ class ActivationsInFlight:
         payloads: Sequence[Payload],
         loss: torch.Tensor | None,
         part: Slice | None,
+        answered: Sequence[int],
     ) -> None:
-        """Keep what the backward of a forward needs.
+        """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number.
 
         Raises:
             StageOutputError, LossError: what the stage returned has no backward, or none in halves.
@@ -120,12 +120,12 @@ class ActivationsInFlight:
         if loss is not None or not payloads:  # a last stage
             check_loss(loss, self.number, self.name(piece))
         roots: list[Sequence[Root | None]] = []
-        for index in self.answered:
+        for index in answered:
             payload = payloads[index]
             roots.append((_root(payload),) if isinstance(payload, torch.Tensor) else [*map(_root, flatten(payload))])
         live = self.live[piece] = InFlight(inputs, roots, loss, part)
         if not self._rooted:
-            self._require_root(live, payloads)
+            self._require_root(live, [payloads[index] for index in answered])
         if self.splits and not self._looked_at:
             self._looked_at = True
             self.require_splittable(input_path_of(live.starts(), differentiable(live.inputs)))
@@ -160,7 +160,7 @@ class ActivationsInFlight:
         """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
-    def _require_root(self, live: InFlight, payloads: Sequence[Payload]) -> None:
+    def _require_root(self, live: InFlight, answered: Sequence[Payload]) -> None:
         """Raise if no output of the first step has a graph, although the stage has parameters to train.
 
         Judged at the last forward: one microbatch alone may well need no gradient (a text without images).
@@ -168,7 +168,7 @@ class ActivationsInFlight:
         if live.loss is not None or any(root is not None for part in live.roots for root in part):
             self._rooted = True
             return
-        sent = flatten([payloads[index] for index in self.answered])
+        sent = flatten(list(answered))
         self._rootless += any(tensor is not None for tensor in sent)
         if self._rootless == self.num_pieces and (name := trainable(self.stage)) is not None:
             edges = ", ".join(map(str, self.gradient_edges))

@@ -62,11 +62,17 @@ class SlicedStage(Protocol):
 
 
 def payloads_of(
-    produced: Any, edges: Sequence[Edge], stage: int, microbatch: int | str, declared: AbstractSet[Edge] = frozenset()
+    produced: Any,
+    edges: Sequence[Edge],
+    stage: int,
+    microbatch: int | str,
+    declared: AbstractSet[Edge] = frozenset(),
+    skipped: AbstractSet[Edge] = frozenset(),
 ) -> Sequence[Payload]:
     """The payloads that a forward returned, one for each of ``edges``, in their order.
 
-    The communicator checks those of ``declared`` edges.
+    The communicator checks those of ``declared`` edges. Those of ``skipped`` edges, which the unit does not take, may
+    be there as well.
 
     Raises:
         StageOutputError: another type than `Forwarded`, or a payload that is not made of tensors.
@@ -85,12 +91,13 @@ def payloads_of(
             f"the forward of stage {stage} returned {describe(produced)} for microbatch {microbatch}; return "
             "Forwarded({edge: payload, ...}, loss), with a payload for each outgoing edge, or no edge and the loss"
         )
-    if outputs.keys() != set(edges):
+    if outputs.keys() != set(edges) and outputs.keys() - skipped != set(edges):
         raise StepArgumentError(
             f"the forward of stage {stage} returned outputs for {sorted(map(str, outputs))} for microbatch "
             f"{microbatch}; the plan has edges {sorted(map(str, edges))}"
         )
-    for edge, payload in outputs.items():
+    for edge in edges:
+        payload = outputs[edge]
         if not isinstance(payload, torch.Tensor) and edge not in declared:
             tensors_of(
                 f"the output of stage {stage} on edge {edge} for microbatch {microbatch}", payload, StageOutputError

@@ -22,6 +22,7 @@ from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
 from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.stages.reentrant import reentrant_trap
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (
     Forwarded,
@@ -50,22 +51,27 @@ class StageRunner:
             of incoming ones, in the order of ``arriving``.
         trains: whether the stage runs a backward.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
-        declared: edges whose payloads are declared.
+        declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
+        first: of its pieces.
+        reuses: receive buffers are given back after the backward of their piece.
         deallocation: frees outputs after their send; None where they are left.
     """
 
     number: int
     stage: Stage
     flight: ActivationsInFlight
-    arriving: Sequence[RecvQueue]
+    arriving: Sequence[RecvQueue | LentQueue]
     leaving: Sequence[SendQueue]
     gradients_in: Sequence[RecvQueue]
-    gradients_out: Sequence[SendQueue]
+    gradients_out: Sequence[SendQueue | SummedQueue]
     trains: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     deallocation: Deallocation | None = None
     reduced_by_plan: bool = False
     declared: AbstractSet[Edge] = frozenset()
+    skipped: AbstractSet[Edge] = frozenset()
+    reuses: bool = False
+    first: int = 0
     training: bool = False
     compiled: bool = field(default=False, init=False)
     """Whether a compiled region has made a backward in halves run whole at I."""
@@ -75,9 +81,11 @@ class StageRunner:
     _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
     _outgoing: tuple[Edge, ...] = field(init=False)
-    _lending: tuple[RecvQueue, ...] = field(init=False)
+    _lending: tuple[RecvQueue | LentQueue, ...] = field(init=False)
     _resume: Callable[[Slice], None] | None = field(init=False)
-    _unread: tuple[Unread, ...] = field(init=False)
+    unread: tuple[Unread, ...] = field(init=False)
+    """What the stage has returned, also for pieces of other runners, and is not read yet."""
+    _answers: tuple[int, ...] = field(init=False)  # of the outgoing edges those by which gradients come
     _answered: tuple[Unread, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -88,10 +96,12 @@ class StageRunner:
         # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
         sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._whole = False if self.reduced_by_plan else True if sharded else None
-        self._lending = tuple(queue for queue in self.arriving if queue.lends)
+        self._lending = tuple(queue for queue in self.arriving if queue.lends) if self.reuses else ()
         self._resume = getattr(self.stage, "resume", None)
-        self._unread = tuple(queue.unread for queue in (*self.leaving, *self.gradients_out))
-        self._answered = tuple(self.leaving[index].unread for index in self.flight.answered)
+        self.unread = tuple(queue.unread for queue in (*self.leaving, *self.gradients_out))
+        answering = {queue.edge for queue in self.gradients_in}
+        self._answers = tuple(index for index, edge in enumerate(self._outgoing) if edge in answering)
+        self._answered = tuple(self.leaving[index].unread for index in self._answers)
 
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
@@ -102,7 +112,7 @@ class StageRunner:
 
     def forward(self, piece: int) -> None:
         """``F``."""
-        for unread in self._unread:  # the stage may write what it returned before
+        for unread in self.unread:  # the stage may write what it returned before
             if unread.kept:
                 unread.settle()
         inputs: dict[Edge, Payload] = {}
@@ -139,14 +149,14 @@ class StageRunner:
                 raise
             raise found from error
         name = piece if part is None else self.flight.name(piece)
-        payloads = payloads_of(produced, self._outgoing, self.number, name, self.declared)
+        payloads = payloads_of(produced, self._outgoing, self.number, name, self.declared, self.skipped)
         if part is not None:
             part.close()
         pending = None
         if self.training:
-            self.flight.keep(piece, kept, payloads, produced.loss, part)
+            self.flight.keep(piece, kept, payloads, produced.loss, part, self._answers)
             if self.deallocation is not None and not (part is not None and part.keeps):  # may share its storage
-                pending = self.deallocation.pending(payloads, produced.loss)
+                pending = self.deallocation.pending(self.leaving, payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.flight.kept[piece // self._num_slices]
         aliased: dict[int, Aliased] = {}
@@ -157,7 +167,7 @@ class StageRunner:
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""
         live = self.flight.take(piece)
-        for unread in self._unread:  # the backward may write what the stage returned before
+        for unread in self.unread:  # the backward may write what the stage returned before
             if unread.kept:
                 unread.settle()
         for unread in self._answered:

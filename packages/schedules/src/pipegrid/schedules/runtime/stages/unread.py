@@ -70,7 +70,7 @@ class Unread:
             aliased = without_graph(payload, local=self.local)
         kept, marks = self.kept[microbatch] = aliased
         if isinstance(marks, list):
-            for tensor, mark in zip(_tensors(kept), marks, strict=True):
+            for tensor, mark in zip(tensors_in_order(kept), marks, strict=True):
                 if mark[1]:
                     self._place(microbatch, tensor, mark[1], payload)
         elif marks[1]:
@@ -195,7 +195,7 @@ def _as_leaf(payload: Payload, marks: Marks) -> Payload:
 
 def _may_change(payload: Payload, address: int) -> bool:
     """Whether memory that comes a second time is none of a parameter's, of which a view has a graph."""
-    for tensor in _tensors(payload):
+    for tensor in tensors_in_order(payload):
         if tensor.data_ptr() == address:
             base = tensor._base  # noqa: SLF001 -- the documented way to ask for it
             if base is None or base.grad_fn is not None or not base.requires_grad:
@@ -203,7 +203,7 @@ def _may_change(payload: Payload, address: int) -> bool:
     return False
 
 
-def _tensors(payload: Payload) -> list[torch.Tensor]:
+def tensors_in_order(payload: Payload) -> list[torch.Tensor]:
     """The tensors in the order of `map_tensors`."""
     found: list[torch.Tensor] = []
 

@@ -1,0 +1,115 @@
+"""Passages: along which edges, and to which replicas, the data of a piece come to a stage and leave it. No torch.
+
+Where all replicas act alike, all pieces of a stage have one passage. With routes, a unit that skips a module has fewer
+edges than others, and one that moves comes from another replica, or goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from attrs import field, frozen
+
+from pipegrid.schedules.plan import Action, Plan
+from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, Dataflow, EdgeFlow, dataflow_of
+from pipegrid.transport.edge import Direction, Edge
+
+
+class Way(NamedTuple):
+    """One direction of an edge, as an actor has it: the other end is in ``replica``.
+
+    With ``local`` both ends are the actor itself.
+    """
+
+    edge: Edge
+    direction: Direction
+    replica: int
+    local: bool = False
+
+    @property
+    def back(self) -> Way:
+        """The way of the gradients."""
+        return self._replace(direction=BACKWARD)
+
+
+class Passage(NamedTuple):
+    """The ways by which activations come to a stage and leave it; gradients take the same ways back."""
+
+    arriving: tuple[Way, ...]
+    leaving: tuple[Way, ...]
+
+
+@frozen(slots=False)
+class ActorFlows:
+    """What comes to one actor of a plan and what leaves it.
+
+    Attributes:
+        actor: its number; a position, where all replicas act alike.
+        ways: all ways to the actor (``receives``) and from it (``sends``), in the order of the flows.
+    """
+
+    plan: Plan
+    actor: int
+    flows: Dataflow = field(init=False)
+    receives: tuple[Way, ...] = field(init=False)
+    sends: tuple[Way, ...] = field(init=False)
+    _by_message: Mapping[tuple[Edge, Direction, int], EdgeFlow] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        flows = dataflow_of(self.plan)
+        by_message = {
+            (flow.edge, flow.direction, piece): flow
+            for flow in flows.flows
+            for piece in (flow.pieces if flows.routed else (0,))
+        }
+        ways = [[way for flow in flows.flows for way in self._ways(flow, sends=sends)] for sends in (False, True)]
+        receives, sent = (tuple(dict.fromkeys(each)) for each in ways)
+        for name, value in (("flows", flows), ("receives", receives), ("sends", sent), ("_by_message", by_message)):
+            object.__setattr__(self, name, value)
+
+    def _ways(self, flow: EdgeFlow, *, sends: bool) -> Iterable[Way]:
+        links = [link if sends else link[::-1] for link in flow.links]
+        others = sorted(other for here, other in links if here == self.actor)
+        local = flow.group is None
+        return [
+            Way(flow.edge, flow.direction, other // self.plan.positions_each, local and other == self.actor)
+            for other in others
+        ]
+
+    def ways_of(self, action: Action, *, sends: bool) -> tuple[Way, ...]:
+        """The ways along which an action sends or receives its messages: several, where it has several partners."""
+        assert action.edge is not None  # by Action's own validation, as the direction
+        assert action.direction is not None
+        piece = self.plan.piece_of(action) if self.flows.routed else 0
+        flow = self._by_message[action.edge, action.direction, piece]
+        return tuple(dict.fromkeys(way for way in self._ways(flow, sends=sends) if not way.local))
+
+    def passage(self, stage: int, piece: int) -> Passage:
+        """The ways of the data of ``piece`` of ``stage``, which the actor computes.
+
+        Those of one edge come in the order of the first units that they serve, in which their gradients are summed.
+        """
+        arriving, leaving = (
+            [(flow, message) for flow, message in between(stage, FORWARD, piece)]
+            for between in (self.flows.arriving, self.flows.leaving)
+        )
+        return Passage(
+            tuple(dict.fromkeys(way for flow, _ in arriving for way in self._ways(flow, sends=False))),
+            tuple(way for flow, message in leaving for way in self._by_unit(flow, message)),
+        )
+
+    def calls(self, stage: int) -> dict[Way, dict[int, int]]:
+        """Of the ways to ``stage`` along which one call serves several pieces: by piece, that call."""
+        found: dict[Way, dict[int, int]] = {}
+        for piece in self.plan.pieces_at(stage, self.actor) if self.flows.routed else ():
+            for flow, message in self.flows.arriving(stage, FORWARD, piece):
+                for way in self._ways(flow, sends=False) if flow.served else ():
+                    found.setdefault(way, {})[piece] = message
+        return found
+
+    def _by_unit(self, flow: EdgeFlow, message: int) -> Iterable[Way]:
+        first: dict[int, int] = {}  # by replica
+        for place in flow.destinations:
+            first.setdefault(place // self.plan.positions_each, flow.users(message, place)[0])
+        return sorted(dict.fromkeys(self._ways(flow, sends=True)), key=lambda way: first[way.replica])

@@ -1,0 +1,138 @@
+"""Calls of a module that serve several units: one activation, lent to each; and one gradient, the sum of theirs.
+
+The queues of an edge have one payload for each call of its source. Here they are read and written by the pieces of its
+destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, field
+
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.payloads import map_tensors
+from pipegrid.schedules.runtime.stages.unread import Unread, tensors_in_order
+
+if TYPE_CHECKING:
+    from pipegrid.transport.edge import Edge
+    from pipegrid.transport.protocol import Payload
+
+
+@define(eq=False)
+class SharedCalls:
+    """``call_of``: by piece of the destination here, the call of the source whose result it needs."""
+
+    call_of: Mapping[int, int]
+    pieces: dict[int, list[int]] = field(init=False)
+    """By call its pieces here, ascending."""
+
+    def __attrs_post_init__(self) -> None:
+        self.pieces = {}
+        for piece, call in sorted(self.call_of.items()):
+            self.pieces.setdefault(call, []).append(piece)
+
+
+@define(eq=False)
+class LentQueue:
+    """A `RecvQueue` of activations, each received once and lent to the pieces of ``calls``."""
+
+    queue: RecvQueue
+    calls: SharedCalls
+    edge: Edge = field(init=False)
+    local: bool = field(init=False)
+    _held: dict[int, Payload] = field(factory=dict, init=False)
+    _taken: dict[int, int] = field(factory=dict, init=False)
+    _returned: dict[int, int] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.edge, self.local = self.queue.edge, self.queue.local
+
+    @property
+    def lends(self) -> bool:
+        """See `RecvQueue.lends`."""
+        return self.queue.lends
+
+    def begin(self) -> None:
+        """Drop the state of an earlier step."""
+        self._held.clear()
+        self._taken.clear()
+        self._returned.clear()
+
+    def wait(self, piece: int) -> None:
+        """Wait until the payload has arrived, up to the deadline."""
+        call = self.calls.call_of[piece]
+        if call not in self._held:
+            self.queue.wait(call)
+
+    def take(self, piece: int) -> Payload:
+        """The payload for ``piece``: tensors of its own, in the same memory."""
+        call = self.calls.call_of[piece]
+        if call not in self._held:
+            payload = self.queue.take(call)
+            # A stage on the same position may write its output again before the last piece has it; what has no graph is
+            # a copy already where that is so (`Unread.take`).
+            several = self.local and len(self.calls.pieces[call]) > 1
+            self._held[call] = map_tensors(payload, _copied) if several else payload
+        payload = map_tensors(self._held[call], _lent)
+        if self._is_last(call, self._taken):
+            del self._held[call]
+        return payload
+
+    def give_back(self, piece: int) -> None:
+        """Return the buffers to the communicator, after the last of their pieces."""
+        call = self.calls.call_of[piece]
+        if self._is_last(call, self._returned):
+            self.queue.give_back(call)
+
+    def _is_last(self, call: int, counts: dict[int, int]) -> bool:
+        counts[call] = counts.get(call, 0) + 1
+        return counts[call] == len(self.calls.pieces[call])
+
+
+@define(eq=False)
+class SummedQueue:
+    """A `SendQueue` of gradients, each the sum of those that the pieces of ``calls`` put, in the order of pieces."""
+
+    queue: SendQueue
+    calls: SharedCalls
+    edge: Edge = field(init=False)
+    unread: Unread = field(init=False)
+    _sums: dict[int, Payload] = field(factory=dict, init=False)
+    _early: dict[int, Payload] = field(factory=dict, init=False)  # by piece
+    _next: dict[int, int] = field(factory=dict, init=False)  # by call, how many are in its sum
+
+    def __attrs_post_init__(self) -> None:
+        self.edge, self.unread = self.queue.edge, self.queue.unread
+
+    def begin(self) -> None:
+        """Drop the state of an earlier step."""
+        self._sums.clear()
+        self._early.clear()
+        self._next.clear()
+
+    def put(self, piece: int, payload: Payload) -> None:
+        """Add ``payload`` as soon as those of earlier pieces are there; the whole sum goes to the queue."""
+        self._early[piece] = map_tensors(payload, torch.Tensor.clone)  # the stage may write it again
+        call = self.calls.call_of[piece]
+        pieces = self.calls.pieces[call]
+        while (done := self._next.get(call, 0)) < len(pieces) and pieces[done] in self._early:
+            part = self._early.pop(pieces[done])
+            self._next[call] = done + 1
+            if not done:
+                self._sums[call] = part
+                continue
+            for total, more in zip(tensors_in_order(self._sums[call]), tensors_in_order(part), strict=True):
+                total.add_(more)
+        if done == len(pieces):
+            self.queue.put(call, self._sums.pop(call))
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor

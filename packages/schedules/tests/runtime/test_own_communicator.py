@@ -94,9 +94,10 @@ class InThreads(Communicator):
         way = self.ways[edge, direction]
 
         def isend(payload):
-            message = way.message(way.sends)
-            if not message.done():
-                message.set_result(tree_map(fresh, payload))
+            message, copied = way.message(way.sends), tree_map(fresh, payload)
+            with way.lock:  # `end` may come from another thread
+                if not message.done():
+                    message.set_result(copied)
             return Sent()
 
         return Verbs(isend, lambda: Receiving(way.message(way.receives), self.deadline))

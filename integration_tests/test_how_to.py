@@ -45,7 +45,12 @@ SLOW = {"compile", "encoder_and_language", "evaluate_and_generate", "fsdp", "lor
 SLOW |= {"save_and_resume", "tensor_parallel", "test_on_ranks"}
 RANKS = {name: script(name)[2] for name in NAMES if name not in SLOW}
 ALONE = [name for name, ranks in RANKS.items() if not ranks]
-ON_RANKS = [pytest.param(name, marks=pytest.mark.ranks(ranks, deadline=240)) for name, ranks in RANKS.items() if ranks]
+PINNED = {"environment": {"backend": "gloo"}}  # it prints the name of its backend
+ON_RANKS = [
+    pytest.param(name, marks=pytest.mark.ranks(ranks, deadline=240, **PINNED.get(name, {})))
+    for name, ranks in RANKS.items()
+    if ranks
+]
 
 
 def lines(text):

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import Action, Group, Plan, PlanError, from_csv, lower, verify
-from pipegrid.schedules.orders import Launch, Message, Orders, orders_from_json, orders_of_plan, prove_order
+from pipegrid.schedules.orders import (
+    Launch,
+    Message,
+    Orders,
+    orders_from_csv,
+    orders_from_json,
+    orders_of_plan,
+    prove_order,
+)
 from pipegrid.schedules.plan import forward
 from pipegrid.transport.edge import Edge
 from pipegrid.transport.order import ORDER_MODELS
@@ -107,8 +115,13 @@ class Player:
         launches = self.found.ranks[r]
         if n and ((r, n - 1) not in self.launched or (launches[n - 1].holds and not self.has_ended(r, n - 1))):
             return False
-        if launches[n].messages or not (self.model.host_waits or self.drains):
+        if launches[n].messages or not (launches[n].waits or self.model.host_waits or self.drains):
             return True
+        if launches[n].waits:
+            sent = [(r, k, i) for k in range(n) for i, m in enumerate(launches[k].messages) if m.way == "send"]
+            return all(
+                one in self.ended for one in sent if launches[one[1]].messages[one[2]].label in launches[n].waits
+            )
         awaited = all(one in self.ended for one in self.inputs(r, n))
         return awaited and not (
             self.drains and any(launches[k].messages and not self.has_ended(r, k) for k in range(n))
@@ -116,7 +129,7 @@ class Player:
 
     def may_start(self, r, n, i):
         launches = self.found.ranks[r]
-        computes = [k for k in range(n) if not launches[k].messages]
+        computes = [k for k in range(n) if launches[k].is_compute]
         before = [
             (r, k, j)
             for k in range(n + 1)
@@ -132,8 +145,10 @@ class Player:
 
     def may_end(self, r, n, i):
         messages = self.found.ranks[r][n].messages
+        if self.found.ranks[r][n].waits:
+            return (r, n) in self.launched
         if not messages:
-            earlier = [k for k in range(n) if not self.found.ranks[r][k].messages]
+            earlier = [k for k in range(n) if self.found.ranks[r][k].is_compute]
             return (
                 (r, n) in self.launched
                 and all(one in self.ended for one in self.inputs(r, n))
@@ -164,16 +179,17 @@ class Player:
 
 
 @st.composite
-def random_orders(draw):
-    """Messages between two or three ranks, each in an order of its own; some batched, some held, some computed on."""
+def random_orders(draw, *, only_waits=False):
+    """Messages between two or three ranks, each in an order of its own; some batched, held, computed on, awaited."""
     count, groups = draw(st.integers(2, 3)), draw(st.integers(1, 2))
+    held = st.just(False) if only_waits else st.booleans()
     pairs = list(itertools.permutations(range(count), 2))
     rows = [[] for _ in range(count)]
     for number, (pair, group) in enumerate(
         draw(st.lists(st.tuples(st.sampled_from(pairs), st.integers(0, groups - 1)), min_size=1, max_size=6))
     ):
         for way, rank, peer in (("send", *pair), ("receive", *pair[::-1])):
-            rows[rank].append(Message(way, peer, f"m{number}", f"g{group}"))
+            rows[rank].append(Message(way, peer, f"m{number}", f"g{number if only_waits else group}"))
     ranks = []
     for row in rows:
         left, launches = draw(st.permutations(row)), []
@@ -182,11 +198,14 @@ def random_orders(draw):
             own, left = left[:size], left[size:]
             text = " ".join(f"{m.way} {m.label}" for m in own)
             batched = size > 1 or draw(st.booleans())
-            launches.append(Launch(text, tuple(own), batched=batched, holds=draw(st.booleans())))
-            if draw(st.booleans()):
+            launches.append(Launch(text, tuple(own), batched=batched, holds=draw(held)))
+            if draw(held):
                 seen = [m.label for one in launches for m in one.messages if m.way == "receive"]
                 needs = draw(st.sets(st.sampled_from(seen))) if seen else set()
                 launches.append(Launch("compute", needs=frozenset(needs)))
+            sent = [m.label for one in launches for m in one.messages if m.way == "send"]
+            if sent and draw(st.booleans()):
+                launches.append(Launch("wait", waits=frozenset(draw(st.sets(st.sampled_from(sent), min_size=1)))))
         ranks.append(tuple(launches))
     whole = (True,) * count
     return Orders(tuple(ranks), begins=whole, ends=whole)
@@ -203,6 +222,14 @@ def test_the_slow_player_agrees_whether_orders_end(found, model, buffered, drain
             return
         proved = False
     assert Player(found, model, buffered=buffered, drains=drains).ends() == proved
+
+
+@given(random_orders(only_waits=True), st.booleans())
+def test_the_slow_player_agrees_whether_waits_for_sends_end(found, buffered):
+    """On gloo, where nothing else holds a rank."""
+    assert Player(found, ORDER_MODELS["gloo"], buffered=buffered, drains=False).ends() == (
+        rule_of(found, "gloo", buffered=buffered) is None
+    )
 
 
 @pytest.mark.parametrize("drains", [False, True])
@@ -253,6 +280,44 @@ def test_sends_at_both_ends_hang_on_one_stream_and_pass_where_sends_are_buffered
         assert rule_of(found, model) == "cycle"
         assert rule_of(found, model, buffered=True) is None
     assert rule_of(found, "gloo") is None
+
+
+def test_a_wait_for_a_send_holds_the_host_where_the_send_alone_does_not():
+    def both(*waits):
+        return orders(
+            ["...", "0SEND_F1", *waits[:1], "2RECV_F0", "2F0"], ["...", "1SEND_F0", *waits[1:], "1RECV_F1", "1F1"]
+        )
+
+    assert rule_of(both(), "gloo") is None
+    assert rule_of(both("0WAIT_SEND_F1"), "gloo") is None  # the other rank goes on
+    stuck = both("0WAIT_SEND_F1", "1WAIT_SEND_F0")
+    assert rule_of(stuck, "gloo") == "cycle"
+    assert rule_of(stuck, "gloo", buffered=True) is None
+    with pytest.raises(PlanError, match="rank 0, launch 1: 0WAIT_SEND_F1 waits for rank 0, launch 0: 0SEND_F1>1"):
+        prove_order(stuck, "gloo")
+
+
+@pytest.mark.parametrize("lanes", ["one", "separate"])
+@given(st.sampled_from(sorted(GENERATORS)), st.integers(2, 4), st.randoms(use_true_random=False))
+def test_what_verify_proves_holds_with_waits_anywhere_behind_their_sends(lanes, name, positions, random):
+    """So a table's waits are no part of its plan."""
+    plan = lower(GENERATORS[name](positions, 4))
+    found = orders_of_plan(plan, lanes=lanes)
+    ranks = []
+    for launches in found.ranks:
+        row = list(launches)
+        for label in [one.label for launch in launches for one in launch.messages if one.way == "send"]:
+            sent = next(
+                i for i, launch in enumerate(row) if ("send", label) in {(m.way, m.label) for m in launch.messages}
+            )
+            if random.random() < 0.7:
+                row.insert(
+                    random.choice([sent + 1, random.randint(sent + 1, len(row))]),
+                    Launch("wait", waits=frozenset({label})),
+                )
+        ranks.append(tuple(row))
+    for model in MODELS:
+        prove_order(evolve(found, ranks=tuple(ranks)), model, drains=not model.host_waits)
 
 
 def test_a_cycle_is_told_launch_by_launch():
@@ -314,6 +379,42 @@ def test_a_message_with_one_end_or_out_of_order_is_a_fault(ranks, rule):
 )
 def test_a_compute_that_reads_what_has_not_come_is_a_fault(late):
     assert rule_of(orders(*late), "gloo") == "late-receive"
+
+
+@pytest.mark.parametrize("cut", [[], ["..."]])
+def test_a_wait_before_its_send_is_a_fault(cut):
+    found = orders([*cut, "0F0", "0WAIT_SEND_F0", "0SEND_F0"], [*cut, "1RECV_F0", "1F0"])
+    assert rule_of(found, "gloo") == "early-wait"
+    before = orders([*cut, "0WAIT_SEND_F0", "0WAIT_REDUCE_GRAD"], [*cut, "1F1"])
+    assert rule_of(before, "gloo") == (None if cut else "early-wait")
+
+
+def test_a_table_has_the_orders_of_its_plan_and_its_waits():
+    text = (
+        "0F0,0SEND_F0,0F1,[0SEND_F1 0RECV_B0],0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1,0REDUCE_GRAD,"
+        "0WAIT_REDUCE_GRAD\n# a comment\n"
+        "1RECV_F0,,1F0,1B0,[1RECV_F1 1SEND_B0],1F1,1B1,1SEND_B1,1WAIT_SEND_B0,1WAIT_SEND_B1\n\n"
+    )
+    for batched in (True, False):
+        found = orders_from_csv(text, batched=batched)
+        assert [launch.text for launch in found.ranks[1] if launch.waits] == ["1WAIT_SEND_B0", "1WAIT_SEND_B1"]
+        ranks = [
+            tuple(
+                Launch(
+                    launch.text if launch.is_compute else "",
+                    tuple(evolve(message, lane=None) for message in launch.messages),
+                    launch.batched,
+                    launch.needs,
+                )
+                for launch in launches
+                if not launch.waits
+            )
+            for each in (found, orders_of_plan(from_csv(text), batched=batched))
+            for launches in each.ranks
+        ]
+        assert ranks[:2] == ranks[2:]
+    with pytest.raises(PlanError, match="a table with a header"):
+        orders_from_csv("#: microbatches 1\n0F0\n")
 
 
 def test_what_a_fragment_reads_and_does_not_receive_came_before_it():

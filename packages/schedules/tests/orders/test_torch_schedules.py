@@ -1,19 +1,28 @@
 """torch's own schedules, read from its live objects: proved for pipegrid's lanes and for one group of torch's."""
 
+import inspect
+import re
+from itertools import chain
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipegrid.schedules import PlanError, verify
-from pipegrid.schedules.orders import orders_of_plan, plan_of_torch, prove_order
+from pipegrid.schedules.__main__ import main
+from pipegrid.schedules.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
 from pipegrid.transport.order import ORDER_MODELS
 
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 RANKS, MICROBATCHES = 4, 8
+PAGE = Path(__file__).parents[4] / "docs" / "museum" / "index.md"
+COLUMNS = ("nccl-legacy", "nccl2", "nccl-lazy", "nccl-serial", "nccl-connecting", "gloo")
 
 
 @pytest.fixture
@@ -24,7 +33,7 @@ def one_of_four():
     dist.destroy_process_group()
 
 
-def made(name):
+def made(name, **options):
     stages = {**dict.fromkeys(LOOPED, (0, RANKS)), **dict.fromkeys(V_SHAPED, (0, 2 * RANKS - 1))}.get(name, (0,))
     count = RANKS * len(stages)
     own = [
@@ -39,29 +48,98 @@ def made(name):
         for stage in stages
     ]
     schedule = getattr(schedules, name)
-    return schedule(own if len(own) > 1 else own[0], MICROBATCHES, loss_fn=lambda y, _: y.sum())
+    return schedule(own if len(own) > 1 else own[0], MICROBATCHES, loss_fn=lambda y, _: y.sum(), **options)
 
 
-# From torch 2.15 on schedules also wait for their sends.
-WAITS = hasattr(schedules._ComputationType, "WAIT_SEND_F")
-
-
-@pytest.mark.skipif(not WAITS, reason="schedules of torch before 2.15 have no waits for sends")
-@pytest.mark.parametrize("name", LOOPED + V_SHAPED)
-def test_a_schedule_that_waits_for_its_sends_is_an_error(one_of_four, name):
-    with pytest.raises(PlanError, match="'WAIT_SEND_F' is not a kind of action"):
-        plan_of_torch(made(name))
-
-
-@pytest.mark.skipif(WAITS, reason="schedules of torch from 2.15 on wait for their sends, which plans do not")
 @pytest.mark.parametrize("name", LOOPED + V_SHAPED)
 def test_a_schedule_of_several_stages_is_proved_with_the_messages_that_it_has(one_of_four, name):
-    plan = plan_of_torch(made(name))
+    schedule = made(name)
+    plan = plan_of_torch(schedule)
     assert plan.has_communication
     assert (plan.num_positions, plan.num_stages, plan.num_microbatches) == (RANKS, 2 * RANKS, MICROBATCHES)
     verify(plan)
     for model in ORDER_MODELS.values():
         prove_order(orders_of_plan(plan), model, drains=True)
+        prove_order(orders_of_torch(schedule), model, drains=True)
+        prove_order(orders_of_torch(schedule, batched=False), model, drains=True)
+
+
+def waits_of(orders):
+    return [launch.text for launches in orders.ranks for launch in launches if launch.waits]
+
+
+@pytest.mark.parametrize("name", LOOPED + V_SHAPED)
+def test_from_torch_2_15_on_a_schedule_waits_for_each_of_its_sends(one_of_four, name):
+    orders = orders_of_torch(made(name))
+    sends = sum(message.way == "send" for launches in orders.ranks for one in launches for message in one.messages)
+    assert len(waits_of(orders)) == (sends if hasattr(schedules._ComputationType, "WAIT_SEND_F") else 0)
+
+
+def takes(name, option):
+    return option in inspect.signature(getattr(schedules, name)).parameters
+
+
+@pytest.mark.parametrize("options", [{"max_outstanding_sends": 1}, {"defer_reduce_grad_wait": True}], ids=str)
+@pytest.mark.parametrize("name", LOOPED + V_SHAPED)
+def test_a_schedule_with_waits_elsewhere_is_proved(one_of_four, name, options):
+    if not takes(name, *options):
+        pytest.skip("schedules of this torch have no such waits")
+    orders = orders_of_torch(made(name, **options))
+    for model in ORDER_MODELS:
+        prove_order(orders, model, drains=True)
+
+
+DEFERRED = [
+    (name, cells)
+    for row in re.finditer(r"^\|((?:[ ,]+`\w+`)+) \|((?: \w+ \|){6})$", PAGE.read_text(), re.MULTILINE)
+    for name in re.findall(r"\w+", row[1])
+    for cells in [row[2].strip(" |").split(" | ")]
+]
+
+
+@pytest.mark.parametrize(("name", "cells"), DEFERRED, ids=[name for name, _ in DEFERRED])
+def test_deferred_receives_of_torch_end_as_the_page_says(one_of_four, name, cells):
+    if not takes(name, "defer_pp_recv"):
+        pytest.skip("schedules of this torch do not defer receives")
+    orders = orders_of_torch(made(name, defer_pp_recv=True), batched=False)
+    for model, cell in zip(COLUMNS, cells, strict=True):
+        assert outcome(orders, model) == cell, model
+        assert outcome(orders, model, buffered=True) == ("crosses" if cell == "crosses" else "ends"), model
+
+
+def test_deferred_receives_of_torch_get_stuck_where_each_send_is_waited_for_at_once(one_of_four):
+    if not takes("ScheduleInterleaved1F1B", "defer_pp_recv"):
+        pytest.skip("schedules of this torch do not defer receives")
+    orders = orders_of_torch(made("ScheduleInterleaved1F1B", defer_pp_recv=True))
+    rows = [[one for one in row if not one.waits] for row in orders.ranks]
+    at_once = [chain.from_iterable([one, wait_for(one)] if is_send(one) else [one] for one in row) for row in rows]
+    assert outcome(orders, "gloo") == "ends"
+    assert outcome(evolve(orders, ranks=tuple(map(tuple, at_once))), "gloo") == "hangs"
+
+
+def outcome(orders, model, **options):
+    try:
+        prove_order(orders, model, **options)
+    except PlanError as error:
+        return {"cycle": "hangs", "order": "crosses"}[error.faults[0].rule]
+    return "ends"
+
+
+def is_send(launch):
+    return any(message.way == "send" for message in launch.messages)
+
+
+def wait_for(launch):
+    return Launch("wait", waits=frozenset(message.label for message in launch.messages))
+
+
+def test_the_table_that_torch_writes_goes_through_the_command_line(one_of_four, tmp_path, capsys):
+    table = tmp_path / "interleaved.csv"
+    made("ScheduleInterleaved1F1B")._dump_csv(str(table))
+    assert main(["verify", str(table), "--order", "nccl2", "--order", "gloo"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 positions, 8 microbatches" in printed
+    assert "no deadlock under gloo" in printed
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -204,6 +204,10 @@ def test_a_mistake_in_the_text_is_pointed_at(text, line, column, found, expected
         ("0F0,(0F1;0Q0)OVERLAP_F_B\n", 1, 10, "'0Q0'"),
         ("0F0,#0F1,0B0,0B1\n", 1, 5, "'#0F1'"),
         ("0F0,0B0# the last\n", 1, 5, "'0B0#'"),
+        ("0F0,0WAIT_SEND_F0,0SEND_F0\n1RECV_F0,1F0\n", 1, 5, "'0WAIT_SEND_F0'"),
+        ("0F0,0SEND_F0,0WAIT_SEND_F0,0WAIT_SEND_F0\n1RECV_F0,1F0\n", 1, 28, "'0WAIT_SEND_F0'"),
+        ("0F0,0SEND_F0\n1RECV_F0,1F0,0WAIT_SEND_F0\n", 2, 14, "'0WAIT_SEND_F0'"),
+        ("0F0,0B0,0WAIT_REDUCE_GRAD\n", 1, 9, "'0WAIT_REDUCE_GRAD'"),
     ],
 )
 def test_a_mistake_in_csv_is_pointed_at(text, line, column, found):
@@ -334,6 +338,13 @@ def test_a_colocated_module_is_where_all_its_computes_are():
     bridged = lower(multi_module_1f1b(ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]}), 1), collectives={Edge(0, 1): "g"})
     lines = [line for line in to_text(bridged).splitlines() if not line.startswith("placement")]
     assert from_text("\n".join(lines)) == bridged
+
+
+def test_waits_of_torch_are_left_out():
+    table = "0F0,0SEND_F0{},0RECV_B0,0B0{},0REDUCE_GRAD{}\n1RECV_F0,1F0,1B0,1SEND_B0{}\n"
+    waits = ("", ",0WAIT_SEND_F0", ",0WAIT_REDUCE_GRAD", ",1WAIT_SEND_B0")
+    assert from_csv(table.format(*waits)) == from_csv(table.format("", "", "", ""))
+    assert from_csv(table.format(*waits).replace("0SEND_F0", "0SEND_F0>1")) == from_csv(table.format("", "", "", ""))
 
 
 def test_nothing_beside_an_overlapped_pair_is_lost():

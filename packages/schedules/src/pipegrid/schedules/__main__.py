@@ -14,6 +14,7 @@ from pipegrid.schedules.orders import (
     Orders,
     fewest_communicators,
     is_orders,
+    orders_from_csv,
     orders_from_json,
     orders_of_plan,
     plan_of_table,
@@ -180,7 +181,9 @@ def verify_file(arguments: argparse.Namespace) -> int:
     if arguments.communicators:
         print(fewest_communicators(lowered, *(arguments.order or ())))
     pictures = arguments.svg or arguments.html
-    return verify_orders(orders_of_plan(lowered), arguments) if arguments.order or pictures else 0
+    if not arguments.order and not pictures:
+        return 0
+    return verify_orders(orders_from_csv(text) if "WAIT_SEND" in text else orders_of_plan(lowered), arguments)
 
 
 def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:

@@ -64,21 +64,24 @@ def partners_of(orders: Orders) -> tuple[dict[End, End], list[End]]:
     return partners, sorted(end for ends in waiting.values() for side in ends for end in side)
 
 
-def late_receives(orders: Orders) -> list[Fault]:
-    """The faults of computes that read what comes later on their rank, or never.
+def late_messages(orders: Orders) -> list[Fault]:
+    """The faults of computes that read what comes later on their rank, or never, and of waits for such sends.
 
-    What a fragment does not receive at all came before it.
+    What a fragment does not receive or send at all came before it.
     """
     faults = []
     for rank, launches in enumerate(orders.ranks):
-        left = [message.label for one in launches for message in one.messages if message.way == "receive"]
-        seen: set[str] = set()
+        ends = [(one.way, one.label) for launch in launches for one in launch.messages]
+        seen: set[tuple[str, str]] = set()
         for number, launch in enumerate(launches):
-            seen |= {message.label for message in launch.messages if message.way == "receive"}
-            late = launch.needs - seen if orders.begins[rank] else (launch.needs & set(left)) - seen
-            if late:
-                text = f"{place_of(orders, rank, number)} reads {min(late)!r}, which its rank has not received before"
-                faults.append(Fault("late-receive", text))
+            seen |= {(one.way, one.label) for one in launch.messages}
+            used = {("receive", label) for label in launch.needs} | {("send", label) for label in launch.waits}
+            for way, label in sorted((used if orders.begins[rank] else used & set(ends)) - seen)[:1]:
+                rule, does, done = ("late-receive", "reads", "received")
+                if way == "send":
+                    rule, does, done = ("early-wait", "waits for", "sent")
+                text = f"{place_of(orders, rank, number)} {does} {label!r}, which its rank has not {done} before"
+                faults.append(Fault(rule, text))
     return faults
 
 

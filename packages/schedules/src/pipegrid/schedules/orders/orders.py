@@ -30,14 +30,16 @@ class Message:
 
 @frozen
 class Launch:
-    """One compute, one message, or a batch of messages.
+    """One compute, one message, a batch of messages, or a wait for sends.
 
     Attributes:
         text: as written.
-        messages: none for a compute.
+        messages: none for a compute or a wait.
         batched: the messages are one batch, also where there is only one.
         needs: labels of the messages that a compute reads.
         holds: the host waits here until the messages have ended.
+        waits: labels of sends launched before: the host waits here until they have ended. A wait has no messages.
+            (NCCL's holds the current stream, not the host: what the rank launches later starts after it all the same.)
         headers: labels of the receives whose sends must have been launched before any message of this starts: their
             shapes come with it, and a later start would be in another order.
     """
@@ -48,11 +50,12 @@ class Launch:
     needs: frozenset[str] = frozenset()
     holds: bool = False
     headers: frozenset[str] = frozenset()
+    waits: frozenset[str] = frozenset()
 
     @property
     def is_compute(self) -> bool:
         """Whether it computes."""
-        return not self.messages
+        return not self.messages and not self.waits
 
 
 @frozen

@@ -82,11 +82,16 @@ def tracks_of(
         host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
         lines: dict[Hashable, Track] = {}
         received: dict[str, int] = {}  # label of a message: the event of its end
+        sent: dict[str, list[int]] = {}
         under_way: dict[Track, int] = {}  # of each line, the end of its last launch
         computed: int | None = None  # the end of the last compute
         for number, launch in enumerate(launches):
             launched, ended = size, size + 1
             size += 2
+            if launch.waits:
+                awaited = [~event for label in sorted(launch.waits) for event in sent.get(label, ())]
+                host.step(number, [*awaited, launched])
+                continue
             if launch.is_compute:
                 inputs = [~received[label] for label in sorted(launch.needs) if label in received]
                 waits = [*inputs, *(~event for event in under_way.values())] if drains else inputs
@@ -122,7 +127,11 @@ def tracks_of(
                 others += [~started[end] for end in joined.get((rank, number, message.group), ()) if end not in own]
                 line.step(number, [~launched, *before, *(started[end] for end in own), *others, done], own)
                 under_way[line] = done
-                received |= {launch.messages[end].label: done for end in ends if launch.messages[end].way != "send"}
+                for one in (launch.messages[end] for end in ends):
+                    if one.way == "send":
+                        sent.setdefault(one.label, []).append(done)
+                    else:
+                        received[one.label] = done
                 if launch.holds:
                     host.step(number, [~done])
         tracks += [host, compute, *lines.values()]

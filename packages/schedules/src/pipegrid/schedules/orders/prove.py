@@ -16,7 +16,7 @@ from pipegrid.schedules.orders.ends import (
     crossed,
     ends_alone,
     ends_of,
-    late_receives,
+    late_messages,
     on_two_communicators,
     partners_of,
     place_of,
@@ -78,8 +78,8 @@ def prove_order(orders: Orders, order: OrderModel | str, *, buffered: bool = Fal
 
     Raises:
         PlanError: a message has one end only, the receives of a pair are in another order than the sends, a compute
-            reads a message that its rank has not received before, or ranks wait for each other; ``faults`` has them, a
-            cycle launch by launch.
+            reads a message that its rank has not received before, a wait comes before its send, or ranks wait for each
+            other; ``faults`` has them, a cycle launch by launch.
     """
     model = model_named(order)
     played = play_orders(orders, model, buffered=buffered, drains=drains)
@@ -112,7 +112,7 @@ class Played:
 
 def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> Played:
     """Play orders, of which a cycle is no error here; arguments and other errors as in `prove_order`."""
-    faults = unknown_peers(orders) + late_receives(orders)
+    faults = unknown_peers(orders) + late_messages(orders)
     if not faults:
         orders = with_later_ends(orders)
         partners, alone = partners_of(orders)

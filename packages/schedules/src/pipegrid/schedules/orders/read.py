@@ -1,4 +1,4 @@
-"""Orders from JSON that any program can write.
+"""Orders from JSON that any program can write, and from torch's CSV.
 
 A document has ``ranks``, per rank a list of steps, and optionally ``placement``, the rank of each stage (by default the
 rank that names the stage in a step of its own). ``"..."`` at the start or end of a list says that it is a fragment. A
@@ -6,6 +6,7 @@ step is one of::
 
     "0SEND_F1"                         an action as in torch's CSV; the peer of a message is the next stage, or as in
                                        "0SEND_F1>3"
+    "0WAIT_SEND_F1"                    the host waits until that send has ended
     ["SEND_F", 0, 1, 2]                kind, stage, microbatch, and for a message the rank at the other end
     {"send": "mask 0", "to": 3}        a message of any name; also {"receive": "mask 0", "from": 0}
     {"compute": "loss 0", "needs": ["mask 0"]}
@@ -27,12 +28,14 @@ from typing import Any, Literal, TypeAlias
 from pipegrid.schedules.errors import PlanError, PlanFieldError
 from pipegrid.schedules.orders.of_plan import label_of, needs_of, ways_of
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
-from pipegrid.schedules.plan import Action, load_json
+from pipegrid.schedules.plan import Action, from_csv, load_json
 from pipegrid.schedules.plan.actions import parse_action
-from pipegrid.schedules.plan.csv import with_peer
+from pipegrid.schedules.plan.csv import awaited_by, with_peer
 from pipegrid.topology.fields import Index, Name, checked
 
 _OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B", re.ASCII)
+_CELL = re.compile(r"\([^()]*\)\s*OVERLAP_F_B|\[[^\[\]]*\]|[^\s,]+", re.ASCII)
+_MESSAGE = re.compile(r"\d+(?:SEND|RECV)_", re.ASCII)
 _CUT = "..."
 
 _Part: TypeAlias = Action | Launch
@@ -66,6 +69,25 @@ def orders_from_json(text: str) -> Orders:
         begins=tuple(begins for _, begins, _ in rows),
         ends=tuple(ends for _, _, ends in rows),
     )
+
+
+def orders_from_csv(text: str, *, batched: bool = True) -> Orders:
+    """The orders of torch's CSV with its waits for sends, which plans leave out; ``batched`` as in `orders_of_plan`.
+
+    Raises:
+        PlanError: what is wrong with it, as `from_csv` has it; or a header, which torch does not write.
+    """
+    from_csv(text)
+    lines = text.rstrip().splitlines()
+    if any(line.startswith("#:") for line in lines):
+        raise PlanError("a table with a header is a plan of pipegrid, not torch's CSV; orders_of_plan has its orders")
+
+    def step_of(cell: str) -> str | dict[str, list[str]]:
+        is_batch = cell.startswith("[") or (batched and _MESSAGE.match(cell))
+        return {"batch": cell.strip("[]").split()} if is_batch else cell
+
+    rows = [[step_of(cell) for cell in _CELL.findall(line)] for line in lines if not line.startswith("#")]
+    return orders_from_json(json.dumps({"ranks": rows}))
 
 
 def is_orders(text: str) -> bool:
@@ -102,7 +124,11 @@ def _part(step: Any, path: str) -> _Part:
         word = f"{stage}{kind}{microbatch}" + "".join(f"{'<' if 'RECV' in kind else '>'}{one}" for one in peer)
     if isinstance(word, str):
         try:
-            return parse_action(with_peer(word))
+            awaited = awaited_by(word)
+            action = parse_action(with_peer(awaited or word))
+            if awaited is None or not action.kind.is_send:  # reductions and waits for them are no launches
+                return action
+            return Launch(word, waits=frozenset({label_of(action)}))
         except PlanError as error:
             raise PlanFieldError(f"{path}: {error}", path=path) from None
     if isinstance(step, dict):

@@ -22,6 +22,7 @@ from pipegrid.topology.fields import Count, checked_arguments
 
 _PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
 _NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}
+_WAIT = re.compile(r"(\d{1,9})WAIT_(SEND_[FB]\d.*|REDUCE_GRAD)", re.ASCII)
 _OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
 
 
@@ -38,7 +39,9 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
     """Read CSV, one row per position, written by `to_csv` or by torch.
 
     ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
-    ``(4F5;3B0)OVERLAP_F_B`` is read as the two computes one after the other.
+    ``(4F5;3B0)OVERLAP_F_B`` is read as the two computes one after the other. The waits of torch 2.15 for sends and
+    reductions (``4WAIT_SEND_F7``) are left out: a runtime waits for its sends by itself. By the rule of `verify` no
+    position goes on from a send before its receive, so its proof holds with them; `orders_from_csv` keeps them.
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
@@ -83,6 +86,7 @@ def _is_implied_by_its_table(plan: Plan) -> bool:
 def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
     """The steps of a row of CSV."""
     column = 1
+    under_way: set[str] = set()
     for cell in line.split(","):
         if (pair := _OVERLAP.fullmatch(cell)) is not None:
             for part in (1, 2):
@@ -90,8 +94,22 @@ def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
                 yield word, [word]
         else:
             for step, words in Token(cell, line_number, column).steps():
-                yield step, [evolve(word, text=with_peer(word.text)) for word in words]
+                actions = [evolve(word, text=with_peer(word.text)) for word in words]
+                awaited = awaited_by(step.text)
+                if awaited is None:
+                    under_way |= {action.text for action in actions}
+                    yield step, actions
+                elif with_peer(awaited) in under_way:
+                    under_way.remove(with_peer(awaited))
+                else:
+                    raise step.error(f"{awaited} before it on the row, and one wait for it")
         column += len(cell) + 1
+
+
+def awaited_by(text: str) -> str | None:
+    """The send or the reduction that a wait of torch's is for; None of any other action."""
+    match = _WAIT.fullmatch(text)
+    return match and f"{match[1]}{match[2]}"
 
 
 def with_peer(text: str) -> str:

@@ -205,7 +205,9 @@ def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[
     lines = _INSTALL_LINE.findall(readme.read_text())
     if len(lines) != 1:
         session.error(f"{readme.relative_to(ROOT)} has {len(lines)} lines of `pip install ./packages/...`, not one")
-    paths: list[str] = lines[0].split()
+    paths: list[str] = []
+    for path in lines[0].split():  # as in a shell, * is every package
+        paths += sorted(map(str, PACKAGES.glob("*"))) if path.endswith("*") else [path]
     given = {Path(path.partition("[")[0]).name for path in paths}
     missing = needed.union(*(DEPENDENCIES[name] for name in given)) - given
     if missing:
@@ -215,13 +217,21 @@ def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[
 
 @nox.session(name="install", reuse_venv=False)
 def install_as_written(session: nox.Session) -> None:
-    """The `pip install` lines of the READMEs: each is complete; the one for everything works where nothing is."""
+    """The `pip install` lines of the READMEs: each is complete; the one for everything works where nothing is.
+
+    Then all packages with the extras that docs/install.md names.
+    """
     for name in ALL:
         _installed_by(session, PACKAGES / name / "README.md", {name})
     everything = _installed_by(session, ROOT / "README.md", set(ALL))
     session.install("--quiet", "--constraint", str(CONSTRAINTS), *everything)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
+    extras = "./meta[hf,cli]"
+    if f'`pip install ./packages/* "{extras}"`' not in (ROOT / "docs" / "install.md").read_text():
+        session.error(f"docs/install.md has no line that installs ./packages/* and {extras}")
+    session.install("--quiet", "--constraint", str(CONSTRAINTS), extras)
+    session.run("python", "-c", "import transformers, rich, pipegrid.training", silent=True)
 
 
 @nox.session

@@ -11,14 +11,16 @@ import pytest
 
 from digit_reader.command_line import parse_options
 from digit_reader.opening import opening
+from pipegrid.schedules.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "examples" / "two_modules.py"
 FIRST = ROOT / "docs" / "examples" / "quickstart.py"
 
 
-def test_the_readme_shows_the_script_that_runs():
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/first_run.md"])
+def test_the_page_shows_the_script_that_runs(page):
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert [FIRST.read_text().split('"""\n', 1)[1].strip()] == [block.strip() for block in shown]
 
 
@@ -28,6 +30,15 @@ def test_the_readme_shows_the_plan_that_the_first_run_prints():
         r"```text\n(.*?)\nlargest relative difference", (ROOT / "README.md").read_text(), flags=re.DOTALL
     )
     assert text.endswith(shown)
+
+
+def test_the_first_run_shows_the_plan_that_its_command_prints(capsys):
+    text = (ROOT / "docs" / "first_run.md").read_text()
+    ((arguments, shown),) = re.findall(
+        r"^    python -m pipegrid.schedules (.*)\n\n```text\n(.*?)```", text, re.MULTILINE | re.DOTALL
+    )
+    assert main(arguments.split()) == 0
+    assert capsys.readouterr().out.strip() == shown.strip()
 
 
 def test_the_tutorial_shows_the_script_that_runs():

@@ -2,9 +2,11 @@
 
     python tools/browse.py plan.html --picture plan.png --size 1400x800 --script "timeline.follow(3)"
     python tools/browse.py plan.html --frames     # milliseconds of drawing, at each zoom from all of it to a few boxes
+    python tools/browse.py site/index.html --ready true --dark --size 390x844 --picture phone.png
 
 Needs pyside6-webengine, which has Chromium in its wheel; `python -m nox -s browser` tests with it. A script
-is an expression, and may be a promise; its value is printed as a line of JSON. An error of the page ends this with 1.
+is an expression, and may be a promise; its value is printed as a line of JSON. An error of the page ends this with 1,
+and so does a page or a script that takes longer than a minute.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 FRAMES = """(async () => {
@@ -40,7 +43,7 @@ FRAMES = """(async () => {
 # The result of a script, or its error, is left in the page, where the host looks for it.
 _WRAPPED = """window.browsed = undefined; (async () => ({script}))().then(
   (value) => {{ window.browsed = JSON.stringify({{ value: value === undefined ? null : value }}); }},
-  (error) => {{ window.browsed = JSON.stringify({{ error: String(error) }}); }}); 0"""
+  (error) => {{ window.browsed = JSON.stringify({{ error: String(error) }}); }}); true"""
 
 
 def main() -> int:
@@ -48,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path)
     parser.add_argument("--size", default="1600x1000", help="pixels of the window (default: %(default)s)")
+    parser.add_argument("--dark", action="store_true", help="as on a machine whose colours are dark")
     parser.add_argument("--script", action="append", default=[], help="an expression of JavaScript; again for several")
     parser.add_argument("--frames", action="store_true", help="measure a timeline at each zoom")
     parser.add_argument("--picture", type=Path, help="write a PNG at the end")
@@ -57,7 +61,9 @@ def main() -> int:
     given = parser.parse_args()
     os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
     os.environ.setdefault("QTWEBENGINE_DISABLE_SANDBOX", "1")  # a container's root has none
-    os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")
+    scheme = 0 if given.dark else 1  # of blink: dark, light
+    flags = f"--no-sandbox --disable-gpu --blink-settings=preferredColorScheme={scheme}"
+    os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", flags)
     from PySide6.QtCore import QEventLoop, QTimer, QUrl
     from PySide6.QtWebEngineCore import QWebEnginePage
     from PySide6.QtWebEngineWidgets import QWebEngineView
@@ -83,20 +89,25 @@ def main() -> int:
         loop.exec()
 
     def value_of(script: str) -> object:
-        found: list[object] = []
-        page.runJavaScript(script, found.append)
-        while not found:
-            wait(20)
-        return found[0]
+        """The first value of the script that is true."""
+        end = time.monotonic() + 60
+        while True:
+            found: list[object] = []
+            page.runJavaScript(script, found.append)
+            while not found and not errors and time.monotonic() < end:
+                wait(20)
+            if errors or not found:
+                sys.exit("\n".join([*errors, f"{given.page}: no value in a minute: {script}"]))
+            if found[0]:
+                return found[0]
+            wait(50)
 
     view.load(QUrl.fromLocalFile(str(given.page.resolve())))
-    while value_of(f"!!({given.ready})") is not True and not errors:
-        wait(100)
+    loaded = "location.protocol == 'file:' && document.readyState == 'complete'"  # before it there is an empty page
+    value_of(f"{loaded} && !!({given.ready})")
     for script in [*given.script, *([FRAMES] if given.frames else [])]:
         value_of(_WRAPPED.format(script=script))
-        while not (text := value_of("window.browsed")):
-            wait(50)
-        result = json.loads(str(text))
+        result = json.loads(str(value_of("window.browsed")))
         if "error" in result:
             errors.append(result["error"])
         print(json.dumps(result.get("value")), flush=True)

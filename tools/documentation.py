@@ -26,6 +26,8 @@ STAGE = ROOT / "build" / "docs"
 SITE = ROOT / "site"
 # Blocks of code, which have no links.
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
+# A | in code is no end of a cell for Python-Markdown, and its escape, which a git host needs, would be shown.
+_CODE_OF_CELL = re.compile(r"(?<!`)`[^`\n]+`(?!`)")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 # The directive that mkdocstrings replaces by the documentation of a name.
 _REFERENCE = re.compile(r"^::: ", re.MULTILINE)
@@ -72,6 +74,17 @@ def relinked(source: Path, pages: dict[Path, Path]) -> str:
     return with_links(source.read_text(encoding="utf-8"), on_the_site)
 
 
+def for_site(text: str) -> str:
+    """A page with the code in cells of its tables as Python-Markdown reads it: without escaped bars."""
+
+    def row(match: re.Match[str]) -> str:
+        return _CODE_OF_CELL.sub(lambda code: code[0].replace("\\|", "|"), match[0])
+
+    parts = _FENCED.split(text)
+    parts[::2] = [re.sub(r"^\|.*$", row, part, flags=re.MULTILINE) for part in parts[::2]]
+    return "".join(parts)
+
+
 def stage() -> None:
     """Gather the pages in `build/docs`."""
     shutil.rmtree(STAGE, ignore_errors=True)
@@ -80,13 +93,13 @@ def stage() -> None:
         target = STAGE / page
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".md":
-            target.write_text(relinked(source, pages), encoding="utf-8")
+            target.write_text(for_site(relinked(source, pages)), encoding="utf-8")
         else:
             shutil.copyfile(source, target)
 
 
 def navigation() -> list[tuple[str, list[Path]]]:
-    """The sections of `mkdocs.yml` with their pages; pages outside a section are in one without a name."""
+    """The sections of `mkdocs.yml` with all pages below them; pages outside a section are in one without a name."""
     import yaml
 
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)["nav"]
@@ -100,10 +113,11 @@ def navigation() -> list[tuple[str, list[Path]]]:
 
     sections: list[tuple[str, list[Path]]] = [("", [])]
     for item in nav:
-        if isinstance(item, str):
-            sections[0][1].append(Path(item))
-        else:
-            sections += [(name, list(leaves(part))) for name, part in item.items()]
+        for name, part in {"": item}.items() if isinstance(item, str) else item.items():
+            if isinstance(part, str):
+                sections[0][1].append(Path(part))
+            else:
+                sections.append((name, list(leaves(part))))
     return sections
 
 
@@ -116,7 +130,9 @@ def page_html(page: Path) -> Path:
 
 def text_of(page: Path) -> str:
     """A page in Markdown, with the documentation that a reference page names."""
-    written = (STAGE / page).read_text(encoding="utf-8")
+    pages = sources()
+    (source,) = (source for source, one in pages.items() if one == page)
+    written = relinked(source, pages)
     if not _REFERENCE.search(written):
         return written
     import markdownify

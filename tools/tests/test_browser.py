@@ -61,6 +61,19 @@ def test_a_reader_follows_a_microbatch_through_planned_and_measured_rows(tmp_pat
     assert requests == 0
 
 
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_a_page_has_the_colours_of_the_machine(tmp_path, theme):
+    write_html(timeline(zero_bubble_v(2, 2)), tmp_path / "page.html")
+    script = ("--script", "document.documentElement.dataset.theme")
+    assert browse(tmp_path / "page.html", *script, *(["--dark"] if theme == "dark" else [])) == [theme]
+
+
+def test_an_error_of_a_script_is_named(tmp_path):
+    write_html(timeline(zero_bubble_v(2, 2)), tmp_path / "page.html")
+    with pytest.raises(AssertionError, match="nothing is not defined"):
+        browse(tmp_path / "page.html", "--script", "nothing")
+
+
 def test_a_step_of_64_positions_and_512_microbatches_moves(tmp_path):
     """Prints what a frame took, at each zoom; how much it draws is bounded, the time depends on the machine."""
     write_html(timeline(simulate(interleaved_1f1b(64, 512, num_chunks=2))), tmp_path / "large.html")

@@ -52,6 +52,18 @@ def test_links_lead_to_pages_of_the_site(repository, page, written, on_the_site)
 
 
 @pytest.mark.parametrize(
+    ("written", "on_the_site"),
+    [
+        ("| `a\\|b` | c\\|d |\n", "| `a|b` | c\\|d |\n"),
+        ("`a\\|b`\n", "`a\\|b`\n"),  # no table: the code has the bar's escape itself
+        ("```text\n| `a\\|b` |\n```\n", "```text\n| `a\\|b` |\n```\n"),
+    ],
+)
+def test_code_in_tables_has_bars_as_the_site_reads_them(written, on_the_site):
+    assert documentation.for_site(written) == on_the_site
+
+
+@pytest.mark.parametrize(
     ("text", "title", "sentence"),
     [
         ("# Home\n\nFirst sentence. Second.\n", "Home", "First sentence."),

@@ -13,7 +13,8 @@ const View = (() => {
     const wide = (texts) => texts.reduce((most, text) => Math.max(most, pen.measureText(text).width), 0);
     const { panels } = state.page, rows = Model.arrange(panels, state.paired);
     const stacked = !state.paired || panels.length < 2;
-    const text = (one) => (stacked ? one.text : `${one.number + 1}  ${one.text}`);
+    const short = (name) => (width < 600 ? name.replace(/ \([^()]*\)$/, "") : name); // on a phone without its position
+    const text = (one) => (stacked ? short(one.text) : `${one.number + 1}  ${short(one.text)}`);
     const left = Math.min(wide(rows.map(text)) + 2 * PAD, width * 0.34);
     const notes = wide(panels.flatMap((panel) => panel.notes));
     const right = notes && width > 900 ? notes + 2 * PAD : PAD;

@@ -43,7 +43,6 @@ from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import StageUnits
 from pipegrid.schedules.megatron.units.replica import replica_of, require_same_replicas
 from pipegrid.schedules.plan import Action, ActionKind, Plan
-from pipegrid.schedules.plan.dataflow import replicas_of
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.transport.adapted import as_communicator
@@ -130,10 +129,10 @@ class PreparedStep:
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
-        position = position_of(plan, models)
-        self.replica = _replica(call, self._place, position)
-        (self.actor,) = plan.actors([position], 0 if routes is None else self.replica or 0)
-        self.policy = self._policy(call, models, config, position)
+        self.replica = _replica(call, self._place, plan, models)
+        number = None if routes is None else 0 if routes.num_replicas == 1 else self.replica
+        self.actor = position_of(plan, models, number)
+        self.policy = self._policy(call, models, config)
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
         self.early = self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
@@ -148,8 +147,9 @@ class PreparedStep:
             proof,
             self.stages,
             call.p2p_communicator,
+            replica=number,
             hooks=[self._hooks] if hooks or self.syncs or self.early else [],
-            reducers=self._reducers(position),
+            reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
@@ -158,10 +158,10 @@ class PreparedStep:
         )
         self.key = step_key(kind, call)
 
-    def _policy(self, call: StepCall, models: Models, config: Any, position: int) -> GradientPolicy | None:
+    def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
         if call.forward_only:
             return None
-        routes = self.routes
+        routes, position = self.routes, self.actor % self.plan.positions_each
         return gradient_policy(
             models=models,
             config=config,
@@ -254,11 +254,12 @@ class PreparedStep:
         for finish in self._output_layers:
             finish()
 
-    def _reducers(self, position: int) -> dict[int | str, Callable[[], None]]:
+    def _reducers(self) -> dict[int | str, Callable[[], None]]:
         """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
-        if self.plan.num_replicas > 1:
-            found[replicas_of(position)] = _nothing
+        for action in self.plan.actions(self.actor):
+            if action.kind is ActionKind.REDUCE and action.group is None:
+                found[action.stage] = _nothing
         return found
 
     def _reduce(self, name: str) -> None:
@@ -270,11 +271,13 @@ class PreparedStep:
         return scaled
 
 
-def _replica(call: StepCall, place: Place, position: int) -> int | None:
-    """The replica of this rank, checked against the routes of ``call``."""
-    routes = call.routes
+def _replica(call: StepCall, place: Place, plan: Plan, stages: Iterable[int]) -> int | None:
+    """The replica of this rank, which holds ``stages``, checked against the routes of ``call``."""
+    routes, wanted = call.routes, set(stages)
     if routes is not None and call.p2p_communicator is not None:
         require_same_replicas(as_communicator(call.p2p_communicator).job, routes)
+    held = [{s for s, places in enumerate(plan.placement) if each in places} for each in range(plan.positions_each)]
+    position = held.index(wanted) if wanted in held else 0  # which is an error of its own
     replica = replica_of(call.pg_collection, place.modules, routes, position)
     if routes is not None:
         own = routes.units[0 if routes.num_replicas == 1 else replica or 0]

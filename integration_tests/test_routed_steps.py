@@ -34,6 +34,17 @@ def test_microbatches_without_images_skip_the_encoder(ranks, job, by_unit):
     job.communicator.close()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("job", [BESIDE, COLOCATED, TOKENS], ids=["beside", "colocated", "per token"])
+@pytest.mark.parametrize("by_unit", [False, True], ids=["iterator", "by unit"])
+def test_a_call_of_the_encoder_serves_several_microbatches(ranks, job, by_unit):
+    """The last call of a replica may serve fewer, and some of them may skip it."""
+    job = OnRanks(job, ranks)
+    for units, skips, every in (([4, 3], [], 2), ([4, 3], [0, 3, 4, 5], 2), ([3, 3], [1], 3), ([2, 5], [], 4)):
+        job.check(Routes(units, skips={"images": skips}, every={"images": every}), by_unit=by_unit)
+    job.communicator.close()
+
+
 NAMED = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 IN_EVERY_RUN = ("zero_bubble_h1", "zero_bubble_v")
 
@@ -59,4 +70,5 @@ def test_every_schedule_around_an_encoder_has_the_gradients_of_one_process(ranks
     job = OnRanks(job.of(schedule), ranks)
     job.check(Routes([4, 2], skips={"images": [1, 4]}))
     job.check(Routes([4, 4], skips={"images": [0, 1, 2, 3, 6]}), by_unit=True)
+    job.check(Routes([4, 3], skips={"images": [1]}, every={"images": 2}))
     job.communicator.close()

@@ -77,6 +77,19 @@ def test_every_step_lane_microbatch_and_seed_has_masks_of_its_own():
     assert all(not torch.equal(one, other) for i, one in enumerate(seen) for other in seen[:i])
 
 
+def test_a_microbatch_of_another_replica_has_the_masks_of_its_home():
+    """As the step functions number it, on a stage of replica 0: ``current_replica`` is None at home."""
+    (stage,) = cut(gpt2(), "Et*4L", [0])
+    DropoutMasks(seed=5, lane=0, step=3).apply(stage)
+    for lane, replica in ((0, None), (2, 2)):
+        expected, _ = of_one_process(step=3, lane=lane, microbatches=2)
+        for stage.current_microbatch in range(2):
+            stage.current_replica = replica
+            stage.set_input_tensor([None])
+            found = stage(**batch(stage.current_microbatch)).logits
+            torch.testing.assert_close(found, expected[stage.current_microbatch], rtol=1e-12, atol=1e-13)
+
+
 def test_a_model_with_two_lists_of_layers_is_an_error():
     with pytest.raises(CutError, match="T5ForConditionalGeneration has 2 lists of layers; masks are those of one"):
         DropoutMasks(seed=1).apply(MAKERS["t5"]())

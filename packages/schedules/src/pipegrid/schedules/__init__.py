@@ -44,7 +44,7 @@ from pipegrid.schedules.generators import (
 from pipegrid.schedules.gradients import LossScale
 from pipegrid.schedules.passes.lowering import lower, with_reduce as with_reduce
 from pipegrid.schedules.passes.offloading import offload
-from pipegrid.schedules.megatron import PipelineConfig, step_plan
+from pipegrid.schedules.megatron import PipelineConfig, UnitBatches as UnitBatches, step_plan
 from pipegrid.schedules.monitor import (
     JobFailedError,
     Monitor,
@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     )
     from pipegrid.schedules.megatron import (
         WithLoss as WithLoss,
+        agree_on_routes as agree_on_routes,
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
@@ -190,7 +191,7 @@ _LAZY = {
     "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "
     "scale_loss tie_parameters tied_stages "
     "unscale_gradients_ zero_main_grads",
-    "megatron": "WithLoss backward_step check_first_val_step convert_schedule_table_to_order "
+    "megatron": "WithLoss agree_on_routes backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "

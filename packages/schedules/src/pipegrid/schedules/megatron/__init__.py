@@ -14,6 +14,7 @@ from pipegrid.schedules.megatron.counts import (
     get_tensor_shapes,
 )
 from pipegrid.schedules.megatron.place import Place, place_of, step_plan
+from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
         forward_backward_with_schedule,
         get_forward_backward_func,
     )
+    from pipegrid.schedules.megatron.units.agreement import agree_on_routes
 
 __all__ = [
     "PipelineConfig",
     "Place",
+    "UnitBatches",
     "WithLoss",
+    "agree_on_routes",
     "backward_step",
     "check_first_val_step",
     "convert_schedule_table_to_order",

@@ -17,6 +17,7 @@ from pipegrid.schedules.gradients.lanes import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
 from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
+from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
 
 
@@ -37,6 +38,7 @@ class StepCall:
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None
     p2p_communicator: Any
     pg_collection: Any
+    routes: Routes | None = None
 
 
 class StepKey(NamedTuple):
@@ -46,6 +48,7 @@ class StepKey(NamedTuple):
         kind: what the step function runs (`pipegrid.schedules.megatron.kinds`).
         communicator: compared by identity, as communicators are.
         num_microbatches: with its type, because ``True == 1``.
+        routes: where replicas differ.
         sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
         adjusts: whether there is an ``adjust_tensor_shapes_fn``, which each call asks anew.
         models: those of the call, flat, and ``nesting``, how they are nested in it.
@@ -57,6 +60,7 @@ class StepKey(NamedTuple):
     kind: object
     communicator: Any
     num_microbatches: tuple[type, int]
+    routes: Routes | None
     forward_only: bool
     collect_non_loss_data: bool
     sizes: tuple[int | None, ...]
@@ -80,6 +84,7 @@ def step_key(kind: object, call: StepCall) -> StepKey:
         kind,
         call.p2p_communicator,
         (type(call.num_microbatches), call.num_microbatches),
+        call.routes,
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),

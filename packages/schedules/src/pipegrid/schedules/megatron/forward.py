@@ -28,7 +28,8 @@ class WithLoss:
     Attributes:
         output: as without a loss.
         loss: one element, a mean over this replica's share of the microbatch (with context parallelism this rank's
-            share of that mean).
+            share of that mean). In a call for several microbatches (`Routes.every`) a mean over theirs, which counts as
+            many times.
     """
 
     output: Any
@@ -212,7 +213,7 @@ def forward_step_calc_loss(
 def scaled_loss(
     result: Any,
     config: Any,
-    num_microbatches: int,
+    num_microbatches: float,
     *,
     cp_group: dist.ProcessGroup | None,
     cp_size: int | None = None,

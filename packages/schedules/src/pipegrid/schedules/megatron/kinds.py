@@ -17,6 +17,7 @@ from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
 from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.passes.lowering import Receives
+from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import describe
 from pipegrid.schedules.verify import Proof
 
@@ -40,8 +41,19 @@ class StepKind:
         """The argument ``data_iterator`` of a call by stage."""
         return place.by_stage(data_iterator, "data_iterator")
 
-    def proof(self, place: Place, num_microbatches: int, config: Any, ties: Ties, sharding: Sharding) -> Proof:
-        """The plan with its proof; ``ties``: the names and stages of tied parameters."""
+    def proof(
+        self,
+        place: Place,
+        num_microbatches: int,
+        config: Any,
+        ties: Ties,
+        sharding: Sharding,
+        routes: Routes | None = None,
+    ) -> Proof:
+        """The plan with its proof; ``ties``: the names and stages of tied parameters.
+
+        ``num_microbatches``: the most that a replica has, where they differ by ``routes``.
+        """
         raise NotImplementedError
 
 
@@ -95,7 +107,15 @@ class Scheduled(StepKind):
         """Whether a rank has one stage of each module, so that a list of one is its item."""
         return not self.several or len(place.stages) == 1
 
-    def proof(self, place: Place, num_microbatches: int, config: Any, ties: Ties, sharding: Sharding) -> Proof:
+    def proof(
+        self,
+        place: Place,
+        num_microbatches: int,
+        config: Any,
+        ties: Ties,
+        sharding: Sharding,
+        routes: Routes | None = None,
+    ) -> Proof:
         """Of the schedule over the graph of modules."""
         del config
         return step_proof(
@@ -105,6 +125,7 @@ class Scheduled(StepKind):
             schedule=self.schedule,
             sharding=sharding,
             num_slices=self.num_slices,
+            routes=routes,
         )
 
 
@@ -150,7 +171,15 @@ class Interleaved(StepKind):
         ranks = job.total_stages
         return Place(one_module(ranks * chunks), tuple(range(job.current_stage, ranks * chunks, ranks)))
 
-    def proof(self, place: Place, num_microbatches: int, config: Any, ties: Ties, sharding: Sharding) -> Proof:
+    def proof(
+        self,
+        place: Place,
+        num_microbatches: int,
+        config: Any,
+        ties: Ties,
+        sharding: Sharding,
+        routes: Routes | None = None,
+    ) -> Proof:
         """With the groups of microbatches, the receives and the warmup of ``config``."""
         chunks = len(place.stages)
         ranks = place.graph.num_stages // chunks
@@ -164,7 +193,9 @@ class Interleaved(StepKind):
             )
         receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
         extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-        return interleaved_proof(ranks, chunks, num_microbatches, group_size, receives, ties, extra_warmup, sharding)
+        return interleaved_proof(
+            ranks, chunks, num_microbatches, group_size, receives, ties, extra_warmup, sharding, routes
+        )
 
 
 def single(value: Any, name: str) -> Any:

@@ -10,11 +10,11 @@ from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError, StepArgumentError
-from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, looped_placement, schedule_for
+from pipegrid.schedules.generators import find_schedule, interleaved_1f1b, looped_placement, routed, schedule_for
 from pipegrid.schedules.megatron.counts import require_job
 from pipegrid.schedules.passes.lowering import Receives, lower
 from pipegrid.schedules.passes.sharding import Shard
-from pipegrid.schedules.plan import Plan, as_placement, require_graph
+from pipegrid.schedules.plan import Plan, Routes, as_placement, require_graph
 from pipegrid.schedules.verify.verify import Proof, verify
 from pipegrid.topology.fields import Count, Name, checked
 from pipegrid.transport.edge import Edge
@@ -134,12 +134,14 @@ def step_plan(
     shard: Shard | None = None,
     prefetch: int = 1,
     num_slices: int = 1,
+    routes: Routes | None = None,
 ) -> Plan:
     """The verified plan of a step function, cached: for drawing, simulation, or a recording.
 
     ``schedule`` is the name of one that trains, and ``num_slices`` as there (`schedule_for`).
     ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
-    ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`, and of `lower`.
+    ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`, and of `lower`. With ``routes``
+    the plan is of all replicas (`routed`), and ``num_microbatches`` the most that one of them has.
 
     Raises:
         PlanError: as `schedule_for` and `lower`.
@@ -159,12 +161,20 @@ def step_plan(
         schedule=find_schedule(schedule).name,
         sharding=sharding_key(shard, prefetch),
         num_slices=checked(num_slices, Count, "num_slices", PlanError),
+        routes=routes,
     ).plan
 
 
 @lru_cache(maxsize=64)
 def step_proof(
-    place: Place, num_microbatches: int, ties: Ties, *, schedule: str, sharding: Sharding, num_slices: int
+    place: Place,
+    num_microbatches: int,
+    ties: Ties,
+    *,
+    schedule: str,
+    sharding: Sharding,
+    num_slices: int,
+    routes: Routes | None = None,
 ) -> Proof:
     """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
     computes = schedule_for(
@@ -176,11 +186,13 @@ def step_proof(
         num_slices=num_slices,
     )
     names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
-    return _proved(computes, ties, sharding, collectives=names)
+    return _proved(computes, ties, sharding, routes, collectives=names)
 
 
-def _proved(computes: Plan, tied: Ties, sharding: Sharding, **options: Any) -> Proof:
-    """The proof of ``computes``, lowered with ``options``."""
+def _proved(computes: Plan, tied: Ties, sharding: Sharding, routes: Routes | None, **options: Any) -> Proof:
+    """The proof of ``computes``, led along ``routes`` and lowered with ``options``."""
+    if routes is not None:
+        computes = routed(computes, routes)
     window = None
     if sharding is not None:
         shard, prefetch = sharding
@@ -199,9 +211,10 @@ def interleaved_proof(
     tied: Ties,
     extra_warmup: int,
     sharding: Sharding = None,
+    routes: Routes | None = None,
 ) -> Proof:
     """The proof of the plan of the interleaved step function, cached. Pure."""
     computes = interleaved_1f1b(
         num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
     )
-    return _proved(computes, tied, sharding, receives=receives)
+    return _proved(computes, tied, sharding, routes, receives=receives)

@@ -40,11 +40,14 @@ from pipegrid.schedules.megatron.kinds import Models, StepKind
 from pipegrid.schedules.megatron.place import Place, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
+from pipegrid.schedules.megatron.units.numbers import StageUnits
+from pipegrid.schedules.megatron.units.replica import replica_of, require_same_replicas
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
-from pipegrid.topology.fields import Count, checked
+from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.transport.adapted import as_communicator
 
-_KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches
+_KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
 
 
 @define(eq=False)
@@ -62,11 +65,11 @@ class ModelState:
 
 
 _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref.WeakKeyDictionary()
-"""By the first model of a call, the latest made first."""
+"""By the first model of a call, the latest used first."""
 
 
 def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
-    """The prepared step of an earlier call with an equal key, or a new one.
+    """The prepared step of an earlier call with an equal key, or a new one; of each model the last used are kept.
 
     Those on other communicators are dropped: a model trains through one at a time.
     """
@@ -76,6 +79,8 @@ def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
         key = step_key(kind, call)
         for prepared in kept:
             if prepared.key == key:
+                kept.remove(prepared)
+                kept.insert(0, prepared)
                 return prepared
     kept = [prepared for prepared in kept if prepared.key.communicator is call.p2p_communicator][: _KEPT - 1]
     prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
@@ -95,6 +100,9 @@ class PreparedStep:
     Attributes:
         key: what a later call is compared with.
         state: shared with the other steps of the model.
+        routes: where replicas differ; None where they act alike.
+        replica: of this rank; None where it is not known.
+        actor: the row of the plan that this rank runs.
         policy: of gradients; None in an evaluation.
         early: reductions begin in the last backwards.
         syncs: the config has a ``no_sync_func``.
@@ -107,22 +115,27 @@ class PreparedStep:
         self.iterators(call.data_iterator)  # checked here already: before a runtime, and before the first message
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         config = config_of(next(iter(models.values())))
-        num_microbatches = checked(call.num_microbatches, Count, "num_microbatches", StepArgumentError)
+        routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
+        rule = Count if routes is None else Index
+        num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)
         require_forward_step(call.forward_step_func, checkpoints=checked_option(config, CHECKPOINTS) is not None)
         require_compatible(kind, call, models, config)
         held = list(models.values())
         ties = () if call.forward_only else required_ties(models=held, config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        proof = kind.proof(self._place, num_microbatches, config, tied_stages(ties), sharding)
+        most = num_microbatches if routes is None else max(routes.units)
+        proof = kind.proof(self._place, most, config, tied_stages(ties), sharding, routes)
         self.plan = plan = proof.plan
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
-        self.position = position_of(plan, models)
+        self.replica = _replica(call, self._place, plan, models)
+        number = None if routes is None else 0 if routes.num_replicas == 1 else self.replica
+        self.actor = position_of(plan, models, number)
         self.policy = self._policy(call, models, config)
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
         self.early = self._starts_early(call, models, config)
-        self.last_backwards: Mapping[int, int] = last_backwards(plan, self.position)
+        self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
         self.stages = self._stages(call, models, config)
         self.ties = tuple(tie.name for tie in ties)
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
@@ -134,8 +147,9 @@ class PreparedStep:
             proof,
             self.stages,
             call.p2p_communicator,
+            replica=number,
             hooks=[self._hooks] if hooks or self.syncs or self.early else [],
-            reducers={name: partial(self._reduce, name) for name in self.ties},
+            reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
@@ -147,6 +161,7 @@ class PreparedStep:
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
         if call.forward_only:
             return None
+        routes, position = self.routes, self.actor % self.plan.positions_each
         return gradient_policy(
             models=models,
             config=config,
@@ -154,6 +169,7 @@ class PreparedStep:
             graph=self.plan.graph,
             pg_collection=call.pg_collection,
             frozen=self._place.frozen,
+            replicas=None if routes is None else (routes.num_replicas, len(routes.living(position))),
         )
 
     def _starts_early(self, call: StepCall, models: Models, config: Any) -> bool:
@@ -169,11 +185,14 @@ class PreparedStep:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = _chunk_numbers(plan, models)
         expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
+        orders = {stage: _forwards(plan, self.actor, stage) for stage in models}
         return {
             stage: MegatronStage(
                 graph=plan.graph,
                 stage=stage,
-                num_microbatches=plan.num_microbatches,
+                units=StageUnits(
+                    plan.num_microbatches, self._place.module_of(stage), self.replica, self.routes, tuple(orders[stage])
+                ),
                 num_slices=plan.num_slices,
                 cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
                 forward_only=call.forward_only,
@@ -182,8 +201,8 @@ class PreparedStep:
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 loss_factor=factors.get(stage, 1.0),
                 partly_checkpointed=option(config, CHECKPOINTS),
-                window=_window(plan, self.position),
-                forwards=_forwards(plan, self.position, stage),
+                window=_window(plan, self.actor),
+                forwards=orders[stage],
                 vp_stage=chunks.get(stage),
             )
             for stage in models
@@ -235,6 +254,14 @@ class PreparedStep:
         for finish in self._output_layers:
             finish()
 
+    def _reducers(self) -> dict[int | str, Callable[[], None]]:
+        """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
+        found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
+        for action in self.plan.actions(self.actor):
+            if action.kind is ActionKind.REDUCE and action.group is None:
+                found[action.stage] = _nothing
+        return found
+
     def _reduce(self, name: str) -> None:
         self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
         next(tie for tie in option(self._config, "tied_parameters") if tie.name == name).reduce(self.waiting)
@@ -242,6 +269,27 @@ class PreparedStep:
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
         return scaled
+
+
+def _replica(call: StepCall, place: Place, plan: Plan, stages: Iterable[int]) -> int | None:
+    """The replica of this rank, which holds ``stages``, checked against the routes of ``call``."""
+    routes, wanted = call.routes, set(stages)
+    if routes is not None and call.p2p_communicator is not None:
+        require_same_replicas(as_communicator(call.p2p_communicator).job, routes)
+    held = [{s for s, places in enumerate(plan.placement) if each in places} for each in range(plan.positions_each)]
+    position = held.index(wanted) if wanted in held else 0  # which is an error of its own
+    replica = replica_of(call.pg_collection, place.modules, routes, position)
+    if routes is not None:
+        own = routes.units[0 if routes.num_replicas == 1 else replica or 0]
+        if call.num_microbatches != own:
+            raise StepArgumentError(
+                f"num_microbatches is {call.num_microbatches}, and by the routes replica {replica} has {own}"
+            )
+    return replica
+
+
+def _nothing() -> None:
+    """A reduction that its hook begins."""
 
 
 class _CallHooks:
@@ -276,11 +324,10 @@ def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
     return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
 
 
-def _forwards(plan: Plan, position: int, stage: int) -> tuple[int, ...]:
-    """Per microbatch of ``stage``, the number of earlier forwards (of any stage) on ``position``."""
+def _forwards(plan: Plan, position: int, stage: int) -> dict[int, int]:
+    """By microbatch of ``stage``, in order, the number of earlier forwards (of any stage) on ``position``."""
     forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
-    places = {action.microbatch: place for place, action in enumerate(forwards) if action.stage == stage}
-    return tuple(places[microbatch] for microbatch in range(plan.num_microbatches))
+    return {action.microbatch or 0: place for place, action in enumerate(forwards) if action.stage == stage}
 
 
 def _window(plan: Plan, position: int) -> int:

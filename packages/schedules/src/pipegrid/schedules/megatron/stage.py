@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import LossError, StageOutputError
+from pipegrid.schedules.errors import LossError, StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.config import unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
 from pipegrid.schedules.megatron.forward import (
@@ -21,6 +21,8 @@ from pipegrid.schedules.megatron.forward import (
     scaled_loss,
 )
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
+from pipegrid.schedules.megatron.units.batches import UnitBatches
+from pipegrid.schedules.megatron.units.numbers import StageUnits
 from pipegrid.schedules.runtime import Forwarded, Slice
 from pipegrid.transport.edge import Edge
 
@@ -31,6 +33,8 @@ class StageCall:
 
     Attributes:
         numbered: modules with a ``current_microbatch``.
+        homed: modules with a ``current_replica``, the home of a microbatch of another replica; None at home.
+        batches: the data iterator, where it is one by unit.
         sliced: modules with a ``current_slice``, in a plan with slices.
         set_input_tensor: the model's, looked up through wrappers.
         set_is_first_microbatch: likewise; None where it is not to be called.
@@ -43,6 +47,8 @@ class StageCall:
     model: torch.nn.Module
     config: Any
     numbered: tuple[torch.nn.Module, ...]
+    homed: tuple[torch.nn.Module, ...]
+    batches: UnitBatches | None
     sliced: tuple[torch.nn.Module, ...]
     set_input_tensor: Any
     set_is_first_microbatch: Any
@@ -58,8 +64,9 @@ class MegatronStage:
 
     Attributes:
         stage: global number.
+        units: the microbatches of its forwards here.
         window: number of forwards on this rank before its first backward.
-        forwards: per microbatch, the number of forwards of any chunk on this rank before this one.
+        forwards: by microbatch, the number of forwards of any chunk on this rank before this one.
         vp_stage: chunk of the module, on a rank with several.
         cp_group: context-parallel ranks of the module.
         expected: the shape of sent messages, where the arguments fix it.
@@ -67,16 +74,16 @@ class MegatronStage:
         loss_factor: factor of the stage's loss, for a mean over its own replicas.
         partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
         call: the arguments of the running step.
-        infos: the ``info`` of the loss function for each microbatch.
+        infos: the ``info`` of the loss function for each microbatch, behind its number.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
     """
 
     graph: ModuleGraph
     stage: int
-    num_microbatches: int
+    units: StageUnits
     num_slices: int
     window: int
-    forwards: tuple[int, ...]
+    forwards: Mapping[int, int]
     vp_stage: int | None
     cp_group: Any
     forward_only: bool
@@ -86,13 +93,15 @@ class MegatronStage:
     loss_factor: float
     partly_checkpointed: int | None
     call: StageCall | None = field(default=None, init=False)
-    infos: list[Any] = field(factory=list, init=False)
+    infos: list[tuple[int, Any]] = field(factory=list, init=False)
     num_tokens: torch.Tensor | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
     _one_module: bool = field(init=False)
+    _first: int | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._one_module = len(self.graph.modules) == 1
+        self._first = next(iter(self.units.order), None)
         self.outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
 
     @property
@@ -110,6 +119,8 @@ class MegatronStage:
         announced: AnnouncedShapes | None,
     ) -> None:
         """Look up, before a step runs, what its forwards need of the model and the config."""
+        batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
+        self._require_data(data_iterator, batches)
         starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
         self.infos, self.num_tokens = [], None
         self.call = StageCall(
@@ -118,12 +129,31 @@ class MegatronStage:
             model,
             config,
             numbered_modules(model),
+            numbered_modules(model, "current_replica"),
+            batches,
             numbered_modules(model, "current_slice") if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
             autocast_of(config, model),
         )
+
+    def _require_data(self, data_iterator: Any, batches: UnitBatches | None) -> None:
+        """Raise StepArgumentError for an iterator that does not have the batches of this stage's forwards."""
+        if batches is not None and self.units.home(0) is None:
+            raise StepArgumentError(
+                "data_iterator is UnitBatches, and the replica of this rank is not known: pass a pg_collection with "
+                "its dp group"
+            )
+        if batches is not None and self.num_slices > 1:
+            raise StepArgumentError(
+                f"data_iterator is UnitBatches, of whole microbatches: num_slices is {self.num_slices}"
+            )
+        if batches is None and data_iterator is not None and not self.units.in_order_at_home:
+            raise StepArgumentError(
+                f"by its routes stage {self.stage} does not compute all microbatches of replica {self.units.replica} "
+                "in order on this rank, and a plain iterator has these; give data_iterator=UnitBatches(load)"
+            )
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
@@ -143,10 +173,15 @@ class MegatronStage:
             for payload in inputs.values():
                 call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         for module in call.numbered:
-            module.current_microbatch = microbatch  # type: ignore[assignment]
+            module.current_microbatch = self.units.microbatch(microbatch)  # type: ignore[assignment]
+        for module in call.homed:
+            home = self.units.home(microbatch)
+            module.current_replica = None if home == self.units.replica else home  # type: ignore[assignment]
+        if call.batches is not None:
+            call.batches.begin(self.units.units(microbatch))
         if part is not None:
             self.resume(part)
-        if microbatch == 0 and call.set_is_first_microbatch is not None and (part is None or part.is_first):
+        if microbatch == self._first and call.set_is_first_microbatch is not None and (part is None or part.is_first):
             call.set_is_first_microbatch()
         received = (
             next(iter(inputs.values()), None)
@@ -166,7 +201,7 @@ class MegatronStage:
         )
         if self.outgoing:
             return self._passed_on(call.shapes, received, output, microbatch)
-        return self._with_loss(call, output, loss_func, part)
+        return self._with_loss(call, output, loss_func, microbatch, part)
 
     def _passed_on(
         self, shapes: AnnouncedShapes | ExpectedShape | None, received: Any, output: Any, microbatch: int
@@ -187,10 +222,12 @@ class MegatronStage:
         outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
         return Forwarded(outputs, own_loss)
 
-    def _with_loss(self, call: StageCall, output: Any, loss_func: Callable[..., Any], part: Slice | None) -> Forwarded:
+    def _with_loss(
+        self, call: StageCall, output: Any, loss_func: Callable[..., Any], microbatch: int, part: Slice | None
+    ) -> Forwarded:
         """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
         if self.collect_non_loss_data:
-            self.infos.append(loss_func(output, non_loss_data=True))
+            self.infos.append((microbatch, loss_func(output, non_loss_data=True)))
             return Forwarded({})
         result = loss_func(output)
         if part is not None and not self.per_token and isinstance(result, tuple) and len(result) == 3:
@@ -201,12 +238,12 @@ class MegatronStage:
         loss, num_tokens, info = scaled_loss(
             result,
             call.config,
-            self.num_microbatches,
+            self.units.divisor,
             cp_group=self.cp_group,
             vp_stage=self.vp_stage,
             per_token=self.per_token,
         )
-        self.infos.append(info)
+        self.infos.append((microbatch, info))
         if self.per_token and num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if self.forward_only:
@@ -223,7 +260,7 @@ class MegatronStage:
                 "gradients are divided by the tokens of the job, and so would be this mean"
             )
         cp = 1 if self.cp_group is None else self.cp_group.size()
-        return loss * (self.loss_factor * cp / self.num_microbatches)
+        return loss * (self.loss_factor * cp * self.units.served(microbatch) / self.units.divisor)
 
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
         module = self.graph.module_of(self.stage)[0]

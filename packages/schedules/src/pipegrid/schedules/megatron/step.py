@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.prepared import PreparedStep, group_of, prepared_step
+from pipegrid.schedules.megatron.units.replica import require_equal_routes
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import Hook
 
@@ -51,8 +53,8 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
         if policy is None:
             prepared.runtime.eval()
         else:
-            _train(prepared, policy, reduction, config, models, call.pg_collection, leave=outside.close)
-        return [info for stage in prepared.stages.values() for info in stage.infos]
+            _train(prepared, policy, reduction, config, models, call, leave=outside.close)
+        return [info for stage in prepared.stages.values() for _, info in sorted(stage.infos, key=itemgetter(0))]
 
 
 def _hooks(
@@ -65,7 +67,7 @@ def _hooks(
     """The hooks of one call; ``outside`` closes what they have opened."""
     hooks: Sequence[Hook] = option(config, "hooks")
     if prepared.syncs:
-        hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.position, config, models, outside)]
+        hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if reduction is not None and prepared.early:
         early = EarlyReduction(reduction, prepared.last_backwards, models)
         outside.callback(early.close)
@@ -79,7 +81,7 @@ def _train(
     reduction: GradientReduction | None,
     config: Any,
     models: Mapping[int, Any],
-    pg_collection: Any,
+    call: StepCall,
     *,
     leave: Callable[[], None],
 ) -> None:
@@ -99,16 +101,20 @@ def _train(
             prepared.waiting,
             models=models,
             config=config,
-            pg_collection=pg_collection,
+            pg_collection=call.pg_collection,
         )
         if reduction is not None and option(config, "check_replicas"):
             require_equal_norms(reduction.layout, prepared.waiting)
 
     def compare() -> None:
-        policy.compare(models, reduction, pg_collection, config, prepared.waiting)
-        prepared.state.compared = True
+        if not prepared.state.compared:
+            policy.compare(models, reduction, call.pg_collection, config, prepared.waiting)
+            prepared.state.compared = True
+        if call.routes is not None:
+            held = {policy.names[stage]: model for stage, model in models.items()}
+            require_equal_routes(call.pg_collection, held, call.routes, prepared.waiting)
 
-    start = None if prepared.state.compared else compare
+    start = None if prepared.state.compared and call.routes is None else compare
     if reduction is None:
         prepared.runtime.step(start=start, finish=finish, agree=policy.agreement)
         return

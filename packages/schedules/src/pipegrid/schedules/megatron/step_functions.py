@@ -14,6 +14,7 @@ from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.counts import size_of
 from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled
 from pipegrid.schedules.megatron.step import run_step
+from pipegrid.schedules.plan import Routes
 from pipegrid.topology.fields import Count, checked_arguments
 
 ForwardStepFunc = Callable[..., Any]
@@ -72,6 +73,7 @@ def forward_backward_no_pipelining(
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
     p2p_communicator: Any = None,
     pg_collection: Any = None,
+    routes: Routes | None = None,
 ) -> list[Any]:
     """Forward and backward of every microbatch in turn, on one stage.
 
@@ -101,6 +103,7 @@ def forward_backward_pipelining_without_interleaving(
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
     p2p_communicator: Any = None,
     pg_collection: Any = None,
+    routes: Routes | None = None,
 ) -> list[Any]:
     """One step of 1F1B (Narayanan et al. 2021, section 2.2.1), for one module or a graph of modules.
 
@@ -126,12 +129,20 @@ def forward_backward_pipelining_without_interleaving(
         p2p_communicator: a `P2PCommunicator` or a `MultiModulePipelineCommunicator`.
         pg_collection: this rank's process groups; with a ``dp`` or ``dp_cp`` group, gradients are reduced after
             the last backward unless the model's wrapper does so or ``finalize_model_grads_func`` is set.
+        routes: where replicas differ (`Routes`), equal on every rank of the job, such as those of `agree_on_routes`:
+            microbatches that skip a module, replicas with unequal numbers of them (``num_microbatches`` is then that of
+            this rank's replica), calls of a module for several. Routes of one replica say what all of them do. The loss
+            is the mean over all microbatches of all replicas. A plain ``data_iterator`` has an item for each call of
+            the module: none for a microbatch that skips it, and one for all that share a call. Where microbatches move
+            it is a `UnitBatches`, and ``pg_collection`` has the groups of the living ranks.
 
     Returns:
-        On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list.
+        On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list. With routes
+        of the microbatches that this rank computes.
 
     Raises:
         StepArgumentError: an argument that cannot be used, has no effect, or contradicts another.
+        DisagreementError: ranks run other steps, or have other routes; nothing was sent.
         GradientError: these groups and options do not give correct gradients; nothing was sent; ``pg_collection`` is
             not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
@@ -155,6 +166,7 @@ def forward_backward_with_schedule(
     p2p_communicator: Any = None,
     pg_collection: Any = None,
     num_slices: int = 1,
+    routes: Routes | None = None,
 ) -> list[Any]:
     """One step of a named schedule, for one module or a graph of modules (`schedule_for`).
 
@@ -197,6 +209,7 @@ def forward_backward_pipelining_with_interleaving(
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
     p2p_communicator: Any = None,
     pg_collection: Any = None,
+    routes: Routes | None = None,
 ) -> list[Any]:
     """One step of interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), for one module.
 

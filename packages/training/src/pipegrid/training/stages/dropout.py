@@ -35,7 +35,7 @@ class DropoutMasks:
 
     Attributes:
         seed: of the job.
-        lane: the replica of this rank.
+        lane: the replica of this rank. A microbatch that has moved here from another replica has the masks of its home.
         step: counted by the script.
         microbatch: of a whole model, counted by the script; a stage has it from the step functions.
     """
@@ -50,6 +50,7 @@ class DropoutMasks:
         """Seed the forwards of a stage of `pipeline_stage`, or of a model with one list of layers (in ``names``)."""
         before = model.assignment.before(model.number) if isinstance(model, Stage) else 0
         layers = model.layers if isinstance(model, Stage) else _layers_of(model, names)
+        model.current_replica = None  # type: ignore[assignment]  # set by the step functions
         for number, layer in enumerate(layers, start=before + 1):
             model.get_submodule(layer).register_forward_pre_hook(_seeding(number))
         if layers:
@@ -57,9 +58,9 @@ class DropoutMasks:
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end, always_call=True)
 
-    def base(self, microbatch: int) -> int:
-        """The seed of a microbatch, without the layer."""
-        text = f"{self.seed} {self.step} {self.lane} {microbatch}"
+    def base(self, microbatch: int, replica: int | None = None) -> int:
+        """The seed of a microbatch of ``replica`` (None: this rank's), without the layer."""
+        text = f"{self.seed} {self.step} {self.lane if replica is None else replica} {microbatch}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") << _LAYERS_BITS
 
     def _begin(self, model: nn.Module, args: Any) -> None:
@@ -69,7 +70,7 @@ class DropoutMasks:
         if getattr(model, "current_slice", None) is not None:
             raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
         microbatch = model.current_microbatch if isinstance(model, Stage) else self.microbatch
-        torch.manual_seed(self.base(microbatch))
+        torch.manual_seed(self.base(microbatch, getattr(model, "current_replica", None)))
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         """Give the script's generators back."""

@@ -17,9 +17,15 @@ _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 def last_backwards(plan: Plan, position: int) -> dict[int, int]:
     """The stage whose gradients are whole, by the place of the last action that can add to them; in the plan's order.
 
-    By its place in `Plan.actions`: all ``REDUCE_GRAD`` of a stage are equal.
+    By its place in `Plan.actions`: all ``REDUCE_GRAD`` of a stage are equal. Where replicas differ, the ``REDUCE`` over
+    them comes after their last backwards.
     """
-    last = {action.stage: place for place, action in enumerate(plan.actions(position)) if action.kind in _BACKWARDS}
+    kinds = _BACKWARDS if plan.num_replicas == 1 else {ActionKind.REDUCE}
+    last = {
+        action.stage: place
+        for place, action in enumerate(plan.actions(position))
+        if action.kind in kinds and action.group is None
+    }
     return {place: stage for stage, place in sorted(last.items(), key=lambda item: item[1])}
 
 

@@ -165,6 +165,7 @@ def gradient_policy(
     graph: ModuleGraph,
     pg_collection: Any,
     frozen: Collection[str] = (),
+    replicas: tuple[int, int] | None = None,
 ) -> GradientPolicy:
     """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
@@ -174,12 +175,18 @@ def gradient_policy(
     tokens of the job, are a `GradientError`; so is a group that the sizes of a collection's grid demand, and that it
     lacks: where `reduce_gradients` reduces, that of the replicas, and with the loss cp (losses are shares of a mean)
     and tp (the first rank counts tokens).
+
+    ``replicas``: where they differ, how many the data is for, by which gradients are divided, and how many of this
+    rank's position live, over which they are summed.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
     names = {stage: graph.module_of(stage)[0] for stage in models}
     grids = as_communicator(communicator).job.dims
     lanes = {} if grids is None else {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
+    count, living = replicas or (1, 1)
+    if grids is None and count > 1:  # one module, whose replicas the data counts
+        lanes = dict.fromkeys(graph.order, count * _cp(pg_collection, next(iter(names.values()))))
     of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
@@ -188,15 +195,21 @@ def gradient_policy(
         if name in frozen and not per_token:
             continue
         own = lanes.get(name)
+        if count > 1 and (has_fsdp(model) or (hasattr(model, "no_sync") and not by_hand)):
+            raise GradientError(
+                f"module {name!r} is in a wrapper that reduces by itself, on all of its replicas alike, and these "
+                "differ by the routes; pass the bare module and pg_collection"
+            )
         collection = None if pg_collection is None else collection_of(pg_collection, name)
         if not (by_hand or collection is None or hasattr(model, "no_sync")):
             reduced[name] = (*reduced.get(name, ()), stage)
             counts = () if name not in graph.sinks else ("cp", "tp") if per_token else ("cp",)
             require_groups(pg_collection, name, counts)
             found = size_of(lanes_group(collection, name))
-            if own not in (None, found):
+            expected = None if own is None else own * living // count
+            if expected not in (None, found):
                 raise GradientError(
-                    f"module {name!r} has {own} replicas (dp x cp), but their group in pg_collection has {found}"
+                    f"module {name!r} has {expected} replicas (dp x cp), but their group in pg_collection has {found}"
                 )
             continue
         whole = grids is not None and _size(grids[name], ("tp",)) == 1
@@ -245,6 +258,10 @@ def _fault(
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not alone:
         return f"{wrapper} decides in a forward whether the next backward reduces, which a pipeline's order defeats"
     return None if averaged else f"{wrapper} averages over them"
+
+
+def _cp(pg_collection: Any, name: str) -> int:
+    return 1 if pg_collection is None else size_of(getattr(collection_of(pg_collection, name), "cp", None))
 
 
 def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:

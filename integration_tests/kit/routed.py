@@ -1,0 +1,228 @@
+"""Steps in which replicas differ: a graph of modules on ranks, and the same units in one process, by raw routes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch import nn
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.schedules import PipelineConfig, UnitBatches, WithLoss, stage_places
+from pipegrid.schedules.megatron.step_functions import forward_backward_with_schedule
+from pipegrid.topology import ProcessGroupCollection
+
+from .grids import grids_of
+from .models import Model, call
+
+LENGTH, BATCH, WIDTH = 2, 3, 4
+
+
+class Layer(Model):
+    """A stage of one weight matrix; the step functions number its microbatches."""
+
+    def __init__(self, number, config=None):
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(number)
+        self.number, self.current_microbatch, self.current_replica = number, 0, None
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+def load(name, replica, microbatch):
+    """What the first stage of module ``name`` reads for a microbatch of a home replica."""
+    generator = torch.Generator().manual_seed(1000 * replica + 10 * microbatch + len(name))
+    return torch.randn(LENGTH, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def tokens(replica, microbatch):
+    """Which tokens count: more in some microbatches and replicas than in others."""
+    generator = torch.Generator().manual_seed(5000 + 100 * replica + microbatch)
+    return torch.randint(0, 2, (LENGTH, BATCH), generator=generator)
+
+
+@frozen
+class Job:
+    """``places`` has the offset and the dims of each module's grid, ``flow`` the modules that each module feeds.
+
+    ``own_loss``: a module whose last stage has a loss of its own, the mean over the microbatches of a call.
+    """
+
+    ranks: int
+    places: dict
+    flow: dict
+    schedule: str = "1f1b"
+    per_token: bool = False
+    own_loss: str | None = None
+
+    def of(self, schedule):
+        """The same job with another schedule."""
+        return evolve(self, schedule=schedule)
+
+
+def part_of(routes, unit, source, x):
+    """Of what a call of ``source`` made, the part of ``unit``: its batches are side by side."""
+    place = routes.served(routes.call(unit, source), source).index(unit)
+    return x[:, place * BATCH : (place + 1) * BATCH]
+
+
+def joined(routes, module, number, own, arrived):
+    """The input of a first stage: the batches of its call, each with what arrives for it from other modules."""
+    parts = list(own)
+    for source, x in arrived.items():
+        for place, unit in enumerate(routes.served(number, module)):
+            if not routes.skips_module(unit, source):
+                parts[place] = parts[place] + part_of(routes, unit, source, x)
+    return torch.cat(parts, dim=1)
+
+
+def loss_of(job, output, counted):
+    if job.per_token:
+        return (output.square().mean(dim=-1) * counted).sum(), counted.sum()
+    return output.square().mean(), None
+
+
+def in_one_process(job, graph, routes):
+    """The stages with the gradients of one step of all units."""
+    stages = [Layer(number) for number in range(graph.num_stages)]
+    values, losses, total = {}, [], routes.num_units
+    if job.per_token:
+        total = sum(tokens(routes.home(u), routes.microbatch(u)).sum() for u in range(routes.num_units))
+    for stage, model in enumerate(stages):
+        module, index = graph.module_of(stage)
+        for number in routes.calls(module):
+            units = [(routes.home(unit), routes.microbatch(unit)) for unit in routes.served(number, module)]
+            if index:
+                x = values[stage - 1, number]
+            else:
+                arrived = {}
+                for source in [source for source, destination in graph.edges if destination == module]:
+                    for unit in routes.served(number, module):
+                        if not routes.skips_module(unit, source):
+                            arrived[source] = values[graph.stage(source, -1), routes.call(unit, source)]
+                x = joined(routes, module, number, [load(module, *unit) for unit in units], arrived)
+            output = values[stage, number] = model(x)
+            if graph.stage(module, -1) == stage and module == job.own_loss:
+                losses.append(len(units) * output.square().mean() / total)
+            if graph.stage(module, -1) == stage and module in graph.sinks:
+                losses.append(loss_of(job, output, tokens(*units[0]))[0] / total)
+    sum(losses).backward()
+    return stages
+
+
+class OnRanks:
+    """This rank's part of a job; its replica is that of its first module."""
+
+    def __init__(self, job, ranks, **options):
+        self.job = job
+        self.grids = grids_of(job.places, ("tp", "dp", "pp"))
+        for grid in self.grids.values():
+            grid.create_pg("dp")
+        self.config = PipelineConfig(
+            pipeline_dtype=torch.float64,
+            calculate_per_token_loss=job.per_token,
+            variable_seq_lengths=True,
+            strict=ranks.strict_sends,
+            staged=ranks.backend == "staged",
+            deadline=30.0,
+            open_deadline=30.0,
+            **options,
+        )
+        last = list(self.grids)[-1]  # the schedule is that of the module with the loss
+        places = {last: stage_places(job.schedule, self.grids[last].dim_size("pp"))}
+        self.communicator = MultiModulePipelineCommunicator(
+            self.grids, {name: job.flow.get(name, []) for name in self.grids}, self.config, stage_placement=places
+        )
+        self.graph = self.communicator.graph
+        self.models = {number: Layer(number, self.config).to(ranks.device) for number in self.communicator.stages}
+        held = {self.graph.module_of(number)[0] for number in self.models}
+        self.groups = {name: ProcessGroupCollection.from_grid(self.grids[name]) for name in held}
+        self.replica = dist.get_rank(next(iter(self.groups.values())).dp)
+        self.device = ranks.device
+
+    def by_module(self, values):
+        """Values by stage as a step function takes them: by module, a list where it has several stages here."""
+        found = {}
+        for number, value in values.items():
+            found.setdefault(self.graph.module_of(number)[0], []).append(value)
+        return {name: each[0] if len(each) == 1 else each for name, each in found.items()}
+
+    def data(self, routes, *, by_unit):
+        """The data of each stage here: by unit, or an item for each call of this replica, in order."""
+
+        def of(number):
+            name, _ = self.graph.module_of(number)
+            if by_unit:
+                return UnitBatches(lambda replica, microbatch: load(name, replica, microbatch))
+            first = routes.units_of(self.replica).start
+            calls = [number for number in routes.calls(name) if routes.home(number) == self.replica]
+            return iter([[load(name, self.replica, u - first) for u in routes.served(c, name)] for c in calls])
+
+        return self.by_module({number: of(number) for number in self.models})
+
+    def forward_step(self, routes):
+        graph = self.graph
+
+        def forward(iterator, model):
+            name, index = graph.module_of(model.number)
+            home = self.replica if model.current_replica is None else model.current_replica
+            number = routes.unit(home, model.current_microbatch)
+            received = model.received if isinstance(model.received, dict) else {name: model.received[0]}
+            if index:
+                (x,) = received.values()
+            else:
+                own = list(iterator) if isinstance(iterator, UnitBatches) else next(iterator)
+                arrived = {source: x for source, x in received.items() if x is not None}
+                x = joined(routes, name, number, [each.to(self.device) for each in own], arrived)
+            output = model(x)
+            if graph.stage(name, -1) == model.number and name in graph.sinks:
+                counted = tokens(home, model.current_microbatch).to(self.device)
+
+                def loss_func(output):
+                    loss, count = loss_of(self.job, output, counted)
+                    return (loss, number) if count is None else (loss, count, number)
+
+                return output, loss_func
+            carried = {name: output} if len(graph.modules) > 1 else output
+            if graph.stage(name, -1) == model.number and name == self.job.own_loss:
+                carried = WithLoss(carried, output.square().mean())
+            return carried, None
+
+        return forward
+
+    def step(self, routes, *, by_unit=False, **options):
+        """One step along ``routes``, with fresh gradients; the infos."""
+        for model in self.models.values():
+            model.zero_grad()
+        given = {
+            "forward_step_func": self.forward_step(routes),
+            "data_iterator": self.data(routes, by_unit=by_unit),
+            "pg_collection": self.groups,
+            "schedule": self.job.schedule,
+            "p2p_communicator": self.communicator,
+            "routes": routes,
+        }
+        models = self.by_module(self.models)
+        return call(forward_backward_with_schedule, model=models, count=routes.units[self.replica], **given | options)
+
+    def check(self, routes, *, rtol=1e-11, **options):
+        """One step has the gradients of one process, and the infos of the microbatches that this rank computes."""
+        infos = self.step(routes, **options)
+        expected = in_one_process(self.job, self.graph, routes)
+        for number, model in self.models.items():
+            wanted = expected[number].weight.grad
+            wanted = torch.zeros(WIDTH, WIDTH, dtype=torch.float64) if wanted is None else wanted
+            found = torch.zeros_like(model.weight) if model.weight.grad is None else model.weight.grad
+            torch.testing.assert_close(found.cpu(), wanted, rtol=rtol, atol=1e-13)
+        sinks = [
+            number for number in self.models if number in {self.graph.stage(name, -1) for name in self.graph.sinks}
+        ]
+        here = [
+            number
+            for stage in sinks
+            for number in routes.calls(self.graph.module_of(stage)[0])
+            if routes.of(number, stage) == self.replica
+        ]
+        assert infos == here

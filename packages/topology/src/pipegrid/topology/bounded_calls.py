@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from attrs import define, field
 
 _T = TypeVar("_T")
+_ASK_SECONDS = 0.1
 
 
 class SilentStoreError(RuntimeError):
@@ -58,8 +60,20 @@ class BoundedCalls:
         """Whether a call that was given up still holds the thread, so that the next one may wait behind it."""
         return self._silent is not None and self._silent.done.locked()
 
-    def run(self, function: Callable[..., _T], *arguments: Any, seconds: float) -> _T:
+    def run(
+        self,
+        function: Callable[..., _T],
+        *arguments: Any,
+        seconds: float,
+        given_up: Callable[[], object] = lambda: False,
+    ) -> _T:
         """The result of ``function(*arguments)``, within ``seconds``; not started by then, it never is.
+
+        Args:
+            function: to call.
+            arguments: of ``function``.
+            seconds: the deadline.
+            given_up: asked every 0.1 s; once it is true the deadline has come.
 
         Raises:
             SilentStoreError: it did not return in time, or the thread was closed.
@@ -72,10 +86,12 @@ class BoundedCalls:
         call = _Call(function, arguments)
         call.done.acquire()
         self._calls.put(call)
-        if not call.done.acquire(timeout=seconds):
-            call.given_up = True
-            self._silent = call
-            raise SilentStoreError(f"the store did not answer within {seconds:.3g} s")
+        end = time.monotonic() + seconds
+        while not call.done.acquire(timeout=max(0.0, min(_ASK_SECONDS, end - time.monotonic()))):
+            if time.monotonic() >= end or given_up():
+                call.given_up = True
+                self._silent = call
+                raise SilentStoreError(f"the store did not answer within {seconds:.3g} s")
         if call.error is not None:
             raise call.error
         result: _T = call.result

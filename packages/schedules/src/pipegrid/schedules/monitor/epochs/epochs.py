@@ -1,0 +1,326 @@
+"""Agreement of ranks on what is done and, after a death, on who is left: one consensus per epoch, in a control store.
+
+Epochs follow each other; the members of one do keys (steps, norms) in the same order. What is decided is a record that
+is written once, by ``compare_set``, so all who read it read the same:
+
+1. A member adds once to the counter of a key, when it has done it. `Epochs.done` is True only if all members have, and
+   that stays so. So a member at a key knows that all have done the one before, and members are at one key or at two
+   successive ones.
+2. An alarm (a lost member, a call for a vote) ends the epoch. It is never taken back, and members that find it vote. A
+   ballot has the member's key and whether it has done it; after it, the member adds to no counter of this epoch.
+3. Each living member waits for a verdict. The lowest of them, as far as it knows, collects ballots until each member
+   has voted or is lost, and proposes the verdict. Others may do so at the same time: the first proposal is the verdict.
+   So no two verdicts of an epoch differ, and the next epoch has the same members for all.
+4. If one member saw a key as done by all, each ballot is of that key, done, or of the next one: the verdict commits the
+   key. If the verdict says redo, some member that goes on voted "not done", never says otherwise, and the counter is
+   never complete: no rank, not even one that sleeps through the vote, sees the key as done.
+5. A rank that the verdict counts as dead, and that lives, is fenced: it can neither complete a counter of a later epoch
+   nor vote there. A failure of the job is a verdict too: either all leave a vote, or none does.
+6. A loss that is recorded while a verdict is proposed without it is found either by its recorder, which sees the
+   verdict and records it in the next epoch, or by the members, which read the alarm again after the verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from threading import Event, Thread, current_thread
+from typing import Any
+
+from attrs import evolve
+
+from pipegrid.schedules.monitor.control import DisagreementError, Failure, bounded_store
+from pipegrid.schedules.monitor.epochs.ledger import LEFT, EpochStore, Ledger
+from pipegrid.schedules.monitor.epochs.pulse import Pulse
+from pipegrid.schedules.monitor.epochs.records import Alarm, Ballot, Epoch, Tally, Verdict, decide
+from pipegrid.schedules.monitor.monitor import JobFailedError, MonitorError
+from pipegrid.topology.bounded_calls import BoundedCalls
+from pipegrid.topology.fields import Index, Seconds, checked
+from pipegrid.transport.collectives.differences import listed
+
+_LONG = timedelta(days=1)  # of a wait in the store, which the pulse of this rank ends
+
+
+class RankLostError(RuntimeError):
+    """The current epoch ends: ranks are lost, or a rank calls for a vote.
+
+    Attributes:
+        dead: the lost ranks, with reasons; empty where a rank calls for a vote for another reason.
+        where: what this rank did.
+    """
+
+    def __init__(self, dead: Mapping[int, str], where: str, why: str = "") -> None:
+        self.dead, self.where, self.why = dict(dead), where, why
+        super().__init__(f"{where}: {Alarm(self.dead, why)}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the arguments."""
+        return type(self), (self.dead, self.where, self.why)
+
+
+class FencedError(JobFailedError):
+    """The other ranks go on without this one, which they took for dead, or which has retired."""
+
+
+class Epochs:
+    """One rank's end of the agreement. Every rank makes one, with a store that lives on none of them.
+
+    `done` and `vote` are called by one thread, for the same keys in the same order on all members.
+
+    Args:
+        store: for this attempt of the job alone; reached in a process that outlives the ranks.
+        rank: this rank.
+        ranks: all of them: the members of epoch 0.
+        heartbeat: seconds of silence after which a rank is lost. A rank is heard while its interpreter runs threads: a
+            call that holds the interpreter's lock for longer looks like a death.
+        deadline: seconds in which a vote ends, or the job fails; for a call of the store, and for ranks to come.
+        retire: the living ranks that leave with the given dead, such as their tensor-parallel peers; the same on all
+            ranks.
+        on_alarm: called with the reason, in a thread, once for each epoch that ends by an alarm: ends this rank's
+            transfers, which may wait for ranks that do not come.
+
+    Raises:
+        MonitorError: a rank that is not among ``ranks``, or seconds that are not positive.
+
+    Attributes:
+        current: the epoch that this rank is in.
+    """
+
+    def __init__(
+        self,
+        store: EpochStore,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        heartbeat: float = 5.0,
+        deadline: float = 60.0,
+        retire: Callable[[frozenset[int]], Iterable[int]] = lambda _: (),
+        on_alarm: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self.rank = checked(rank, Index, "rank", MonitorError)
+        members: tuple[int, ...] = tuple(sorted(checked(ranks, tuple[Index, ...], "ranks", MonitorError)))
+        if rank not in members or len(set(members)) < len(members):
+            raise MonitorError(f"rank is {rank} and ranks are {list(ranks)}: give all ranks of the job, each once")
+        heartbeat = checked(heartbeat, Seconds, "heartbeat", MonitorError)
+        self._deadline = checked(deadline, Seconds, "deadline", MonitorError)
+        self.current = Epoch(0, members)
+        self._retire = retire
+        self._number, self._said, self._voted = 0, -1, -1  # keys done; the last that was said; the last epoch voted in
+        self._failed = ""
+        self._store = store
+        self._calls = BoundedCalls("pipegrid-epochs")
+        self._ledger = Ledger(bounded_store(store, self._calls, self._deadline))
+        beside: EpochStore = store.clone() if hasattr(store, "clone") else store
+        calls = BoundedCalls("pipegrid-heartbeat")
+        ledger = Ledger(bounded_store(beside, calls, self._deadline))
+        self._pulse = Pulse(ledger, rank, self.current, heartbeat, self._deadline, on_alarm)
+        with self._answering("the first heartbeat"):
+            ledger.beats(rank, 1)
+        self._close = weakref.finalize(self, _end, self._pulse, _started(self._pulse), self._calls, calls)
+
+    def done(self, key: str) -> bool:
+        """Say that this rank has done ``key`` in the current epoch, and wait for the other members.
+
+        Returns:
+            True when all members have said so; False once the epoch ends by a loss or a vote instead. Then `vote`.
+
+        Raises:
+            JobFailedError: a rank has given up, or the store does not answer.
+            FencedError: the others go on without this rank.
+            DisagreementError: members do different keys.
+        """
+        self._require_member()
+        epoch, number, size = self.current.number, self._number, len(self.current.members)
+        amount, self._said = 0 if self._said == number else Tally.of(key).sum, number
+        with self._answering(f"done({key!r})"), self._waiting():
+            tally = self._ledger.say_done(epoch, number, amount)
+            last, woken = tally.count == size and amount > 0, False
+            while tally.count < size and tally.is_of(key):
+                if (woken or self._pulse.alarm is not None) and self._alarmed():
+                    return False
+                self._wait_over(epoch, number)
+                woken, tally = True, self._ledger.say_done(epoch, number, 0)
+            if not tally.is_of(key):
+                text = f"rank {self.rank} has done {key!r} as its key number {number}, and another rank another key"
+                self.give_up(text)
+                raise DisagreementError(f"{text}. Do the same keys in the same order on all ranks")
+            if last:
+                self._ledger.wake(epoch, number)
+                self._ledger.forget(epoch, number - 1)  # all have come to this key, so none waits for the last one
+        self._number = self._pulse.number = number + 1
+        return True
+
+    def lost(self, rank: int, why: str) -> None:
+        """Record for all that the process of ``rank`` has ended. From any thread.
+
+        A rank that lives and closes a lane, after a failure of its own, is not lost.
+        """
+        try:
+            self._pulse.lost(rank, why)
+        except RuntimeError as error:
+            self._pulse.fail(_silent(error))
+
+    def vote(self, key: str, why: str = "") -> Verdict:
+        """Agree with the living members on who is lost and on what is done; the next epoch begins.
+
+        Every member votes once per epoch that ends. ``dead`` of the verdict is empty if all of them did.
+
+        Args:
+            key: that this rank works on: the last one given to `done`, if that was not True, or the one after it.
+            why: the reason of this rank, for the others.
+
+        Raises:
+            JobFailedError: the vote did not end in time, a rank has given up, or the store does not answer; for all.
+            FencedError: the others go on without this rank.
+        """
+        self._require_member()
+        epoch, number = self.current, self._number
+        self._voted = epoch.number
+        with self._answering(f"the vote on {key!r}"), self._waiting():
+            self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number))
+            self._ledger.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has called for a vote: {why or key}"))
+            outcome = self._outcome(epoch, key)
+            if isinstance(outcome, Failure):
+                raise self._ended(outcome)
+            if self.rank in outcome.dead:
+                raise self._fenced(outcome.dead[self.rank])
+            alarm = self._ledger.alarm(epoch.number)
+            self.current, self._number, self._said = outcome.epoch, outcome.keys, -1
+            self._pulse.epoch, self._pulse.number = self.current, self._number
+            for rank, reason in () if alarm is None else alarm.lost.items():
+                self._pulse.lost(rank, reason)  # no effect unless it is a member of the new epoch
+        return evolve(outcome, committed=outcome.keys > number)
+
+    def give_up(self, error: str) -> None:
+        """Fail the job: `done` and `vote` of all members raise a JobFailedError with ``error``. From any thread."""
+        self._failed = self._failed or error
+        epoch = self.current
+        try:
+            while self.rank in epoch.members:
+                outcome = self._pulse.ledger.propose(epoch.number, Failure(self.rank, error))
+                self._pulse.ledger.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has given up: {error}"))
+                if isinstance(outcome, Failure):
+                    return
+                epoch = outcome.epoch
+        except RuntimeError as failure:
+            self._pulse.fail(_silent(failure))
+
+    def check(self, where: str) -> None:
+        """Raise if this rank has noticed that the epoch ends. Local.
+
+        Raises:
+            RankLostError: a member is lost, or has called for a vote.
+            JobFailedError: this rank's heartbeat has ended.
+        """
+        if self._failed or self._pulse.failure:
+            raise JobFailedError(f"{where}: {self._failed or self._pulse.failure}")
+        if self._pulse.alarm is not None:
+            raise RankLostError(self._pulse.alarm.lost, where, self._pulse.alarm.why)
+
+    def close(self) -> None:
+        """Leave: others do not take this rank for lost, unless they wait for it. Idempotent."""
+        self._close()
+
+    def _require_member(self) -> None:
+        if self._failed or self._pulse.failure:
+            raise JobFailedError(self._failed or self._pulse.failure)
+        if self._voted == self.current.number:
+            raise JobFailedError("a vote was interrupted on this rank, which can neither vote nor say done again")
+        if self.rank not in self.current.members:
+            raise self._fenced("it has retired")
+
+    def _alarmed(self) -> bool:
+        """Whether the epoch ends, by the store."""
+        epoch = self.current.number
+        alarm = self._ledger.alarm(epoch)
+        if alarm is None:
+            return False
+        outcome = self._ledger.verdict(epoch)
+        if isinstance(outcome, Failure):
+            raise self._ended(outcome)
+        if self.rank in alarm.lost:
+            raise self._fenced(alarm.lost[self.rank])
+        return True
+
+    def _outcome(self, epoch: Epoch, key: str) -> Verdict | Failure:
+        """The verdict of ``epoch``, after waiting for it, or proposing it."""
+        began = time.monotonic()
+        while (outcome := self._ledger.verdict(epoch.number)) is None:
+            alarm = self._ledger.alarm(epoch.number)
+            dead = {} if alarm is None else alarm.lost
+            if self.rank in dead:
+                raise self._fenced(dead[self.rank])
+            living = [member for member in epoch.members if member not in dead]
+            waited = time.monotonic() - began
+            if self.rank == living[0] or waited > self._deadline:
+                ballots = {member: self._ledger.ballot(epoch.number, member) for member in living}
+                voted = {member: ballot for member, ballot in ballots.items() if ballot is not None}
+                silent = [member for member in living if member not in voted]
+                if not silent:
+                    retired = set(self._retire(frozenset(dead))) & set(living)
+                    return self._ledger.propose(epoch.number, decide(epoch, voted, dead, retired, rank=self.rank))
+                if waited > self._deadline:
+                    text = f"{listed(silent)} lived and did not vote on {key!r} in {self._deadline:.3g} s"
+                    return self._ledger.propose(epoch.number, Failure(self.rank, text))
+            if self._pulse.failure:
+                raise JobFailedError(self._pulse.failure)
+            time.sleep(min(0.1, max(0.002, waited / 10)))
+        return outcome
+
+    def _wait_over(self, epoch: int, number: int) -> None:
+        """Wait for the others to have done a key, or for an alarm."""
+        wait = partial(self._store.wait, [self._ledger.over(epoch, number)], _LONG)
+        self._calls.run(wait, seconds=_LONG.total_seconds(), given_up=lambda: self._pulse.failure)
+
+    def _ended(self, failure: Failure) -> JobFailedError:
+        self._failed = f"rank {failure.rank} has ended the job: {failure.text}"
+        return JobFailedError(self._failed)
+
+    def _fenced(self, why: str) -> FencedError:
+        self._failed = f"rank {self.rank} is outside of the job, and the others go on without it: {why}"
+        return FencedError(self._failed)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._pulse.waiting = True
+        try:
+            yield
+        finally:
+            self._pulse.waiting = False
+
+    @contextlib.contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        """Errors of the store as failures of the job."""
+        try:
+            yield
+        except JobFailedError:
+            raise
+        except RuntimeError as error:
+            raise JobFailedError(f"{what}: {self._pulse.failure or _silent(error)}") from error
+
+
+def _silent(error: RuntimeError) -> str:
+    line = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"the control store does not answer: its process has stopped or ended ({line})"
+
+
+def _started(pulse: Pulse) -> tuple[Event, Thread]:
+    stop = Event()
+    thread = Thread(target=pulse.run, args=(stop,), name="pipegrid-heartbeat", daemon=True)
+    thread.start()
+    return stop, thread
+
+
+def _end(pulse: Pulse, running: tuple[Event, Thread], *calls: Any) -> None:
+    stop, thread = running
+    stop.set()
+    if thread is not current_thread():
+        thread.join()
+    with contextlib.suppress(RuntimeError):  # the store may have ended before this rank
+        pulse.ledger.beats(pulse.rank, LEFT)
+    for each in calls:
+        each.close()

@@ -5,7 +5,7 @@
     python -m packages.training.tests.compatibility --families "Llama, tied" BERT --columns ZB-V generate
     python -m packages.training.tests.compatibility --record run.jsonl                # goes on after what is in there
 
-A cell is *right* where loss, every gradient or every token is that of one process; *refused* where a typed error of
+A cell is *right* where loss, every gradient or every token is that of one process; *unsupported* where a typed error of
 pipegrid ends it and no loss or token is returned; it *fails alone* where the model does so in one process without
 pipegrid.
 Anything else, wrong numbers, another error, no end within ``--deadline``, fails the run. Ranks are forked once and run
@@ -43,7 +43,7 @@ from .compatibility_cells import COLUMNS, FailsAloneError, World, WrongNumbersEr
 from .compatibility_families import FAMILIES
 
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
-NOTED = ("fails alone", "refused")
+NOTED = ("fails alone", "unsupported")
 _GRACE = 30.0  # seconds for the other ranks, once one has ended with an error
 Cell = tuple[str, str]
 
@@ -53,7 +53,7 @@ class Outcome:
     """How a cell ended, on one rank or on all.
 
     Attributes:
-        word: right, refused, fails alone, stopped (by another rank's failure), crash or WRONG.
+        word: right, unsupported, fails alone, stopped (by another rank's failure), crash or WRONG.
         text: of the error; of a right cell, why its cut is not proved, if it is not.
         seconds: that it took.
     """
@@ -84,13 +84,13 @@ def outcome_of(cell: Cell, world: World) -> Outcome:
 
 
 def outcome_of_error(error: BaseException) -> Outcome:
-    """Refused, stopped or crashed: by the error's type, or by that of the error that a step wraps."""
+    """Unsupported, stopped or crashed: by the error's type, or by that of the error that a step wraps."""
     while isinstance(error, PipelineError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, (PipelineError, JobFailedError, P2PLaneDeadError, P2PPeerError)):
         return Outcome("stopped", str(error))
     if isinstance(error, ValueError) and type(error).__module__.startswith("pipegrid."):
-        return Outcome("refused", f"`{type(error).__name__}`: {first_sentence(str(error))}")
+        return Outcome("unsupported", f"`{type(error).__name__}`: {first_sentence(str(error))}")
     return Outcome("crash", "".join(traceback.format_exception(error))[-3000:])
 
 

@@ -26,13 +26,13 @@ NAME = "packages.training.tests.compatibility"
 # Six families, and every column.
 OFTEN = {
     ("Llama + LoRA", "FSDP2 x 1F1B"): "right",
-    ("Mixtral, router loss", "stages, one process"): "refused",
+    ("Mixtral, router loss", "stages, one process"): "unsupported",
     ("Mixtral, router loss", "generate"): "right",
     ("Mamba", "interleaved 1F1B"): "right",
     ("ViT", "ZB-V, compile split"): "right",
     ("Qwen2-VL", "ZB-V"): "right",
-    ("Qwen2-VL", "generate"): "refused",
-    ("Qwen3-VL", "1F1B"): "refused",
+    ("Qwen2-VL", "generate"): "unsupported",
+    ("Qwen3-VL", "1F1B"): "unsupported",
 }
 
 
@@ -50,7 +50,7 @@ def test_the_page_has_every_family_and_column_and_nothing_else():
     assert {cell for cells in rows.values() for cell in cells} <= {
         "right",
         "right, not proved",
-        "refused",
+        "unsupported",
         "fails alone",
     }
 
@@ -58,7 +58,7 @@ def test_the_page_has_every_family_and_column_and_nothing_else():
 def test_the_page_says_its_versions_and_its_refusals():
     made = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     assert re.search(r"^torch \d+\.\d+\.\d+, transformers \d+\.\d+\.\d+, \d{4}-\d\d-\d\d: \d+ families", made.strip())
-    used = {int(number) for number in re.findall(r"(?:refused|fails alone) \((\d+)\)", made)}
+    used = {int(number) for number in re.findall(r"(?:unsupported|fails alone) \((\d+)\)", made)}
     listed = [
         int(number) for number in re.findall(r"^(\d+)\. (?:`\w+Error`|torch.compile of .*): \w", made, re.MULTILINE)
     ]
@@ -68,7 +68,7 @@ def test_the_page_says_its_versions_and_its_refusals():
 def test_some_families_are_right_or_refused_by_name():
     found = dict(run_in_a_process(list(OFTEN)))
     assert {cell: word for cell, (word, _) in found.items()} == OFTEN, found
-    assert all(re.match(r"`(Cut|Generation)Error`: ", text) for word, text in found.values() if word == "refused")
+    assert all(re.match(r"`(Cut|Generation)Error`: ", text) for word, text in found.values() if word == "unsupported")
 
 
 def run_in_a_process(cells):
@@ -160,9 +160,9 @@ def raised(error, cause):
 @pytest.mark.parametrize(
     ("error", "word"),
     [
-        (CutError("a value crosses"), "refused"),
-        (raised(PipelineError("rank 0"), P2PUsageError("not contiguous")), "refused"),
-        (raised(PipelineError("rank 0"), raised(CutError("no"), RuntimeError("meta"))), "refused"),
+        (CutError("a value crosses"), "unsupported"),
+        (raised(PipelineError("rank 0"), P2PUsageError("not contiguous")), "unsupported"),
+        (raised(PipelineError("rank 0"), raised(CutError("no"), RuntimeError("meta"))), "unsupported"),
         (raised(PipelineError("rank 0"), RuntimeError("sizes differ")), "crash"),
         (raised(PipelineError("rank 0"), TimeoutError("10 s")), "crash"),
         (raised(PipelineError("rank 0"), P2PPeerError("rank 1 has ended")), "stopped"),
@@ -178,13 +178,13 @@ def test_only_a_typed_error_that_says_what_does_not_fit_is_a_refusal(error, word
     ("words", "word"),
     [
         (["right", "right"], "right"),
-        (["refused", "stopped"], "refused"),
-        (["stopped", "refused"], "refused"),
+        (["unsupported", "stopped"], "unsupported"),
+        (["stopped", "unsupported"], "unsupported"),
         (["fails alone", "fails alone"], "fails alone"),
         (["right", "stopped"], "crash"),
         (["right", None], "crash"),
-        (["refused", "crash"], "crash"),
-        (["refused", "WRONG"], "WRONG"),
+        (["unsupported", "crash"], "crash"),
+        (["unsupported", "WRONG"], "WRONG"),
     ],
 )
 def test_a_cell_is_as_bad_as_its_worst_rank(words, word):
@@ -223,17 +223,17 @@ def test_the_table_counts_its_cells_and_lists_each_refusal_once():
     error = "`CutError`: layerdrop is above 0"
     outcomes = {
         ("A", "1F1B"): Outcome("right"),
-        ("A", "ZB-V"): Outcome("refused", error),
+        ("A", "ZB-V"): Outcome("unsupported", error),
         ("B", "1F1B"): Outcome("right", "layout is not proved"),
-        ("B", "ZB-V"): Outcome("refused", error),
+        ("B", "ZB-V"): Outcome("unsupported", error),
     }
     text = table(outcomes)
-    assert ": 2 families, 4 cells, 2 right, 2 refused." in text
+    assert ": 2 families, 4 cells, 2 right, 2 unsupported." in text
     assert text.count(error) == 1
     assert rows_of(text) == {
         "family": ["1F1B", "ZB-V"],
-        "A": ["right", "refused"],
-        "B": ["right, not proved", "refused"],
+        "A": ["right", "unsupported"],
+        "B": ["right, not proved", "unsupported"],
     }
 
 

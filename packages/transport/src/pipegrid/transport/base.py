@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipegrid.transport.control.handshake import Handshake
-    from pipegrid.transport.edge import Direction, Edge
+    from pipegrid.transport.edge import Crossing, Direction, Edge
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
 
@@ -86,6 +86,16 @@ class Communicator:
             P2PUsageError: this rank has no such end.
         """
         raise P2PUsageError(f"{type(self).__name__} has no port for edge {edge} {direction.name.lower()}")
+
+    def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
+        """Called before the ports to other replicas are asked for, with all of them; may communicate with these ranks.
+
+        The ranks of all replicas are called for one plan after the other, in one order.
+
+        Args:
+            sends: the edges, in a direction, along which this rank sends to a replica.
+            receives: those along which it receives from one.
+        """
 
     def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
         """`port` of an edge whose other end is in another replica, where routes move a unit there or back.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from torch.distributed import ProcessGroup
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import NeighbourTransfers
 from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
+from pipegrid.transport.control.replica_lanes import ReplicaLanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PConfigError, P2PUsageError
 from pipegrid.transport.job import JobTopology
@@ -22,7 +23,8 @@ from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.messages.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.pipeline_lanes import direction_lane, placed, planned_lanes
+from pipegrid.transport.pipeline_lanes import checked_replicas, direction_lane, placed, planned_lanes, require_edge
+from pipegrid.transport.spec import LaneSpec
 
 
 class P2PCommunicator(LaneCommunicator):
@@ -43,6 +45,8 @@ class P2PCommunicator(LaneCommunicator):
         device: where tensors live; None is the device of the group's backend.
         traffic: the edges and directions that the plan uses; other lanes are not opened. None opens all, or those that
             the ``communicators`` of the config are for.
+        replicas: the global ranks of the pipeline of each replica, in order: for plans whose routes move units between
+            them. Lanes to other replicas are opened when a plan first needs them.
 
     Raises:
         P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is not
@@ -60,19 +64,21 @@ class P2PCommunicator(LaneCommunicator):
         tensor_shape: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
+        replicas: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.pp_group = group = _group(pp_group)
         self.config = as_config(config)
-        self._ranks = dist.get_process_group_ranks(group)
+        self.rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self._placement = None if placement is None else placed(placement, len(self._ranks))
-        self.rank = dist.get_rank()
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
+        known = None if replicas is None else checked_replicas(replicas, self._ranks, self.config.communicators)
         backend, self.device = resolve_device(None, device, group)
         specs, carried = planned_lanes(self._ranks, self._placement, traffic, self.config.communicators)
-        standing = None if tensor_shape is None else dict.fromkeys(specs, _example(tensor_shape, self.config))
-        self.lanes = open_lanes(
-            specs, config=self.config, backend=backend, device=self.device, standing=standing, carried=carried
-        )
+        example = None if tensor_shape is None else _example(tensor_shape, self.config)
+        open_some = partial(_open, example, config=self.config, backend=backend, device=self.device)
+        self.lanes = open_some(specs, carried=carried)
+        if known is not None:
+            self.across = ReplicaLanes(self.rank, *known, self._placement, self.lanes, self.config, open_some)
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
         self._neighbours = NeighbourTransfers(
             self.lanes, self.config, ranks=self._ranks, place=self.current_stage, placement=self._placement
@@ -89,6 +95,7 @@ class P2PCommunicator(LaneCommunicator):
             placement=None if self._placement is None else tuple((place,) for place in self._placement),
             num_chunks=self.virtual_pipeline_model_parallel_size,
             lanes=self.config.communicators,
+            replica=None if self.across is None else self.across.replica,
         )
 
     @property
@@ -157,16 +164,11 @@ class P2PCommunicator(LaneCommunicator):
         return found
 
     def _find(self, edge: Edge, direction: Direction) -> Lane:
-        last = math.inf if self._placement is None else len(self._placement) - 1
-        if not isinstance(edge, Edge) or edge.destination != edge.source + 1 or not 0 <= edge.source < last:
-            raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
+        require_edge(edge, self._placement)
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            why = (
-                "the argument traffic left out, or communicators"
-                if self.rank in spec.pair
-                else f"rank {self.rank} is no end of"
-            )
+            left_out = "the argument traffic left out, or communicators"
+            why = left_out if self.rank in spec.pair else f"rank {self.rank} is no end of"
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         return self.lanes[spec]
 
@@ -325,6 +327,11 @@ class P2PCommunicator(LaneCommunicator):
             recv_next=(tensor_shape,) if recv_next else None,
         )
         return received.get("recv_prev"), received.get("recv_next")
+
+
+def _open(example: torch.Tensor | None, specs: Sequence[LaneSpec], **options: Any) -> Lanes:
+    """`open_lanes` of lanes whose messages are all like ``example``, where there is one."""
+    return open_lanes(specs, standing=None if example is None else dict.fromkeys(specs, example), **options)
 
 
 def _group(given: Any) -> ProcessGroup:

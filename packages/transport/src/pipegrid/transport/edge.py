@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from attrs import frozen
 
@@ -30,3 +30,7 @@ class Direction(enum.Enum):
     BACKWARD = "B"
 
     __hash__ = object.__hash__  # members are single; Enum's own hash of the name is several times as slow
+
+
+Crossing: TypeAlias = tuple[Edge, Direction, int]
+"""A direction of an edge whose other end is in that replica."""

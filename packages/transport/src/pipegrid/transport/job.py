@@ -15,7 +15,7 @@ from pipegrid.transport.sharing import Communicators
 class JobTopology:
     """The stages of a job and where they are, as one rank sees them.
 
-    All but ``current_stage`` and ``stages`` is the same on every rank.
+    All but ``current_stage``, ``stages`` and ``replica`` is the same on every rank.
 
     Attributes:
         total_stages: pipeline ranks on the longest path through the modules; 0 is not known: without a ``graph`` such
@@ -34,6 +34,7 @@ class JobTopology:
         dims: the sizes of each module's grid, by dim; None where they are not known.
         lanes: what a plan is proved for: which lanes share a communicator.
         slices: whether a message may hold a slice of a microbatch.
+        replica: of this rank, where it is known.
     """
 
     total_stages: int = 0
@@ -50,3 +51,4 @@ class JobTopology:
     dims: Mapping[str, Mapping[str, int]] | None = field(default=None, hash=False)
     lanes: Communicators = "separate"
     slices: bool = True
+    replica: int | None = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from pipegrid.transport.base import Communicator
+from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
+from pipegrid.transport.control.replica_lanes import ReplicaLanes
+from pipegrid.transport.edge import Crossing, Direction, Edge
+from pipegrid.transport.errors import P2PUsageError
 
 
 class LaneCommunicator(Communicator):
@@ -21,12 +25,14 @@ class LaneCommunicator(Communicator):
         rank: this rank.
         device: where sent payloads must live, and received ones do.
         lanes: this rank's ends.
+        across: those to other replicas; None where the communicator does not know their ranks.
     """
 
     config: P2PConfig
     rank: int
     device: torch.device
     lanes: Lanes
+    across: ReplicaLanes | None = None
 
     def batch(self) -> AbstractContextManager[None]:
         """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
@@ -40,6 +46,41 @@ class LaneCommunicator(Communicator):
     def in_order(self) -> AbstractContextManager[None]:
         """Start transfers of device groups in the order of calls inside the block. See `Lanes.in_order`."""
         return self.lanes.in_order()
+
+    # ---- To other replicas
+
+    @property
+    def _to_others(self) -> ReplicaLanes:
+        if self.across is None:
+            raise P2PUsageError(
+                f"a unit moves to another replica, whose ranks this {type(self).__name__} does not know; give "
+                "P2PCommunicator(..., replicas=[[ranks of the pipeline of replica 0], ...])"
+            )
+        return self.across
+
+    def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
+        """Open the lanes to other replicas along which a plan sends and receives, unless they are open.
+
+        The rank at the other end of each calls it as well, for the same plan; all ranks for one plan after the other.
+
+        Raises:
+            P2PUsageError: the communicator was made without ``replicas``, or there is no such edge or replica.
+            P2PMismatchError: the other end opens other lanes.
+            P2PTimeoutError: the other end did not come.
+        """
+        self._to_others.open(sends=sends, receives=receives)
+
+    def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
+        """The lanes of an edge to and from ``replica`` that are open."""
+        return Verbs(*self._to_others.verbs(edge, direction, replica))
+
+    def neighbours_across(self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]) -> Handshake:
+        """`neighbours`, and the ranks at the other ends of the edges of ``across`` in other replicas."""
+        own = self.neighbours(edges)
+        ranks = set() if own is None else {one.peer for one in own.peers}
+        return self.lanes.neighbours(ranks | self._to_others.peers(across))
+
+    # ---- The end
 
     def describe(self) -> Mapping[str, Any]:
         """`Lane.describe` of each lane."""

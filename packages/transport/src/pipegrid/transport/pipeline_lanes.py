@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,13 @@ def direction_lane(source_stage_rank: int, destination_stage_rank: int, directio
     if direction is Direction.BACKWARD:
         return LaneSpec(destination_stage_rank, source_stage_rank, "backward")
     raise P2PUsageError(f"the direction is {direction!r}; it must be Direction.FORWARD or Direction.BACKWARD")
+
+
+def require_edge(edge: Any, placement: Sequence[int] | None) -> None:
+    """Raise unless ``edge`` is one of a chain of stages with this placement."""
+    last = math.inf if placement is None else len(placement) - 1
+    if not isinstance(edge, Edge) or edge.destination != edge.source + 1 or not 0 <= edge.source < last:
+        raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
 
 
 def placed(placement: Any, count: int) -> tuple[int, ...]:
@@ -54,6 +62,33 @@ def pipeline_lanes(
         source, destination = (ranks[stages[stage % len(stages)]] for stage in (edge.source, edge.destination))
         lanes.add(direction_lane(source, destination, direction))
     return tuple(sorted(lanes))
+
+
+def checked_replicas(
+    given: Any, ranks: Sequence[int], communicators: Communicators
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The ranks of the pipeline of each replica, and the replica whose pipeline is on ``ranks``."""
+    replicas: tuple[tuple[int, ...], ...] = checked(given, tuple[tuple[Index, ...], ...], "replicas", P2PConfigError)
+    every = [rank for row in replicas for rank in row]
+    if tuple(ranks) not in replicas or {len(row) for row in replicas} != {len(ranks)} or len({*every}) < len(every):
+        raise P2PConfigError(
+            f"replicas is {given!r}; it must give each replica {len(ranks)} ranks of its own, one of them {list(ranks)}"
+        )
+    if isinstance(communicators, LaneSharing):
+        raise P2PConfigError(
+            "replicas beside communicators of a plan, which have no lanes between replicas; give 'separate' or 'shared'"
+        )
+    return replicas, replicas.index(tuple(ranks))
+
+
+def pair_lanes(lanes: Iterable[LaneSpec]) -> set[LaneSpec]:
+    """All four lanes between the ranks of each of ``lanes``: of a communicator that they share."""
+    return {
+        LaneSpec(*ends, direction.name.lower())
+        for lane in lanes
+        for ends in (lane.pair, lane.pair[::-1])
+        for direction in Direction
+    }
 
 
 def carried_lanes(ranks: Sequence[int], lanes: Iterable[LaneSpec]) -> dict[LaneSpec, PositionLane]:

@@ -186,6 +186,22 @@ class BoundPosition:
         """The queues of what an action receives."""
         return [self.receives[way] for way in self._flows.ways_of(action, sends=False)]
 
+    def open_across(self) -> None:
+        """Open what leads to other replicas, before the first message.
+
+        Raises:
+            P2PUsageError: the communicator moves data within one replica.
+        """
+        queues = [queue for queue in self._queues if queue.replica is not None]
+        if queues:
+            sends, receives = (
+                [(queue.edge, queue.direction, queue.replica) for queue in some.values() if queue.replica is not None]
+                for some in (self.sends, self.receives)
+            )
+            self.communicator.open_across(sends=sends, receives=receives)
+            for queue in queues:
+                queue.bind()
+
     @property
     def outside(self) -> tuple[Edge, ...]:
         """The edges whose payloads come from or go to other positions of this replica."""

@@ -61,6 +61,18 @@ def position_of(plan: Plan, stages: Iterable[int], replica: int | None = None) -
     return first + held.index(wanted)
 
 
+def replica_of(job: JobTopology, given: int | None) -> int | None:
+    """The replica of this rank: as given, or as the communicator's ``job`` says.
+
+    Raises:
+        StepArgumentError: they differ.
+    """
+    known = job.replica
+    if None not in (known, given) and known != given:
+        raise StepArgumentError(f"replica is {given}, and the communicator is one of replica {known}; leave it out")
+    return known if given is None else given
+
+
 def reducer_name(action: Action) -> int | str:
     """Which reducer a ``REDUCE`` calls: by its group, or by its stage."""
     return action.group if action.group is not None else action.stage

@@ -32,6 +32,7 @@ from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import (
     position_of,
     prove,
+    replica_of,
     require_right_wrappers,
     require_runnable,
     require_stages,
@@ -82,7 +83,7 @@ class PipelineRuntime:
         communicator: moves payloads along the plan's edges: a `Communicator`, or any object with ``isend``,
             ``irecv`` and ``batch``; None where all stages are here.
         replica: of this rank, where the plan has routes; it runs position p of replica r as actor ``p + r *
-            plan.positions_each``, and microbatches are units.
+            plan.positions_each``, and microbatches are units. None is the communicator's.
         hooks: called around every action, in order.
         reducers: the effect of a ``REDUCE`` (tied parameters), by its group, or by stage where it has none.
         deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
@@ -123,9 +124,9 @@ class PipelineRuntime:
         deadline = checked(deadline, Seconds | None, "deadline", RuntimeArgumentError)
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
-        self.position = position_of(self.plan, stages, replica)
-        require_stages(stages, self.plan.num_slices)
         alone, communicator = communicator is None, as_communicator(communicator)
+        self.position = position_of(self.plan, stages, replica_of(communicator.job, replica))
+        require_stages(stages, self.plan.num_slices)
         require_runnable(self.plan, self.position, communicator, reducers)
         self.proof = prove(plan, communicator.job)
         self._communicator, self._monitor, self._stages = communicator, monitor, stages
@@ -141,6 +142,7 @@ class PipelineRuntime:
             deadline=deadline,
             loss_scale=loss_scale,
         )
+        self._bound.open_across()
         watching = () if monitor is None or monitor.progress is None else (monitor.progress,)
         self._hooks, self._effects = (*hooks, *watching), dict[ActionKind, Effect]()
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects)

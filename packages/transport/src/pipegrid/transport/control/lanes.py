@@ -39,21 +39,35 @@ class Lanes(dict[LaneSpec, Lane]):
     """The lanes that a rank opened together, by spec. A context manager: `close` at the end.
 
     Attributes:
+        submitter: starts the transfers of all of them.
         on_device: whether messages complete in stream order, so that the order of their launches matters.
     """
 
-    def __init__(self, lanes: Mapping[LaneSpec, Lane], *, submitter: Submitter, groups: Sequence[Any]) -> None:
-        super().__init__(lanes)
-        self._submitter = submitter
-        self.on_device = any(lane.mover.streams for lane in self.values())
-        ends = tuple(lane.transfers for lane in self.values())
-        watchers = _watch(ends)
-        self._parts = os.getpid(), ends, _Progress(ends, submitter), watchers, groups
+    def __init__(self, submitter: Submitter) -> None:
+        super().__init__()
+        self.submitter = submitter
+        self.on_device = False
+        self._ends: list[LaneTransfers] = []
+        self._watchers: list[BackgroundThread] = []
+        self._groups: list[Any] = []
+        self._progress = _Progress(self._ends, submitter)
         self._failed = False
         self._handshakes: dict[int, PeerHandshake] = {}
-        self._calls = StoreCalls(ends[0].config.deadline if ends else 1.0)
+        self._calls = StoreCalls(1.0)
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
+        self._parts = os.getpid(), self._ends, self._progress, self._watchers, self._groups
         self._finalizer = weakref.finalize(self, _drop, *self._parts)
+
+    def join(self, lanes: Mapping[LaneSpec, Lane], groups: Sequence[Any]) -> None:
+        """Add lanes that were opened with the same submitter, and their groups: to batches, handshakes and the end."""
+        self.update(lanes)
+        ends = [lane.transfers for lane in lanes.values()]
+        self._groups.extend(groups)
+        self._watchers.extend(_watch(ends))
+        self.on_device = any(lane.mover.streams for lane in self.values())
+        self._progress.watch(ends)
+        if ends:
+            self._calls.seconds = ends[0].config.deadline
 
     def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
@@ -67,7 +81,7 @@ class Lanes(dict[LaneSpec, Lane]):
                 receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
                 the kernels of several communicators one by one.
         """
-        return self._submitter.batch(together=together, by_lane=by_lane)
+        return self.submitter.batch(together=together, by_lane=by_lane)
 
     @property
     def batches(self) -> bool:
@@ -76,7 +90,7 @@ class Lanes(dict[LaneSpec, Lane]):
         It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
         other, and on device groups, where it is one launch.
         """
-        return self._submitter.batches or self.on_device
+        return self.submitter.batches or self.on_device
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -87,19 +101,19 @@ class Lanes(dict[LaneSpec, Lane]):
         stuck where a GPU plays the kernels of several communicators one by one. In a plan that `verify` has proved for
         batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
         """
-        before = self._submitter.in_order
-        self._submitter.in_order = before or self.on_device
+        before = self.submitter.in_order
+        self.submitter.in_order = before or self.on_device
         try:
             yield
         finally:
-            self._submitter.in_order = before
+            self.submitter.in_order = before
 
     def when_started(self, call: Callable[[], None]) -> None:
         """Call ``call`` when the transfers of this thread so far are started: now, or after the batch that it is in.
 
         Not at all where the batch raises.
         """
-        self._submitter.when_started(call)
+        self.submitter.when_started(call)
 
     def abort(self, reason: str) -> None:
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
@@ -126,9 +140,14 @@ class Lanes(dict[LaneSpec, Lane]):
         return self._calls.call("while connecting to it", lambda: control_store("neighbours"), seconds=seconds)
 
     @property
+    def closed(self) -> bool:
+        """Whether this rank has closed them."""
+        return not self._finalizer.alive
+
+    @property
     def failed(self) -> bool:
         """Whether a lane ended by a failure, here or on its other side, and not by `close`."""
-        return self._failed or (self._finalizer.alive and any(lane.ending.failed for lane in self._parts[1]))
+        return self._failed or (not self.closed and any(lane.ending.failed for lane in self._ends))
 
     def close(self) -> None:
         """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups.
@@ -250,13 +269,19 @@ def _is_closed(lane: LaneTransfers) -> bool:
 class _Progress:
     """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
 
-    def __init__(self, lanes: Sequence[LaneTransfers], submit: Submitter) -> None:
+    def __init__(self, lanes: list[LaneTransfers], submit: Submitter) -> None:
         self._lanes = lanes
         self._submit = submit
         self._stopped = False
-        self._tick = _STREAMED_TICK_SECONDS if any(lane.connection.mover.streams for lane in lanes) else _TICK_SECONDS
+        self._tick = _TICK_SECONDS
         self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
+
+    def watch(self, lanes: Sequence[LaneTransfers]) -> None:
+        """Sweep these lanes as well."""
+        if any(lane.connection.mover.streams for lane in lanes):
+            self._tick = _STREAMED_TICK_SECONDS
+        self._lanes.extend(lanes)
 
     def _run(self) -> None:
         submit = self._submit

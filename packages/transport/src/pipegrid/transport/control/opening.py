@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -79,6 +79,7 @@ def open_lanes(
     standing: Mapping[LaneSpec, Any] | None = None,
     declared: Mapping[LaneSpec, str] | None = None,
     carried: Mapping[LaneSpec, PositionLane] | None = None,
+    beside: Lanes | None = None,
 ) -> Lanes:
     """Open those lanes of ``specs`` that this rank is an end of; each has carried a message on return.
 
@@ -95,11 +96,11 @@ def open_lanes(
         standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
             between the two sides, and never need a header.
         declared: per lane, what its user says of the messages, in words; compared between the two sides.
-        carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are those of a
-            plan.
+        carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are a plan's.
+        beside: lanes of this rank, of the same config, which these join: batches and the end are of all.
 
     Returns:
-        the lanes of this rank: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
+        the lanes of this rank, with those of ``beside``: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
 
     Raises:
         P2PConfigError: a lane given twice, or beyond the world; settings, backend and device that do not go together.
@@ -114,29 +115,25 @@ def open_lanes(
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
     every = communicators_of([spec for spec in ordered if not spec.is_local], settings.communicators, carried or {})
     own = [bundle for bundle in every if any(here in spec.pair for spec in bundle)]
-    submitter = Submitter(settings, shares=any(len(bundle) > 1 for bundle in own))
+    submitter = Submitter(settings, shares=False) if beside is None else beside.submitter
+    submitter.shares |= any(len(bundle) > 1 for bundle in own)
     lanes: dict[LaneSpec, Lane] = {}
+    end_of = partial(Endpoint, rank=here, device=place, config=settings)
     connector = _Connector(here, backend=backend, device=place, config=settings)
     try:
         connections = connector.connect(own) if kind_of(backend).peers else connector.stand_alone(own)
         for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
             connection, index = connections.get(spec) or (Connection(LocalMover(place)), 0)
-            end = Endpoint(
-                spec=spec,
-                rank=here,
-                device=place,
-                config=settings,
-                connection=connection,
-                index=index,
-                standing=fixed.get(spec),
-            )
+            end = end_of(spec=spec, connection=connection, index=index, standing=fixed.get(spec))
             lanes[spec] = Lane(end, submitter)
             if end.wire is not None:
                 _prove(end, end.wire, (declared or {}).get(spec, ""))
     except BaseException:
         discard_groups(connector.groups)
         raise
-    return Lanes({spec: lanes[spec] for spec in mine}, submitter=submitter, groups=connector.groups)
+    every_lane = Lanes(submitter) if beside is None else beside
+    every_lane.join({spec: lanes[spec] for spec in mine}, connector.groups)
+    return every_lane
 
 
 def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:

@@ -61,10 +61,10 @@ class Submitter:
         lock: held while transfers get their numbers and are started, so that both happen in the same order.
         asleep: whether the progress thread needs ``wake`` to look at the lanes.
         in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
+        shares: whether some of the lanes share a communicator.
 
     Args:
         config: of the lanes.
-        shares: whether some of them share a communicator.
     """
 
     def __init__(self, config: P2PConfig, *, shares: bool) -> None:
@@ -74,12 +74,12 @@ class Submitter:
         self.in_order = False
         self.pending: dict[int, list[Transfer]] = {}
         self.calls: dict[int, list[Callable[[], None]]] = {}
-        self._shares, self._strict = shares, config.strict
+        self.shares, self._strict = shares, config.strict
 
     @property
     def batches(self) -> bool:
         """Whether the transfers of a batch always start together: in strict mode and on shared communicators."""
-        return self._strict or self._shares
+        return self._strict or self.shares
 
     def batch(self, *, together: bool = True, by_lane: bool = False) -> Batch:
         """Collect the transfers of the block, and start them together at its end; none of them if the block raises.
@@ -152,7 +152,7 @@ class Submitter:
                     errors.append(error)
                 else:
                     admitted.append(transfer)
-            for transfer in admitted if self._shares else ():
+            for transfer in admitted if self.shares else ():
                 lane = transfer.lane
                 if lane.connection.is_shared:  # its order is that of batches, so a receive cannot be posted later
                     _settle(transfer)
@@ -182,7 +182,7 @@ class Submitter:
         What a batch has before such a receive is started first: its header may depend on that. The lock is free in the
         meantime, as a lane's own thread takes it when a header has come.
         """
-        if self._shares:
+        if self.shares:
             transfers = _by_call(transfers)
         for number, transfer in enumerate(transfers):
             if not transfer.is_ready:

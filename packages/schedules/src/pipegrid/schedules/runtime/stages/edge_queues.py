@@ -72,11 +72,16 @@ class RecvQueue:
         self._posted.clear()
         self._arrived.clear()
 
+    def bind(self) -> Callable[[], ReceiveHandle]:
+        """Ask the communicator for this end of the edge."""
+        self._irecv = _port(self).irecv
+        return self._irecv
+
     def receive(self, piece: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive."""
         irecv = self._irecv
         if irecv is None:
-            irecv = self._irecv = _port(self).irecv
+            irecv = self.bind()
         self._posted[piece] = action, irecv()
 
     def expect(self, piece: int, action: Action, handle: ReceiveHandle) -> None:
@@ -148,6 +153,11 @@ class SendQueue:
         self._frees.clear()
         self._sent.clear()
 
+    def bind(self) -> Callable[[Payload], Handle]:
+        """Ask the communicator for this end of the edge."""
+        self._isend = _port(self).isend
+        return self._isend
+
     def put(
         self, piece: int, payload: Payload, pending: PendingFree | None = None, aliased: Aliased | None = None
     ) -> None:
@@ -164,7 +174,7 @@ class SendQueue:
         payload = self.unread.take(piece)
         isend = self._isend
         if isend is None:
-            isend = self._isend = _port(self).isend
+            isend = self.bind()
         outstanding.append((piece, action, isend(payload)))
         if isinstance(payload, torch.Tensor) and not self.hooks and not self.in_streams:
             self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY

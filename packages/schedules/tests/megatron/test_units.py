@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
     Actor,
     DisagreementError,
@@ -28,8 +29,8 @@ from pipegrid.schedules import (
 from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction import gradient_policy
 from pipegrid.schedules.megatron.units.agreement import merged
-from pipegrid.schedules.megatron.units.numbers import StageUnits
-from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes, require_same_replicas
+from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
+from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.transport.adapted import AdaptedCommunicator
 from pipegrid.transport.job import JobTopology
 
@@ -99,36 +100,71 @@ def brute(units, skips, every):
     return calls
 
 
-@given(data=st.data())
-def test_each_unit_is_read_once_and_all_losses_weigh_the_same(data):
+def random_routes(data, *, name="vision"):
     units = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any))
     skips = data.draw(st.sets(st.integers(0, sum(units) - 1)))
     every = data.draw(st.integers(1, 3))
-    routes = Routes(units, skips={"vision": skips}, every={"vision": every})
-    expected = brute(units, skips, every)
+    return Routes(units, skips={name: skips}, every={name: every}), brute(units, skips, every)
+
+
+@given(data=st.data())
+def test_each_unit_is_read_once_in_the_plan_of_all(data):
+    routes, expected = random_routes(data)
     assert list(expected) == list(routes.calls("vision"))
-    for replica in range(len(units)):
+    for replica in range(routes.num_replicas):
         own = [number for number in expected if routes.home(number) == replica]
-        here = StageUnits(routes.num_units, "vision", replica, routes, own)
+        here = StageUnits(1.0, "vision", replica, routes, own)
         assert here.in_order_at_home
-        assert StageUnits(routes.num_units, "vision", replica, routes, own[1:]).in_order_at_home == (not own)
+        assert StageUnits(1.0, "vision", replica, routes, own[1:]).in_order_at_home == (not own)
         for number in own:
-            if len(units) > 1:
-                assert here.units(number) == expected[number]
+            assert here.units(number) == expected[number]
             assert here.served(number) == len(expected[number])
-            assert here.microbatch(number) == number - sum(units[:replica])
-        # Losses are divided here, and by the number of replicas in the reduction.
-        assert here.divisor * len(units) == pytest.approx(sum(units))
+            assert here.microbatch(number) == number - routes.units_of(replica).start
+
+
+@given(data=st.data())
+def test_each_unit_is_read_once_in_the_plans_of_replicas_alone(data):
+    routes, expected = random_routes(data)
+    for replica, count in enumerate(routes.units):
+        planned = planned_routes(routes, replica)
+        assert planned is not routes or not count
+        if not count:
+            continue
+        calls = range(count) if planned is None else planned.calls("vision")
+        here = StageUnits(1.0, "vision", replica, planned, calls)
+        assert here.in_order_at_home
+        first = routes.units_of(replica).start
+        found = {first + number: here.units(number) for number in calls}
+        assert found == {number: units for number, units in expected.items() if routes.home(number) == replica}
+
+
+def test_the_plan_is_of_all_where_units_move_or_ties_are_reduced_in_one_order():
+    routes = Routes([3, 2], skips={"vision": [1]})
+    assert planned_routes(routes, 1, num_ties=1) is None
+    assert planned_routes(routes, 1, num_ties=2) is routes
+    moved = Routes([3, 2], moves={(0, 0): 1})
+    assert planned_routes(moved, 0) is moved
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_all_losses_weigh_the_same(units):
+    """Losses are divided by the units per replica, and in the reduction by the number of replicas."""
+    assert units_per_replica(Routes(units)) * len(units) == pytest.approx(sum(units))
 
 
 def test_routes_of_one_replica_are_those_of_each():
     here = StageUnits(4, "vision", 2, Routes([4], skips={"vision": [1]}), [0, 2, 3])
     assert here.units(2) == [(2, 2)]
     assert here.in_order_at_home
-    assert here.divisor == 4
 
 
 # The replica of a rank
+
+
+def step(groups, routes, number=2, job=None):
+    """What `replica_of` reads of the arguments of a call."""
+    communicator = job and AdaptedCommunicator(SimpleNamespace(job=job))
+    return SimpleNamespace(pg_collection=groups, routes=routes, num_microbatches=number, p2p_communicator=communicator)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +175,7 @@ def test_routes_of_one_replica_are_those_of_each():
         (Groups(dp=Place(2, 1), cp=Place(2, 0), dp_cp=Place(4, 3)), None, 1),
         (Groups(), None, 0),
         (None, None, 0),
-        (Groups(dp=Place(3, 1)), Routes([2, 3, 3]), 1),
+        (Groups(dp=Place(3, 1)), Routes([3, 2, 3]), 1),
         (Groups(dp=Place(4, 3)), Routes([2], skips={"model": [0]}), 3),
         (Groups(dp=Place(2, 1)), Routes([2, 2, 2], dead=[Actor(0, 1)]), 2),
         (Groups(dp=Place(2, 1)), Routes([2, 2, 2], dead=[Actor(0, 2)]), 1),
@@ -148,7 +184,7 @@ def test_routes_of_one_replica_are_those_of_each():
     ],
 )
 def test_the_replica_is_the_place_among_the_living(groups, routes, expected):
-    assert replica_of(groups, ["model"], routes, 0) == expected
+    assert replica_of(step(groups, routes), SimpleNamespace(modules=("model",))) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,17 +202,44 @@ def test_the_replica_is_the_place_among_the_living(groups, routes, expected):
     ],
 )
 def test_groups_that_are_not_those_of_the_routes_are_an_error(groups, routes, message):
+    modules = ("model", "vision") if isinstance(groups, dict) else ("model",)
     with pytest.raises(StepArgumentError, match=message):
-        replica_of(groups, ["model", "vision"] if isinstance(groups, dict) else ["model"], routes, 0)
+        replica_of(step(groups, routes), SimpleNamespace(modules=modules))
 
 
 def test_where_replicas_differ_each_module_has_as_many():
-    job = JobTopology(dims={"vision": {"dp": 4, "pp": 1}, "language": {"dp": 2, "pp": 2}})
-    require_same_replicas(job, Routes([3], skips={"vision": [1]}))
-    with pytest.raises(StepArgumentError, match="module 'vision' has dp 4, and the routes are of 2 replicas"):
-        require_same_replicas(job, Routes([3, 3], skips={"vision": [1]}))
-    with pytest.raises(StepArgumentError, match="module 'vision' has dp 1"):
-        require_same_replicas(JobTopology(dims={"vision": {"pp": 1}}), Routes([3, 3]))
+    graph = ModuleGraph({"vision": 1, "language": 2}, {"vision": ["language"]})
+    place = SimpleNamespace(modules=("language",), stages=(1,))
+    for sizes, found in (({"dp": 4, "pp": 1}, 4), ({"pp": 1}, 1)):
+        job = JobTopology(dims={"language": {"dp": 2, "pp": 2}, "vision": sizes}, graph=graph, stages=(1,))
+        alike = Routes([2], skips={"vision": [1]})
+        assert replica_of(step(Groups(dp=Place(2, 1)), alike, job=job), place) == 1
+        with pytest.raises(
+            StepArgumentError, match=f"'vision' has dp {found}, and the routes are of 2 replicas"
+        ):
+            replica_of(step(Groups(dp=Place(2, 1)), Routes([2, 2]), job=job), place)
+
+
+@pytest.mark.parametrize("stages", [(0,), (1, 2), (0, 3)])
+def test_the_living_are_those_of_the_position_of_this_rank(stages):
+    """Position 1 of replica 0 is dead, in each way to say where stages are."""
+    graph = ModuleGraph({"a": 1, "b": 3}, {"a": ["b"]})
+    placements = {(0,): None, (1, 2): ((0,), (1,), (1,), (2,)), (0, 3): ((0,), (1,), (1,), (0,))}
+    job = JobTopology(graph=graph, stages=stages, placement=placements[stages])
+    routes = Routes([2, 2], moves={(0, 1): 1, (1, 1): 1}, dead=[Actor(1, 0)])
+    dead = stages == (1, 2)
+    groups = Groups() if dead else Groups(dp=Place(2, 1))
+    place = SimpleNamespace(modules=("b",), stages=stages)
+    assert replica_of(step(groups, routes, job=job), place) == 1
+    chain_job = JobTopology(total_stages=3, current_stage=int(dead))
+    assert replica_of(step(groups, routes, job=chain_job), place) == 1
+
+
+def test_the_number_of_microbatches_is_that_of_this_replica():
+    place = SimpleNamespace(modules=("model",))
+    assert replica_of(step(Groups(dp=Place(2, 1)), Routes([2, 3]), 3), place) == 1
+    with pytest.raises(StepArgumentError, match="num_microbatches is 2, and by the routes replica 1 has 3"):
+        replica_of(step(Groups(dp=Place(2, 1)), Routes([2, 3]), 2), place)
 
 
 # Divisors

@@ -15,7 +15,16 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
-from pipegrid.schedules.megatron.place import Place, Sharding, Ties, interleaved_proof, one_module, place_of, step_proof
+from pipegrid.schedules.megatron.place import (
+    Place,
+    Sharding,
+    Ties,
+    interleaved_proof,
+    one_module,
+    place_of,
+    routed_proof,
+    step_proof,
+)
 from pipegrid.schedules.passes.lowering import Receives
 from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import describe
@@ -118,7 +127,8 @@ class Scheduled(StepKind):
     ) -> Proof:
         """Of the schedule over the graph of modules."""
         del config
-        return step_proof(
+        prove = step_proof if routes is None else routed_proof
+        return prove(
             evolve(place, stages=()),
             num_microbatches,
             ties,

@@ -154,7 +154,8 @@ def step_plan(
         tuple(collectives),
         checked(frozen, tuple[Name, ...], "frozen", PlanError),
     )
-    return step_proof(
+    prove = step_proof if routes is None else routed_proof
+    return prove(
         place,
         checked(num_microbatches, Count, "num_microbatches", PlanError),
         tuple((name, tuple(stages)) for name, stages in tied),
@@ -165,8 +166,7 @@ def step_plan(
     ).plan
 
 
-@lru_cache(maxsize=64)
-def step_proof(
+def _step_proof(
     place: Place,
     num_microbatches: int,
     ties: Ties,
@@ -187,6 +187,10 @@ def step_proof(
     )
     names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
     return _proved(computes, ties, sharding, routes, collectives=names)
+
+
+step_proof = lru_cache(maxsize=64)(_step_proof)
+routed_proof = lru_cache(maxsize=8)(_step_proof)  # with routes: a plan of all replicas is large, and data brings others
 
 
 def _proved(computes: Plan, tied: Ties, sharding: Sharding, routes: Routes | None, **options: Any) -> Proof:

@@ -40,12 +40,11 @@ from pipegrid.schedules.megatron.kinds import Models, StepKind
 from pipegrid.schedules.megatron.place import Place, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
-from pipegrid.schedules.megatron.units.numbers import StageUnits
-from pipegrid.schedules.megatron.units.replica import replica_of, require_same_replicas
+from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
+from pipegrid.schedules.megatron.units.replica import replica_of
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, Index, checked
-from pipegrid.transport.adapted import as_communicator
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
 
@@ -123,14 +122,15 @@ class PreparedStep:
         held = list(models.values())
         ties = () if call.forward_only else required_ties(models=held, config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        most = num_microbatches if routes is None else max(routes.units)
-        proof = kind.proof(self._place, most, config, tied_stages(ties), sharding, routes)
+        self.replica = replica_of(call, self._place)
+        planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
+        most = num_microbatches if planned is None else max(planned.units)
+        proof = kind.proof(self._place, most, config, tied_stages(ties), sharding, planned)
         self.plan = plan = proof.plan
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
-        self.replica = _replica(call, self._place, plan, models)
-        number = None if routes is None else 0 if routes.num_replicas == 1 else self.replica
+        number = None if planned is None else 0 if planned.num_replicas == 1 else self.replica
         self.actor = position_of(plan, models, number)
         self.policy = self._policy(call, models, config)
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
@@ -177,6 +177,7 @@ class PreparedStep:
         return (
             reduction is not None
             and reduction.communicates
+            and (self.routes is None or self.plan.num_replicas > 1)  # else nothing says when all replicas come to it
             and bool(option(config, "overlap_grad_reduce"))
             and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
         )
@@ -185,13 +186,14 @@ class PreparedStep:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = _chunk_numbers(plan, models)
         expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
+        divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
         orders = {stage: _forwards(plan, self.actor, stage) for stage in models}
         return {
             stage: MegatronStage(
                 graph=plan.graph,
                 stage=stage,
                 units=StageUnits(
-                    plan.num_microbatches, self._place.module_of(stage), self.replica, self.routes, tuple(orders[stage])
+                    divisor, self._place.module_of(stage), self.replica, plan.routes, tuple(orders[stage])
                 ),
                 num_slices=plan.num_slices,
                 cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
@@ -269,23 +271,6 @@ class PreparedStep:
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
         return scaled
-
-
-def _replica(call: StepCall, place: Place, plan: Plan, stages: Iterable[int]) -> int | None:
-    """The replica of this rank, which holds ``stages``, checked against the routes of ``call``."""
-    routes, wanted = call.routes, set(stages)
-    if routes is not None and call.p2p_communicator is not None:
-        require_same_replicas(as_communicator(call.p2p_communicator).job, routes)
-    held = [{s for s, places in enumerate(plan.placement) if each in places} for each in range(plan.positions_each)]
-    position = held.index(wanted) if wanted in held else 0  # which is an error of its own
-    replica = replica_of(call.pg_collection, place.modules, routes, position)
-    if routes is not None:
-        own = routes.units[0 if routes.num_replicas == 1 else replica or 0]
-        if call.num_microbatches != own:
-            raise StepArgumentError(
-                f"num_microbatches is {call.num_microbatches}, and by the routes replica {replica} has {own}"
-            )
-    return replica
 
 
 def _nothing() -> None:

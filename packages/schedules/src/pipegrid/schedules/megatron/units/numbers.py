@@ -10,31 +10,46 @@ from pipegrid.schedules.megatron.units.batches import Unit
 from pipegrid.schedules.plan import Routes
 
 
+def units_per_replica(routes: Routes) -> float:
+    """The divisor of losses, before the sum over replicas is divided by their number.
+
+    The two together make the mean over all units, whichever replica has how many of them, and computes them.
+    """
+    return routes.num_units / routes.num_replicas
+
+
+def planned_routes(routes: Routes, replica: int, *, num_ties: int = 0) -> Routes | None:
+    """The routes of the plan that ``replica`` runs; None where that is an ordinary plan.
+
+    Where no unit moves a replica runs a plan of its own units, numbered from 0: planning takes the time of one replica,
+    and each position waits for the others only when it has nothing left to do. With several tied parameters, which
+    replicas reduce in one order, and for a replica without units it is the plan of all.
+    """
+    own = routes.units_of(0 if routes.num_replicas == 1 else replica)
+    if routes.moves or routes.dead or num_ties > 1 or not own:
+        return routes
+    skips = {name: [unit - own.start for unit in units if unit in own] for name, units in routes.skips}
+    alone = Routes([len(own)], skips=skips, every=routes.every)
+    return None if alone.is_identity else alone
+
+
 @frozen(eq=False)
 class StageUnits:
     """What a number of a plan means on one stage: a microbatch of this replica or, with routes, a call of its module.
 
     Attributes:
-        num_microbatches: of the plan.
+        divisor: of its losses: microbatches, or `units_per_replica`.
         module: of the stage.
         replica: of this rank, which is the home of all numbers without routes; None where it is not known.
-        routes: where replicas differ.
+        routes: of the plan; of one replica, numbers are of its microbatches.
         order: the numbers of the stage's forwards on this rank, in the plan's order.
     """
 
-    num_microbatches: int
+    divisor: float
     module: str
     replica: int | None
     routes: Routes | None
     order: Sequence[int]
-
-    @property
-    def divisor(self) -> float:
-        """By what a loss is divided before the sum over replicas, which their number divides: the units per replica.
-
-        The two together make the mean over all units, whichever replica has how many of them, and computes them.
-        """
-        return self.num_microbatches if self.routes is None else self.routes.num_units / self.routes.num_replicas
 
     @property
     def in_order_at_home(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,48 +13,83 @@ from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, size_of
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.schedules.plan import Routes
+from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.collectives.differences import difference
-from pipegrid.transport.job import JobTopology
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.megatron.call import StepCall
+    from pipegrid.schedules.megatron.place import Place
+    from pipegrid.transport.job import JobTopology
 
 
-def replica_of(pg_collection: Any, modules: Iterable[str], routes: Routes | None, position: int) -> int | None:
-    """The replica of this rank: its place in the ``dp`` group of its ``modules``, among those of a living ``position``.
+def replica_of(call: StepCall, place: Place) -> int | None:
+    """The replica of this rank: its place in the ``dp`` group of its modules, among those that live at its position.
 
-    None where neither groups nor a single process tell it, and ``routes`` need none.
+    None where neither routes, groups nor a single process tell it.
 
     Raises:
-        StepArgumentError: ``routes`` of several replicas and no group of as many living ranks, or modules in two.
+        StepArgumentError: routes of several replicas, and no group of as many living ranks; modules in two replicas, or
+            with other numbers of them; or another ``num_microbatches`` than this replica has by the routes.
     """
-    living = None if routes is None or routes.num_replicas == 1 else routes.living(position)
+    routes, communicator = call.routes, as_communicator(call.p2p_communicator)
+    living = None
+    if routes is not None and routes.num_replicas > 1:
+        _require_same_replicas(communicator.job, routes)
+        living = routes.living(_position(communicator.job, place))
+    replica = _place_among(living, call.pg_collection, place.modules)
+    if routes is not None:
+        own = routes.units[0 if living is None else replica or 0]
+        if call.num_microbatches != own:
+            raise StepArgumentError(
+                f"num_microbatches is {call.num_microbatches}, and by the routes replica {replica} has {own}"
+            )
+    return replica
+
+
+def _position(job: JobTopology, place: Place) -> int:
+    """The position of this rank in its replica."""
+    if job.graph is None:
+        return job.current_stage
+    if job.placement is None:
+        return place.stages[0]
+    held: dict[int, list[int]] = {}
+    for stage, positions in enumerate(job.placement):
+        for position in positions:
+            held.setdefault(position, []).append(stage)
+    return next(position for position, stages in held.items() if stages == list(place.stages))
+
+
+def _place_among(living: Sequence[int] | None, pg_collection: Any, modules: Sequence[str]) -> int | None:
+    """The replica of this rank, one of ``living`` where they differ."""
     if pg_collection is None:
         if living is not None and len(living) > 1:
             raise StepArgumentError(
                 f"the routes are of {len(living)} living replicas; pass a pg_collection with their dp group, in order"
             )
-        alone = not dist.is_initialized()
-        return living[0] if living else 0 if alone else None
+        return living[0] if living else None if dist.is_initialized() else 0
     found: dict[str, int] = {}
     for name in modules:
         collection = collection_of(pg_collection, name)
         group = getattr(collection, "dp", None)
         if group is None and size_of(getattr(collection, "cp", None)) == 1:
             group = getattr(collection, "dp_cp", None)
-        place = 0 if group is None else group.rank()
         if living is not None and size_of(group) != len(living):
             raise StepArgumentError(
                 f"module {name!r} has {size_of(group)} ranks in its dp group, and the routes have {len(living)} living "
-                f"replicas at position {position}; the group has these, in order"
+                "replicas at this position; the group has these, in order"
             )
-        found[name] = place if living is None else living[place]
-    if len(set(found.values())) > 1 and routes is not None and routes.num_replicas > 1:
+        at = 0 if group is None else group.rank()
+        found[name] = at if living is None else living[at]
+    replicas = set(found.values())
+    if len(replicas) > 1 and living is not None:
         raise StepArgumentError(f"this rank is in replicas {found} of its modules; with routes it is in one")
-    return next(iter(found.values()), None) if len(set(found.values())) == 1 else None
+    return replicas.pop() if len(replicas) == 1 else None
 
 
-def require_same_replicas(job: JobTopology, routes: Routes) -> None:
-    """Raise StepArgumentError unless each module has the replicas of ``routes``, where these differ."""
+def _require_same_replicas(job: JobTopology, routes: Routes) -> None:
+    """Raise unless each module has the replicas of ``routes``."""
     count = routes.num_replicas
-    for name, sizes in (job.dims or {}).items() if count > 1 else ():
+    for name, sizes in (job.dims or {}).items():
         if sizes.get("dp", 1) != count:
             raise StepArgumentError(
                 f"module {name!r} has dp {sizes.get('dp', 1)}, and the routes are of {count} replicas: where replicas "

@@ -22,14 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 
 from kit.stages import Stage
 from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
-from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups, destroy_groups, discard_groups
 from pipegrid.training.survive import PipelineJob, Survivors
 from pipegrid.training.survive.connections import end_connections
-from pipegrid.transport import Direction, P2PConfig
-from pipegrid.transport.control.opening import open_lanes
-from pipegrid.transport.lane_communicator import LaneCommunicator
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.transport import P2PConfig
 
 SIZE, SHARES = 5, 12
 
@@ -209,41 +205,6 @@ def sums_alone(case: Case) -> dict[str, torch.Tensor]:
 MICROBATCHES, WIDTH = 4, 6
 
 
-class PlanLanes(LaneCommunicator):
-    """The lanes of a plan with or without routes, among the ranks that live."""
-
-    def __init__(self, job, plan, config):
-        self.config, self.rank, self.plan, self.grid = config, dist.get_rank(), plan, job
-        self.device, self.deadline = torch.device("cpu"), config.deadline
-        at = self.grid.coords(self.rank)
-        self.own = at["dp"]
-        each = plan.num_positions // (plan.routes.num_replicas if plan.routes else 1)
-        replicas = range(1) if plan.routes else range(self.grid.dim_size("dp"))
-        specs = {
-            LaneSpec(self._of(a % each, a // each + r), self._of(b % each, b // each + r), flow.direction.name)
-            for flow in dataflow_of(plan).flows
-            for a, b in flow.links
-            for r in replicas
-        }
-        self.lanes = open_lanes([spec for spec in specs if self.rank in spec.pair], config=config)
-
-    def _of(self, position, replica):
-        return self.grid.rank_at(pp=position, dp=replica)
-
-    def port(self, edge, direction):
-        return self.port_across(edge, direction, self.own)
-
-    def port_across(self, edge, direction, replica):
-        here = self.grid.coords(self.rank)["pp"]
-        other = edge.destination if here == edge.source else edge.source
-        ends = [self.rank, self._of(other, replica)]
-        producer = edge.source if direction is Direction.FORWARD else edge.destination
-        return self.lanes[LaneSpec(*(ends if here == producer else ends[::-1]), direction.name)]
-
-    def neighbours(self, edges):
-        return self.lanes.neighbours({lane.peer for lane in self.lanes.values()})
-
-
 def module(number: int) -> torch.nn.Module:
     torch.manual_seed(number)
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()).double()
@@ -264,12 +225,13 @@ def loss_of(output, units):
 def pipeline(case: Case, places: Places, store) -> dict[str, object]:
     rank, (positions, replicas) = dist.get_rank(), (case.positions, case.replicas)
     grid = HyperCommGrid([replicas, positions], ["dp", "pp"])
+    grid.create_pg("pp")
     units, at, step = replicas * MICROBATCHES, grid.coords(rank), 0
     model = module(at["pp"])
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
     plan = SCHEDULES[case.schedule](positions, MICROBATCHES)
     config = P2PConfig(deadline=20.0, open_deadline=8.0)
-    job = PipelineJob(grid, plan, lambda plan, living: PlanLanes(grid, plan, config), timeout=8.0)
+    job = PipelineJob(grid, plan, config, timeout=8.0)
 
     def reduce(world):
         places.reach("REDUCE")

@@ -11,6 +11,7 @@ from attrs import define, field, frozen
 
 from pipegrid.schedules import Actor, Plan, Proof, Routes, lower, reroute, verify
 from pipegrid.schedules.generators.routed import routed
+from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.topology import (
     GroupSpec,
     HyperCommGrid,
@@ -21,10 +22,10 @@ from pipegrid.topology import (
 )
 from pipegrid.training.survive.connections import end_connections
 from pipegrid.training.survive.living import Living
+from pipegrid.transport import P2PCommunicator
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.epochs import Epoch
-    from pipegrid.transport import Communicator
 
 # Of a collection's groups: those that a step of one module uses, by the grid's dims.
 _GROUPS = {
@@ -59,7 +60,7 @@ class PipelineWorld:
     proof: Proof
     groups: ProcessGroupCollection
     job_group: dist.ProcessGroup
-    communicator: Communicator
+    communicator: P2PCommunicator
     _made: list[dist.ProcessGroup] = field(alias="made")
     _aborted: bool = field(default=False, init=False)
 
@@ -88,9 +89,9 @@ class PipelineJob:
     """Makes the `PipelineWorld` of each epoch: a ``build`` of `Survivors`.
 
     Attributes:
-        grid: of the job's one module, with ``pp`` and ``dp`` among its dims.
+        grid: of the job's one module, with ``pp`` and ``dp`` among its dims, and its ``pp`` groups made.
         plan: what a replica runs while all ranks live, of computes.
-        connect: makes the communicator for a plan with messages, among the ranks that take part.
+        config: of the `P2PCommunicator`.
         routes: while all ranks live; None: each replica computes its own microbatches.
         schedule: the plan along routes.
         timeout: seconds for the ranks to come to each group: how long others wait for one that dies while the world is
@@ -99,7 +100,7 @@ class PipelineJob:
 
     grid: HyperCommGrid
     plan: Plan
-    connect: Callable[[Plan, Living], Communicator]
+    config: Any = None
     routes: Routes | None = None
     schedule: Callable[[Plan, Routes], Plan] = routed
     timeout: float = 30.0
@@ -118,15 +119,14 @@ class PipelineJob:
         specs = self._specs(living, rank, epoch.number)
         made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
         try:
-            communicator = self.connect(proof.plan, living)
+            communicator = self._connect(proof.plan, rank)
         except BaseException:
             end_connections(made.values(), "the communicator was not made")
             discard_groups(made.values())
             raise
         job_group = made[specs.pop("job")]
         groups: dict[str, Any] = {name: made[spec] for name, spec in specs.items()}
-        if self.grid.has_pg("pp"):
-            groups["pp"] = self.grid.get_pg("pp")  # also with dead ranks, for their places
+        groups["pp"] = self.grid.get_pg("pp")  # also with dead ranks, for their places
         return PipelineWorld(
             epoch=epoch.number,
             living=living,
@@ -151,3 +151,27 @@ class PipelineJob:
             if dims:
                 found[name] = GroupSpec(living.group(dims, rank), f"{'+'.join(dims)} of epoch {epoch}")
         return found
+
+    def _connect(self, plan: Plan, rank: int) -> P2PCommunicator:
+        """A communicator without lanes to dead ranks: with those of the plan."""
+        at, each = self.grid.coords(rank), self.plan.num_positions
+        replicas = [
+            [self.grid.rank_at(**{**at, "pp": position, "dp": replica}) for position in range(each)]
+            for replica in range(self.grid.dim_size("dp"))
+        ]
+        own = range(at["dp"] * each, (at["dp"] + 1) * each) if plan.routes is not None else range(each)
+        traffic = {
+            (flow.edge, flow.direction)
+            for flow in dataflow_of(plan).crossing
+            for link in flow.links
+            if {*link} <= {*own}
+        }
+        places = tuple([positions[0] for positions in self.plan.placement])
+        cyclic = all(place == stage % each for stage, place in enumerate(places))
+        return P2PCommunicator(
+            self.grid.get_pg("pp"),
+            self.config,
+            placement=None if cyclic else places,
+            traffic=traffic,
+            replicas=replicas,
+        )

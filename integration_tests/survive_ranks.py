@@ -1,0 +1,373 @@
+"""A rank of a job that survives deaths, its jobs, and where it is killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+
+sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
+
+from kit.stages import Stage
+from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
+from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups, destroy_groups, discard_groups
+from pipegrid.training.survive import PipelineJob, Survivors
+from pipegrid.training.survive.connections import end_connections
+from pipegrid.transport import P2PConfig
+
+SIZE, SHARES = 5, 12
+
+
+@frozen
+class Kill:
+    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``."""
+
+    rank: int
+    place: str
+    step: int = 1
+    nth: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rank} at {self.place.replace(' ', '_')} {self.nth} of {self.step}"
+
+
+@frozen
+class Case:
+    """A job of ``positions`` x ``replicas`` ranks, and the kills in it."""
+
+    job: str
+    positions: int
+    replicas: int
+    kills: tuple[Kill, ...] = ()
+    schedule: str = "1f1b"
+    heartbeat: float = 1.5
+    deadline: float = 20.0
+
+    @property
+    def steps(self) -> int:
+        """One before the first kill as a rule, and one after the last."""
+        return 2 + max((kill.step for kill in self.kills), default=0)
+
+    @property
+    def world_size(self) -> int:
+        return self.positions * self.replicas
+
+
+@define
+class Places:
+    """Kills this process where its case says so."""
+
+    case: Case
+    rank: int
+    folder: Path
+    step: int = -1
+    seen: Counter[str] = field(factory=Counter)
+
+    def begin(self, step: int) -> None:
+        self.step, self.seen = step, Counter()
+
+    def reach(self, place: str) -> None:
+        kill = Kill(self.rank, place, self.step, self.seen[place])
+        self.seen[place] += 1
+        if kill in self.case.kills:
+            (self.folder / f"killed.{self.rank}").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # A hook of a runtime.
+
+    def before(self, action: object) -> None:
+        self.reach(action.kind.name)
+
+    def after(self, action: object) -> None:
+        self.reach(f"after {action.kind.name}")
+
+    def around(self, survivors: Survivors) -> Survivors:
+        """Places in what the survivors do between functions."""
+        for name in ("vote", "done"):
+            setattr(survivors.epochs, name, self._within(name, getattr(survivors.epochs, name)))
+        survivors._build = self._within("build", survivors._build)
+        return survivors
+
+    def _within(self, name, function):
+        def wrapped(*arguments):
+            self.reach(name)
+            result = function(*arguments)
+            self.reach(f"after {name}")
+            return result
+
+        return wrapped
+
+
+def rank_main(case: Case, rank: int, port: int, folder: str) -> None:
+    """Run the job of ``case`` as ``rank``; its outcome is a file."""
+    path = Path(folder)
+    log = (path / f"log.{rank}").open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=60))
+    places = Places(case, rank, path)
+    outcome: dict[str, object] = {}
+    try:
+        outcome = JOBS[case.job](case, places, dist.PrefixStore("epochs", store.clone()))
+    except BaseException as error:  # noqa: BLE001 -- written down for the test
+        traceback.print_exc()
+        outcome = {"error": f"{type(error).__name__}: {error}", "code": getattr(error, "code", None)}
+    outcome["at"] = time.monotonic()
+    torch.save(outcome, path / f"outcome.{rank}.part")
+    (path / f"outcome.{rank}.part").rename(path / f"outcome.{rank}")
+    os._exit(0)  # the store's process may end first
+
+
+# ---- Sums of shares, which the ranks that live divide among themselves.
+
+
+class Members:
+    """The world of plain functions: a group of the ranks that live."""
+
+    def __init__(self, epoch):
+        self.members, spec = epoch.members, GroupSpec(epoch.members, f"members of epoch {epoch.number}")
+        self.groups = create_groups([spec], backend="gloo", timeout=timedelta(seconds=5))
+        self.group, self.aborted = self.groups[spec], False
+
+    def abort(self, cause):
+        self.aborted = True
+        end_connections(self.groups.values(), cause)
+
+    def close(self):
+        (discard_groups if self.aborted else destroy_groups)(self.groups)
+
+    def sum(self, tensor):
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def share(step: int, number: int) -> torch.Tensor:
+    return torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+def sums(case: Case, places: Places, store) -> dict[str, object]:
+    """Each step adds a sum of shares to a weight, divided by its largest element: two functions of all ranks."""
+    rank, weight = dist.get_rank(), torch.zeros(SIZE, dtype=torch.float64)
+    survivors = Survivors(store, Members, modules={}, heartbeat=case.heartbeat, deadline=case.deadline)
+
+    def total(step, world):
+        own = [share(step, n) for n in range(SHARES) if world.members[n % len(world.members)] == rank]
+        places.reach("compute")
+        result = world.sum(torch.stack(own).sum(0))
+        places.reach("after sum")
+        return result
+
+    def largest(value, world):
+        places.reach("largest")
+        result = value.abs().max()
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=world.group)
+        places.reach("after largest")
+        return result
+
+    with places.around(survivors):
+        for step in range(case.steps):
+            places.begin(step)
+            places.reach("between")
+            value = survivors.run(f"sum {step}", partial(total, step))
+            places.reach("in between")
+            weight += value / survivors.run(f"largest {step}", partial(largest, value))
+            places.reach("update")
+    return {"weights": {"weight": weight}, "events": [str(event) for event in survivors.events]}
+
+
+def sums_alone(case: Case) -> dict[str, torch.Tensor]:
+    weight = torch.zeros(SIZE, dtype=torch.float64)
+    for step in range(case.steps):
+        value = torch.stack([share(step, number) for number in range(SHARES)]).sum(0)
+        weight += value / value.abs().max()
+    return {"weight": weight}
+
+
+# ---- A pipeline of data-parallel replicas.
+
+MICROBATCHES, WIDTH = 4, 6
+
+
+def module(number: int) -> torch.nn.Module:
+    torch.manual_seed(number)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()).double()
+
+
+def batch(step: int, unit: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * step + unit))
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def loss_of(output, units):
+    return output.square().sum() / units
+
+
+def pipeline(case: Case, places: Places, store) -> dict[str, object]:
+    rank, (positions, replicas) = dist.get_rank(), (case.positions, case.replicas)
+    grid = HyperCommGrid([replicas, positions], ["dp", "pp"])
+    grid.create_pg("pp")
+    units, at, step = replicas * MICROBATCHES, grid.coords(rank), 0
+    model = module(at["pp"])
+    optimizer, losses = optimizer_of(model), list[torch.Tensor]()
+    plan = SCHEDULES[case.schedule](positions, MICROBATCHES)
+    config = P2PConfig(deadline=20.0, open_deadline=8.0)
+    job = PipelineJob(grid, plan, config, timeout=8.0)
+
+    def reduce(world):
+        places.reach("REDUCE")
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=world.groups.dp)
+        places.reach("after REDUCE")
+
+    def loss(output):
+        found = loss_of(output, units)
+        losses.append(found.detach())
+        return found
+
+    def train(world):
+        losses.clear()
+        if getattr(world, "runtime", None) is None:
+            stage = Stage(
+                plan.graph,
+                at["pp"],
+                model,
+                data=lambda unit: batch(step, unit if world.plan.routes else unit + at["dp"] * MICROBATCHES),
+                loss=loss,
+                before=lambda unit: places.reach("forward"),
+            )
+            reducers = {at["pp"]: partial(reduce, world)} if world.plan.routes else {}
+            world.runtime = PipelineRuntime(
+                world.proof,
+                {at["pp"]: stage},
+                world.communicator,
+                replica=world.actor.replica if world.plan.routes else None,
+                reducers=reducers,
+                hooks=[places],
+            )
+        optimizer.zero_grad()
+        world.runtime.step(finish=None if world.plan.routes else partial(reduce, world))
+        # Here, not in a later function: what is on one rank only may die with it.
+        total = sum(losses, torch.zeros((), dtype=torch.float64))
+        dist.all_reduce(total, group=world.job_group)
+        places.reach("after step")
+        return total
+
+    def norm_of(world):
+        places.reach("norm")
+        norm = clip_grad_norm_(model, world.groups, math.inf, job_group=world.job_group)
+        places.reach("after norm")
+        return norm
+
+    survivors = Survivors(
+        store, job, modules=model, heartbeat=case.heartbeat, deadline=case.deadline, retire=job.retire
+    )
+    norms, totals = [], []
+    with places.around(survivors):
+        for step in range(case.steps):
+            places.begin(step)
+            places.reach("between")
+            totals.append(survivors.run(f"step {step}", train))
+            places.reach("in between")
+            norms.append(survivors.run(f"norm {step}", norm_of, keep_gradients=False))
+            places.reach("optimizer")
+            for parameter in model.parameters():
+                parameter.grad.mul_(1.0 / norms[-1])
+            optimizer.step()
+            places.reach("after optimizer")
+    weights = {f"{at['pp']}.{name}": value for name, value in model.state_dict().items()}
+    weights |= {"norms": torch.stack(norms), "losses": torch.stack(totals)}
+    return {"weights": weights, "events": [str(event) for event in survivors.events]}
+
+
+def pipeline_alone(case: Case) -> dict[str, torch.Tensor]:
+    models = [module(number) for number in range(case.positions)]
+    optimizers, units, norms, totals = [optimizer_of(model) for model in models], case.replicas * MICROBATCHES, [], []
+    for step in range(case.steps):
+        totals.append(torch.zeros((), dtype=torch.float64))
+        for unit in range(units):
+            value = batch(step, unit)
+            for model in models:
+                value = model(value)
+            loss = loss_of(value, units)
+            loss.backward()
+            totals[-1] += loss.detach()
+        gradients = [parameter.grad for model in models for parameter in model.parameters()]
+        norms.append(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])))
+        for gradient in gradients:
+            gradient.mul_(1.0 / norms[-1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {f"{n}.{name}": value for n, model in enumerate(models) for name, value in model.state_dict().items()}
+    return {**weights, "norms": torch.stack(norms), "losses": torch.stack(totals)}
+
+
+SCHEDULES = {"1f1b": one_f_one_b, "zero_bubble": zero_bubble_h1}
+JOBS = {"sums": sums, "pipeline": pipeline}
+ALONE = {"sums": sums_alone, "pipeline": pipeline_alone}
+PLACES = {
+    "sums": (
+        "between",
+        "compute",
+        "after sum",
+        "done",
+        "after done",
+        "in between",
+        "largest",
+        "after largest",
+        "update",
+    ),
+    # Of every rank; the messages are those of its position.
+    "pipeline": (
+        "between",
+        "forward",
+        "F",
+        "after F",
+        "B",
+        "after B",
+        "REDUCE",
+        "after REDUCE",
+        "after step",
+        "done",
+        "after done",
+        "in between",
+        "norm",
+        "after norm",
+        "optimizer",
+        "after optimizer",
+    ),
+}
+MESSAGES = {
+    0: ("SEND_F", "after SEND_F", "RECV_B", "after RECV_B"),
+    1: ("RECV_F", "after RECV_F", "SEND_B", "after SEND_B"),
+}
+HALVES = ("I", "after I", "W", "after W")  # of the backwards of a schedule that splits them
+
+
+def kills_of(case: Case) -> list[Kill]:
+    """Every rank at every place of its own, in the second step."""
+    return [
+        Kill(rank, place, nth=rank % 3 if place in MESSAGES[rank // case.replicas] else 0)
+        for rank in range(case.world_size)
+        for place in (*PLACES["pipeline"], *MESSAGES[rank // case.replicas])
+    ]

@@ -1,0 +1,151 @@
+"""Ranks killed with -9: the others go on, with the weights of an undisturbed run, and none of them hangs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from torch.distributed import TCPStore
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
+
+from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, kills_of, rank_main
+
+SECONDS = 60.0  # for a case, whose ranks take a second or two of a machine that may do other work
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Ranks are forked by a server that has imported the job."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["integration_tests.survive_ranks"])
+    return made
+
+
+def play(context, case, folder):
+    """Run a case: outcomes by rank. The store lives here, in the launcher's place."""
+    folder.mkdir(parents=True)
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    ranks = [
+        context.Process(target=rank_main, args=(case, rank, store.port, str(folder))) for rank in range(case.world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    stop, stuck = time.monotonic() + SECONDS, []
+    for number, rank in enumerate(ranks):
+        rank.join(max(0.0, stop - time.monotonic()))
+        if rank.exitcode is None:
+            stuck.append(number)
+    for number in stuck:
+        os.kill(ranks[number].pid, signal.SIGUSR1)  # its stacks go to its log
+    for number in stuck:
+        time.sleep(0.3)
+        ranks[number].kill()
+        ranks[number].join()
+    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log.*")))
+    assert stuck == [], f"ranks {stuck} had not ended after {SECONDS} s\n{logs}"
+    outcomes = {
+        number: torch.load(path) for number in range(case.world_size) if (path := folder / f"outcome.{number}").exists()
+    }
+    return outcomes, logs
+
+
+def require_undisturbed(context, case, folder):
+    """The seconds from the last kill to the end."""
+    outcomes, logs = play(context, case, folder)
+    dead = {kill.rank for kill in case.kills}
+    wanted, faults = ALONE[case.job](case), []
+    if outcomes.keys() != {*range(case.world_size)} - dead:
+        faults.append(f"outcomes of ranks {sorted(outcomes)}")
+    for rank, outcome in outcomes.items():
+        if "error" in outcome:
+            faults.append(f"rank {rank}: {outcome['error']}")
+            continue
+        far = {name: (value - wanted[name]).abs().max().item() for name, value in outcome["weights"].items()}
+        faults += [f"rank {rank}: {name} differs by {by}" for name, by in far.items() if not by <= 1e-12]
+        named = {int(number) for event in outcome["events"] for number in re.findall(r"rank (\d+) is dead", event)}
+        if named != dead:
+            faults.append(f"rank {rank}: events {outcome['events']}")
+    if faults:
+        pytest.fail("\n".join([*faults, logs]), pytrace=False)
+    killed = [float((folder / f"killed.{rank}").read_text()) for rank in dead]
+    return max(outcome["at"] for outcome in outcomes.values()) - max(killed, default=0.0)
+
+
+# Each with six places, so that all are there; in the end one replica of each position is left.
+SEVERAL = {
+    "sums": Case("sums", 1, 7, tuple(Kill((2 * n) % 7, place, n) for n, place in enumerate(PLACES["sums"][:6]))),
+    "sums, the others": Case("sums", 1, 4, tuple(Kill(n, place, n) for n, place in enumerate(PLACES["sums"][6:]))),
+    "several at once": Case("sums", 1, 5, (Kill(0, "compute"), Kill(3, "compute"), Kill(1, "vote"))),
+    "the next while they agree": Case("sums", 1, 4, (Kill(0, "compute"), Kill(1, "after vote"))),
+    "the next as they connect": Case("sums", 1, 4, (Kill(2, "compute"), Kill(0, "after build"))),
+    "a pipeline": Case(
+        "pipeline",
+        2,
+        4,
+        (
+            Kill(0, "F", 0, 2),
+            Kill(7, "SEND_B", 1),
+            Kill(3, "after SEND_F", 2, 1),
+            Kill(4, "REDUCE", 3),
+            Kill(1, "norm", 4),
+            Kill(6, "optimizer", 5),
+        ),
+    ),
+    "a pipeline of split backwards": Case(
+        "pipeline",
+        2,
+        4,
+        (
+            Kill(5, "W", 0),
+            Kill(2, "I", 1, 1),
+            Kill(7, "RECV_F", 2, 2),
+            Kill(0, "after RECV_B", 3),
+            Kill(4, "after REDUCE", 4),
+            Kill(3, "in between", 5),
+        ),
+        schedule="zero_bubble",
+    ),
+    "a pipeline's edges": Case(
+        "pipeline",
+        2,
+        4,
+        (
+            Kill(1, "between", 0),
+            Kill(4, "done", 1),
+            Kill(6, "after done", 2),
+            Kill(0, "after norm", 3),
+            Kill(3, "after optimizer", 4),
+            Kill(7, "B", 5, 3),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
+def test_the_others_go_on_wherever_ranks_are_killed(context, tmp_path, case):
+    require_undisturbed(context, case, tmp_path / "case")
+
+
+def test_an_undisturbed_run_is_that_of_one_process(context, tmp_path):
+    require_undisturbed(context, Case("pipeline", 2, 2), tmp_path / "case")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [Case("pipeline", 2, 2), Case("pipeline", 2, 4)], ids=["2 x 2", "2 x 4"])
+def test_a_pipeline_goes_on_wherever_any_rank_is_killed(context, tmp_path, case, capsys):
+    seconds = []
+    for number, kill in enumerate(kills_of(case)):
+        seconds.append(require_undisturbed(context, evolve(case, kills=(kill,)), tmp_path / str(number)))
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(seconds)} kills, {statistics.median(seconds):.1f} s from a kill to the end\n")

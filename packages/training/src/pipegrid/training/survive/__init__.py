@@ -1,0 +1,21 @@
+"""A step that survives the death of a rank: functions that all living ranks do, and do again where one has died."""
+
+from pipegrid.training.survive.errors import RankRetiredError, SurviveError
+from pipegrid.training.survive.kept import KeptState
+from pipegrid.training.survive.living import Living
+from pipegrid.training.survive.redoable import require_redoable
+from pipegrid.training.survive.survivors import Survived, Survivors, World
+from pipegrid.training.survive.world import PipelineJob, PipelineWorld
+
+__all__ = [
+    "KeptState",
+    "Living",
+    "PipelineJob",
+    "PipelineWorld",
+    "RankRetiredError",
+    "SurviveError",
+    "Survived",
+    "Survivors",
+    "World",
+    "require_redoable",
+]

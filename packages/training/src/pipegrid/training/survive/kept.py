@@ -1,0 +1,117 @@
+"""What a run of a function keeps, so that it can run again: gradients, buffers, random generators.
+
+Parameters are not kept: only the optimizer changes them, between two runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from pipegrid.schedules.gradients.dtensors import local_of
+from pipegrid.schedules.gradients.layout import TieMark
+from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
+from pipegrid.training.generators import States, capture, restore
+
+_PLACES = ("grad", "main_grad")
+
+
+@frozen(eq=False)
+class _Gradient:
+    """The attribute ``place`` of a parameter: the tensor in it, and a copy of what that held; both None for none."""
+
+    parameter: torch.nn.Parameter
+    place: str
+    tensor: torch.Tensor | None
+    value: torch.Tensor | None
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter, place: str) -> _Gradient:
+        tensor: torch.Tensor | None = getattr(parameter, place)
+        return cls(parameter, place, tensor, None if tensor is None else local_of(tensor).clone())
+
+    def restore(self) -> None:
+        if self.tensor is not None and self.value is not None:
+            local_of(self.tensor).copy_(self.value)
+        setattr(self.parameter, self.place, self.tensor)
+
+
+@frozen(eq=False)
+class _Buffer:
+    """The entry ``name`` of a module's buffers: the tensor in it, and a copy of what that held; both None for none.
+
+    Copied in every run: torch's count of writes to a tensor does not include those of a batch norm.
+    """
+
+    module: torch.nn.Module
+    name: str
+    tensor: torch.Tensor | None
+    value: torch.Tensor | None
+
+    def restore(self) -> None:
+        if self.tensor is not None and self.value is not None:
+            self.tensor.copy_(self.value)
+        self.module._buffers[self.name] = self.tensor  # noqa: SLF001 -- torch has no list with entries that are None
+
+
+class KeptState:
+    """The state of ``modules`` at the last `keep`, and of this process's random generators.
+
+    A gradient that is None costs nothing (``zero_grad(set_to_none=True)``, torch's default); one that is a tensor is
+    copied, and so is every buffer, such as the running statistics of a batch norm. A buffer that a forward replaces by
+    another tensor is put back.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._gradients: list[_Gradient] = []
+        self._buffers: list[_Buffer] = []
+        self._sums: list[tuple[TieMark, bool]] = []
+        self._states: States = {}
+
+    @torch.no_grad()
+    def keep(self, *, gradients: bool = True) -> None:
+        """Keep the state as it is now; without ``gradients``, those are left alone by `restore`."""
+        parameters = [parameter for _, parameter in parameters_of(self._modules)]
+        self._gradients = [
+            _Gradient.of(parameter, place)
+            for parameter in (parameters if gradients else ())
+            for place in _PLACES
+            if hasattr(parameter, place)
+        ]
+        marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
+        self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
+        values = {id(kept.tensor): kept.value for kept in self._buffers}
+        self._buffers = [
+            _Buffer(module, name, buffer, _copy(buffer, values.get(id(buffer))))
+            for _, stage in named_modules(self._modules)
+            for module in stage.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001
+        ]
+        self._states = capture()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore what the last `keep` kept."""
+        for gradient in self._gradients:
+            gradient.restore()
+        for mark, summed in self._sums:
+            mark.summed = summed
+        for buffer in self._buffers:
+            buffer.restore()
+        restore(self._states)
+
+    def drop(self) -> None:
+        """Free the copies of gradients; the memory of those of buffers serves the next `keep`."""
+        self._gradients.clear()
+
+
+def _copy(tensor: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of ``tensor``, in the memory of the copy before where that fits."""
+    if tensor is None:
+        return None
+    if into is None or (into.shape, into.dtype, into.device) != (tensor.shape, tensor.dtype, tensor.device):
+        return tensor.detach().clone()
+    return into.copy_(tensor)

@@ -1,0 +1,225 @@
+"""Functions that all ranks of a job run together, and run again where one of them has died meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+
+from attrs import frozen
+
+from pipegrid.schedules.monitor import JobFailedError
+from pipegrid.schedules.monitor.epochs import Epochs
+from pipegrid.topology.fields import Name, checked
+from pipegrid.topology.world import require_default_group
+from pipegrid.training.survive.errors import RankRetiredError, SurviveError
+from pipegrid.training.survive.kept import KeptState
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.gradients.main_grad import Modules
+    from pipegrid.schedules.monitor.epochs import Epoch, EpochStore, Verdict
+
+
+class World(Protocol):
+    """What ranks communicate through in one epoch: groups, a communicator, a plan."""
+
+    def abort(self, cause: str) -> None:
+        """End all connections, so that no rank waits for this one, nor this one for others. From any thread, or twice.
+
+        ``cause`` is for the errors of those that wait.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything: together with the other ranks, or alone after `abort`."""
+        ...
+
+
+W = TypeVar("W", bound=World)
+T = TypeVar("T")
+
+
+@frozen
+class Survived:
+    """A death that the job has survived.
+
+    Attributes:
+        key: of the function that was running here.
+        verdict: who is dead and why, the epoch since then, and whether the function was done by all that live.
+        seconds: from the first sign of it on this rank until the ranks have agreed.
+    """
+
+    key: str
+    verdict: Verdict
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line, for a log."""
+        epoch, dead = self.verdict.epoch, self.verdict.dead
+        lost = "; ".join(f"rank {rank} is dead ({why})" for rank, why in sorted(dead.items()))
+        done = "was done by all others" if self.verdict.committed else "is done again"
+        return (
+            f"epoch {epoch.number}: {lost}; {self.key} {done}, {len(epoch.members)} ranks go on, {self.seconds:.2f} s "
+            "after this rank noticed"
+        )
+
+
+def _print(event: Survived) -> None:
+    print(event, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
+
+
+class Survivors(Generic[W]):
+    """Runs functions of a world on all ranks that live, until all of these have done them in one epoch.
+
+    ::
+
+        with Survivors(store, build, modules=stage) as survivors:
+            for step in range(first, last):
+                survivors.run(f"step {step}", lambda world: train(world, step))
+                norm = survivors.run(f"norm {step}", norm_of, keep_gradients=False)
+                scale(norm)
+                optimizer.step()
+
+    All ranks run the same keys in the same order. What a function communicates goes through its world; between two
+    functions a rank computes alone. So a rank is never a step ahead: the optimizer steps when all have the gradients.
+
+    When a rank dies, the functions of the others fail (or `Epochs.done` says that not all have done it). The world is
+    ended, and the ranks that live agree who is dead and whether each of them had done the function. If so, its result
+    holds. Else gradients, buffers and random generators of ``modules`` become what they were, ``build`` makes a world
+    of the ranks that live, and the function runs again.
+
+    Args:
+        store: for this attempt of the job alone, in a process that outlives the ranks; see `Epochs`.
+        build: makes the world of an epoch, together with its other members; called when the block is entered, and after
+            each death. Raises `JobFailedError` where the ranks that live cannot go on.
+        modules: whose state is kept, this rank's stages.
+        heartbeat: as of `Epochs`.
+        deadline: likewise.
+        retire: likewise.
+        on_event: called with each `Survived`; prints a line to stderr.
+
+    Attributes:
+        epochs: who lives, and what is done.
+        events: the deaths so far.
+    """
+
+    def __init__(
+        self,
+        store: EpochStore,
+        build: Callable[[Epoch], W],
+        *,
+        modules: Modules,
+        heartbeat: float = 5.0,
+        deadline: float = 60.0,
+        retire: Callable[[frozenset[int]], Iterable[int]] = lambda _: (),
+        on_event: Callable[[Survived], object] = _print,
+    ) -> None:
+        rank, size = require_default_group()
+        self.events: list[Survived] = []
+        self._build, self._on_event = build, on_event
+        self._kept = KeptState(modules)
+        self._world: W | None = None
+        self._keys: set[str] = set()
+        self.epochs = Epochs(
+            store,
+            rank=rank,
+            ranks=range(size),
+            heartbeat=heartbeat,
+            deadline=deadline,
+            retire=retire,
+            on_alarm=self._alarmed,
+        )
+
+    def __enter__(self) -> Self:
+        self._world = self._build(self.epochs.current)
+        return self
+
+    def run(self, key: str, function: Callable[[W], T], *, keep_gradients: bool = True) -> T:
+        """The result of ``function(world)``, when every rank that lives has done it.
+
+        It may be called several times, with the state of ``modules`` as at the first one; what else it changes or reads
+        (an iterator of data) is its own matter. Its error is raised as it is where no rank has died.
+
+        Args:
+            key: of the function, the same on all ranks and new in this job, such as ``"step 3"``.
+            function: communicates through the world that it gets, and only that.
+            keep_gradients: False for a function that leaves gradients as they are, such as a norm: saves the copy.
+
+        Raises:
+            SurviveError: the key was used before.
+            JobFailedError: the ranks that live cannot go on, or a rank has failed by an error of its own.
+            RankRetiredError: a rank that computes together with this one has died.
+        """
+        key = checked(key, Name, "key", SurviveError)
+        if key in self._keys:
+            raise SurviveError(f"key {key!r} was used before; count the steps in it")
+        self._keys.add(key)
+        self._kept.keep(gradients=keep_gradients)
+        while True:
+            done, error, results = False, None, list[T]()
+            try:
+                results.append(function(self._living_world()))
+                done = self.epochs.done(key)
+            except RuntimeError as caught:  # of a transfer, a collective, a store; also a failure passed on by others
+                if isinstance(caught, JobFailedError) and self._world is None:  # of `build`
+                    raise
+                error = caught
+            if done or self._agree(key, error):
+                self._kept.drop()
+                return results[0]
+            self._kept.restore()
+
+    def _living_world(self) -> W:
+        if self._world is None:
+            self._world = self._build(self.epochs.current)
+        return self._world
+
+    def _agree(self, key: str, error: RuntimeError | None) -> bool:
+        """Agree with the others who has died; whether all that live had done ``key``."""
+        began = time.monotonic()
+        why = f"{key} is not done" if error is None else f"{key}: {type(error).__name__}: {error}".splitlines()[0]
+        self._end(why)
+        verdict = self.epochs.vote(key, why)
+        if not verdict.dead:
+            self.epochs.give_up(f"no rank has died, but {why}")
+            raise error or JobFailedError(f"{why} on another rank, and no rank has died")
+        if self.epochs.rank in verdict.retired:
+            raise RankRetiredError(
+                f"rank {self.epochs.rank} retires: it computes only together with one of the dead ranks "
+                f"{sorted(verdict.dead)}"
+            )
+        event = Survived(key, verdict, time.monotonic() - began)
+        self.events.append(event)
+        self._on_event(event)
+        return verdict.committed
+
+    def _alarmed(self, cause: str) -> None:
+        """In a thread: this rank may wait for others that do not come."""
+        world = self._world
+        try:
+            self.epochs.check("")
+        except RuntimeError:  # else the world is already that of the next epoch
+            if world is not None:
+                world.abort(cause)
+
+    def _end(self, cause: str) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.abort(cause)
+            world.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            world, self._world = self._world, None
+            if world is not None:
+                world.close()
+        else:
+            said = f"{type(error).__name__}: {error}"
+            if not isinstance(error, RankRetiredError):
+                self.epochs.give_up(said)
+            self._end(said)
+        self.epochs.close()

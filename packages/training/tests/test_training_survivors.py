@@ -1,0 +1,194 @@
+"""When a function runs again, with which state and in which world; the other ranks are a script."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.schedules.monitor import JobFailedError
+from pipegrid.schedules.monitor.epochs import Epoch, Verdict
+from pipegrid.training.survive import RankRetiredError, SurviveError, Survivors
+
+
+class Epochs:
+    """Of a job whose other ranks do as the test says: ``script`` has (done, verdict) of each attempt."""
+
+    rank = 0
+
+    def __init__(self, script):
+        self.script, self.calls, self.current, self.alarm = list(script), [], Epoch(0, (0, 1)), None
+
+    def done(self, key):
+        self.calls.append(f"done {key}")
+        if self.script[0][0]:
+            self.script.pop(0)
+            return True
+        return False
+
+    def vote(self, key, why=""):
+        self.calls.append(f"vote {key}")
+        verdict = self.script.pop(0)[1]
+        self.current = verdict.epoch
+        return verdict
+
+    def check(self, where):
+        if self.alarm is not None:
+            raise RuntimeError(self.alarm)
+
+    def give_up(self, error):
+        self.calls.append(f"give up {error}")
+
+    def close(self):
+        self.calls.append("close")
+
+
+class World:
+    def __init__(self, epoch):
+        self.epoch, self.ended = epoch, None
+
+    def abort(self, cause):
+        self.ended = cause
+
+    def close(self):
+        self.ended = self.ended or "closed"
+
+
+def dies(number, *, committed=False):
+    return False, Verdict(Epoch(number, (0,)), {1: "killed"}, (), number, committed)
+
+
+YES = (True, None)
+NOBODY = (False, Verdict(Epoch(1, (0, 1)), {}, (), 0))
+
+
+@pytest.fixture
+def survivors(monkeypatch):
+    """Makes `Survivors` of rank 0, the worlds that they get, and their events."""
+    monkeypatch.setattr("pipegrid.training.survive.survivors.require_default_group", lambda: (0, 2))
+
+    def make(*script, stage=None, build=World):
+        worlds, events = [], []
+        monkeypatch.setattr("pipegrid.training.survive.survivors.Epochs", lambda store, **_: Epochs(script))
+
+        def built(epoch):
+            worlds.append(build(epoch))
+            return worlds[-1]
+
+        return Survivors(None, built, modules=stage or nn.Linear(1, 1), on_event=events.append), worlds, events
+
+    return make
+
+
+class TestSurvivors:
+    def test_an_undisturbed_function_runs_once(self, survivors):
+        made, worlds, events = survivors(YES, YES)
+        with made:
+            assert made.run("a", lambda world: world.epoch.number) == 0
+            assert made.run("b", lambda world: "b") == "b"
+        assert made.epochs.calls == ["done a", "done b", "close"]
+        assert ([world.ended for world in worlds], events) == (["closed"], [])
+
+    def test_a_function_that_fails_as_a_rank_dies_runs_again_with_the_state_and_a_new_world(self, survivors):
+        stage = nn.Linear(1, 1)
+        made, worlds, events = survivors(dies(1), YES, stage=stage)
+        seen = []
+
+        def function(world):
+            seen.append((world.epoch.number, stage.weight.grad))
+            stage(torch.ones(1)).sum().backward()
+            if world.epoch.number == 0:
+                raise RuntimeError("Connection closed by peer")
+            return float(stage.weight.grad)
+
+        with made:
+            assert made.run("a", function) == 1.0
+        assert seen == [(0, None), (1, None)]
+        assert worlds[0].ended == "a: RuntimeError: Connection closed by peer"
+        assert made.epochs.calls == ["vote a", "done a", "close"]
+        assert [str(event).split(", ")[0] for event in events] == ["epoch 1: rank 1 is dead (killed); a is done again"]
+
+    def test_a_function_that_a_rank_has_not_done_runs_again(self, survivors):
+        made, worlds, _ = survivors(dies(1), dies(2), YES)
+        with made:
+            assert made.run("a", lambda world: world.epoch.number) == 2
+        assert made.epochs.calls == ["done a", "vote a", "done a", "vote a", "done a", "close"]
+        assert len(worlds) == 3
+
+    def test_a_function_that_all_living_ranks_have_done_does_not_run_again(self, survivors):
+        made, _, events = survivors(dies(1, committed=True), YES)
+        with made:
+            assert made.run("a", lambda world: world.epoch.number) == 0
+            assert made.run("b", lambda world: world.epoch.number) == 1
+        assert [event.verdict.committed for event in events] == [True]
+
+    def test_an_error_is_raised_where_no_rank_has_died(self, survivors):
+        made, worlds, events = survivors(NOBODY)
+
+        def function(world):
+            raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"), made:
+            made.run("a", function)
+        assert made.epochs.calls[0] == "vote a"
+        assert made.epochs.calls[1].startswith("give up no rank has died, but a: RuntimeError: out of memory")
+        assert (worlds[0].ended, events) == ("a: RuntimeError: out of memory", [])
+
+    def test_an_error_of_the_scripts_own_ends_the_job_without_a_vote(self, survivors):
+        made, worlds, _ = survivors(YES)
+
+        def function(world):
+            raise ValueError("a label out of range")
+
+        with pytest.raises(ValueError, match="out of range"), made:
+            made.run("a", function)
+        assert made.epochs.calls == ["give up ValueError: a label out of range", "close"]
+        assert worlds[0].ended == "ValueError: a label out of range"
+
+    def test_a_world_that_cannot_be_made_ends_the_job(self, survivors):
+        def build(epoch):
+            if epoch.number:
+                raise JobFailedError("position 1 is dead in all replicas")
+            return World(epoch)
+
+        made, _, _ = survivors(dies(1), build=build)
+        with pytest.raises(JobFailedError, match="position 1"), made:
+            made.run("a", lambda world: None)
+        assert made.epochs.calls[:2] == ["done a", "vote a"]
+
+    def test_a_death_while_the_world_is_made_anew_is_a_death_like_any_other(self, survivors):
+        tries = []
+
+        def build(epoch):
+            tries.append(epoch.number)
+            if epoch.number == 1:
+                raise RuntimeError("ranks [2] did not come")
+            return World(epoch)
+
+        made, _, _ = survivors(dies(1), dies(2), YES, build=build)
+        with made:
+            assert made.run("a", lambda world: world.epoch.number) == 2
+        assert tries == [0, 1, 2]
+        assert made.epochs.calls == ["done a", "vote a", "vote a", "done a", "close"]
+
+    def test_a_key_is_used_once(self, survivors):
+        made, _, _ = survivors(YES, YES)
+        with made, pytest.raises(SurviveError, match="key 'a' was used before"):
+            made.run("a", lambda world: None)
+            made.run("a", lambda world: None)
+
+    def test_an_alarm_ends_the_world_that_a_function_is_in_and_no_later_one(self, survivors):
+        made, worlds, _ = survivors(YES)
+        with made:
+            made._alarmed("rank 1 is lost")  # of an epoch before
+            assert worlds[0].ended is None
+            made.epochs.alarm = "rank 1 is lost"
+            made._alarmed("rank 1 is lost")
+            assert worlds[0].ended == "rank 1 is lost"
+
+    def test_a_rank_whose_peer_has_died_retires_with_exit_code_0(self, survivors):
+        made, _, _ = survivors((False, Verdict(Epoch(1, (2, 3)), {1: "killed"}, (0,), 0)))
+        with pytest.raises(RankRetiredError, match="rank 0 retires.*dead ranks \\[1\\]") as caught, made:
+            made.run("a", lambda world: None)
+        assert caught.value.code == 0
+        assert made.epochs.calls == ["done a", "vote a", "close"]

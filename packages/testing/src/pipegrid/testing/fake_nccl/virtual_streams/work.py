@@ -180,6 +180,8 @@ class StreamWork(Order):
             self.host_syncs.clear()
             for key in [key for key, memory in self._memories.items() if memory.reference.expired()]:
                 del self._memories[key]
+            accesses = (access for memory in self._memories.values() for access in memory.accesses)
+            self._kept &= {(access.stream, access.tick) for access in accesses}
 
     def _free(self, late: LateRun, memory: Memory, block: Tensor) -> None:
         """Overwrite freed memory of a late device, which another tensor might have by then."""

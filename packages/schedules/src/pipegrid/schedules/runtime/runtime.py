@@ -76,6 +76,9 @@ def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
 class PipelineRuntime:
     """Runs one position of a plan, step after step.
 
+    Where units move between replicas, the ranks at both ends of a way construct it together, for one plan after the
+    other.
+
     Args:
         plan: a lowered plan, which is verified here, or the `Proof` that `verify` returned for it; the same on every
             rank.
@@ -85,7 +88,8 @@ class PipelineRuntime:
         replica: of this rank, where the plan has routes; it runs position p of replica r as actor ``p + r *
             plan.positions_each``, and microbatches are units. None is the communicator's.
         hooks: called around every action, in order.
-        reducers: the effect of a ``REDUCE`` (tied parameters), by its group, or by stage where it has none.
+        reducers: the effect of a ``REDUCE``, by its group (tied parameters), or by stage where it has none (with
+            routes, the gradients of the stage over its replicas).
         deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
         reuse_buffers: the buffer of a received activation takes another one after the backward of its microbatch. A
             stage must not keep what it received beyond that, nor a view of it. Bridges between modules allocate all
@@ -99,6 +103,7 @@ class PipelineRuntime:
     Raises:
         RuntimeArgumentError: an argument cannot be used.
         StepArgumentError: stages, communicator or reducers that are not those of the plan, or a plan without messages.
+        P2PError: ways to other replicas that the communicator does not have, or that could not be opened.
         PlanError: the plan has faults, all of which are listed.
     """
 

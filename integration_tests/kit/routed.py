@@ -8,9 +8,10 @@ from attrs import evolve, frozen
 from torch import nn
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, UnitBatches, WithLoss, stage_places
+from pipegrid.schedules import PipelineConfig, UnitBatches, WithLoss, chain, stage_places
 from pipegrid.schedules.megatron.step_functions import forward_backward_with_schedule
 from pipegrid.topology import ProcessGroupCollection
+from pipegrid.transport import P2PCommunicator
 
 from .grids import grids_of
 from .models import Model, call
@@ -119,7 +120,7 @@ class OnRanks:
         self.job = job
         self.grids = grids_of(job.places, ("tp", "dp", "pp"))
         for grid in self.grids.values():
-            grid.create_pg("dp")
+            grid.create_pgs(["dp", "pp"])
         self.config = PipelineConfig(
             pipeline_dtype=torch.float64,
             calculate_per_token_loss=job.per_token,
@@ -131,16 +132,19 @@ class OnRanks:
             **options,
         )
         last = list(self.grids)[-1]  # the schedule is that of the module with the loss
-        places = {last: stage_places(job.schedule, self.grids[last].dim_size("pp"))}
-        self.communicator = MultiModulePipelineCommunicator(
-            self.grids, {name: job.flow.get(name, []) for name in self.grids}, self.config, stage_placement=places
-        )
-        self.graph = self.communicator.graph
-        self.models = {number: Layer(number, self.config).to(ranks.device) for number in self.communicator.stages}
+        self.places = stage_places(job.schedule, self.grids[last].dim_size("pp"))
+        self.communicator, self.graph, stages = self.connect(last)
+        self.models = {number: Layer(number, self.config).to(ranks.device) for number in stages}
         held = {self.graph.module_of(number)[0] for number in self.models}
         self.groups = {name: ProcessGroupCollection.from_grid(self.grids[name]) for name in held}
         self.replica = dist.get_rank(next(iter(self.groups.values())).dp)
         self.device = ranks.device
+
+    def connect(self, last):
+        """The communicator, the graph, and the stages of this rank."""
+        flow = {name: self.job.flow.get(name, []) for name in self.grids}
+        made = MultiModulePipelineCommunicator(self.grids, flow, self.config, stage_placement={last: self.places})
+        return made, made.graph, made.stages
 
     def by_module(self, values):
         """Values by stage as a step function takes them: by module, a list where it has several stages here."""
@@ -226,3 +230,38 @@ class OnRanks:
             if routes.of(number, stage) == self.replica
         ]
         assert infos == here
+
+
+class Across(OnRanks):
+    """A job of one module, whose communicator has lanes between replicas."""
+
+    def connect(self, last):
+        grid = self.grids[last]
+        replicas = [list(row) for row in grid.get_rank_enum("pp")]
+        pipeline = grid.get_pg("pp")
+        made = P2PCommunicator(pipeline, self.config, placement=self.places, replicas=replicas)
+        here = dist.get_rank(pipeline)
+        return made, chain(len(self.places)), [stage for stage, place in enumerate(self.places) if place == here]
+
+    def bury(self, dead):
+        """Groups of the ranks that are not ``dead``, made by all of them; whether this rank lives."""
+        grid = self.grids["model"]
+        rows = [[rank for rank in row if rank not in dead] for row in grid.get_rank_enum("dp")]
+        made = [dist.new_group(row) for row in rows]
+        everyone = dist.new_group([rank for row in rows for rank in row])
+        here = dist.get_rank()
+        for row, group in zip(rows, made, strict=True):
+            if here in row:
+                self.groups = {"model": Living(group)}
+        for model in self.models.values():
+            model.config = evolve(self.config, job_group=everyone)
+        return here not in dead
+
+
+@frozen
+class Living:
+    """The process groups of a rank that lives."""
+
+    dp: object
+    cp: None = None
+    tp: None = None

@@ -214,9 +214,7 @@ def test_where_replicas_differ_each_module_has_as_many():
         job = JobTopology(dims={"language": {"dp": 2, "pp": 2}, "vision": sizes}, graph=graph, stages=(1,))
         alike = Routes([2], skips={"vision": [1]})
         assert replica_of(step(Groups(dp=Place(2, 1)), alike, job=job), place) == 1
-        with pytest.raises(
-            StepArgumentError, match=f"'vision' has dp {found}, and the routes are of 2 replicas"
-        ):
+        with pytest.raises(StepArgumentError, match=f"'vision' has dp {found}, and the routes are of 2 replicas"):
             replica_of(step(Groups(dp=Place(2, 1)), Routes([2, 2]), job=job), place)
 
 

@@ -41,7 +41,7 @@ from pipegrid.schedules.megatron.place import Place, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
-from pipegrid.schedules.megatron.units.replica import replica_of
+from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, Index, checked
@@ -119,14 +119,17 @@ class PreparedStep:
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)
         require_forward_step(call.forward_step_func, checkpoints=checked_option(config, CHECKPOINTS) is not None)
         require_compatible(kind, call, models, config)
-        held = list(models.values())
-        ties = () if call.forward_only else required_ties(models=held, config=config, stages=list(models))
+        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
+        ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
         self.replica = replica_of(call, self._place)
         planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
         proof = kind.proof(self._place, most, config, tied_stages(ties), sharding, planned)
         self.plan = plan = proof.plan
+        if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
+            held = {self._place.module_of(stage): model for stage, model in models.items()}
+            require_equal_routes(call.pg_collection, held, planned, self.waiting)
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
@@ -138,7 +141,6 @@ class PreparedStep:
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
         self.stages = self._stages(call, models, config)
         self.ties = tuple(tie.name for tie in ties)
-        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
         self._config: Any = None
         self._output_layers: Sequence[Callable[[], None]] = ()
         hooks = option(config, "hooks")

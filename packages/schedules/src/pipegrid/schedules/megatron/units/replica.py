@@ -36,7 +36,12 @@ def replica_of(call: StepCall, place: Place) -> int | None:
     if routes is not None and routes.num_replicas > 1:
         _require_same_replicas(communicator.job, routes)
         living = routes.living(_position(communicator.job, place))
-    replica = _place_among(living, call.pg_collection, place.modules)
+    replica, known = _place_among(living, call.pg_collection, place.modules), communicator.job.replica
+    if living is not None and known not in (None, replica):
+        raise StepArgumentError(
+            f"this rank is in replica {known} by its communicator, and in {replica} by its dp group among the living "
+            f"replicas {list(living)}"
+        )
     if routes is not None:
         own = routes.units[0 if living is None else replica or 0]
         if call.num_microbatches != own:

@@ -32,12 +32,13 @@ SIZE, SHARES = 5, 12
 
 @frozen
 class Kill:
-    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``."""
+    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``; or it raises ``error``."""
 
     rank: int
     place: str
     step: int = 1
     nth: int = 0
+    error: Exception | None = None
 
     def __str__(self) -> str:
         return f"{self.rank} at {self.place.replace(' ', '_')} {self.nth} of {self.step}"
@@ -79,11 +80,14 @@ class Places:
         self.step, self.seen = step, Counter()
 
     def reach(self, place: str) -> None:
-        kill = Kill(self.rank, place, self.step, self.seen[place])
+        here = self.rank, place, self.step, self.seen[place]
         self.seen[place] += 1
-        if kill in self.case.kills:
-            (self.folder / f"killed.{self.rank}").write_text(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
+        for kill in self.case.kills:
+            if (kill.rank, kill.place, kill.step, kill.nth) == here:
+                if kill.error is not None:
+                    raise kill.error
+                (self.folder / f"killed.{self.rank}").write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
 
     # A hook of a runtime.
 

@@ -141,6 +141,31 @@ def test_an_undisturbed_run_is_that_of_one_process(context, tmp_path):
     require_undisturbed(context, Case("pipeline", 2, 2), tmp_path / "case")
 
 
+def test_a_stage_on_no_rank_ends_the_job_by_its_name(context, tmp_path):
+    kills = (Kill(1, "F"), Kill(3, "B"), Kill(2, "F", 2))
+    outcomes, logs = play(context, Case("pipeline", 2, 2, kills), tmp_path / "case")
+    assert outcomes.keys() == {0}, logs
+    assert outcomes[0]["error"].startswith("JobFailedError: position 1 of the pipeline is dead in all 2 replicas"), logs
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (ValueError("label 11 of 10"), "JobFailedError: .*ValueError: label 11 of 10"),
+        (RuntimeError("out of memory"), "(JobFailed|Runtime)Error: "),  # its own, or that of a connection it has ended
+    ],
+    ids=["the script's own", "of a device"],
+)
+def test_an_error_without_a_death_ends_all_ranks(context, tmp_path, error, others):
+    case = Case("sums", 1, 3, (Kill(1, "compute", error=error),))
+    outcomes, logs = play(context, case, tmp_path / "case")
+    said = {rank: outcome["error"] for rank, outcome in outcomes.items()}
+    assert said.pop(1) == f"{type(error).__name__}: {error}", logs
+    assert said.keys() == {0, 2}, logs
+    for text in said.values():
+        assert re.match(others, text), logs
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [Case("pipeline", 2, 2), Case("pipeline", 2, 4)], ids=["2 x 2", "2 x 4"])
 def test_a_pipeline_goes_on_wherever_any_rank_is_killed(context, tmp_path, case, capsys):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 
@@ -368,10 +368,17 @@ MESSAGES = {
 HALVES = ("I", "after I", "W", "after W")  # of the backwards of a schedule that splits them
 
 
-def kills_of(case: Case) -> list[Kill]:
-    """Every rank at every place of its own, in the second step."""
-    return [
-        Kill(rank, place, nth=rank % 3 if place in MESSAGES[rank // case.replicas] else 0)
-        for rank in range(case.world_size)
-        for place in (*PLACES["pipeline"], *MESSAGES[rank // case.replicas])
-    ]
+def whole_matrix(case: Case) -> list[Case]:
+    """Every rank at every place of its own, in as few runs as leave one replica of each position."""
+    places = [place for place in PLACES["pipeline"] if case.schedule == "1f1b" or place not in ("B", "after B")]
+    places += () if case.schedule == "1f1b" else HALVES
+    left = {rank: [*places, *MESSAGES[rank // case.replicas]] for rank in range(case.world_size)}
+    cases = []
+    while any(left.values()):
+        chosen = []
+        for position in range(case.positions):
+            ranks = sorted(range(position * case.replicas, (position + 1) * case.replicas), key=lambda r: -len(left[r]))
+            chosen += [rank for rank in ranks[: case.replicas - 1] if left[rank]]
+        kills = [Kill(rank, left[rank].pop(), step) for step, rank in enumerate(chosen)]
+        cases.append(evolve(case, kills=tuple(kills)))
+    return cases

@@ -46,13 +46,17 @@ class Kill:
 
 @frozen
 class Case:
-    """A job of ``positions`` x ``replicas`` ranks, and the kills in it."""
+    """A job of ``positions`` x ``replicas`` ranks, and the kills in it.
+
+    ``pairs``: ranks compute only two by two, so the other one of a dead rank retires.
+    """
 
     job: str
     positions: int
     replicas: int
     kills: tuple[Kill, ...] = ()
     schedule: str = "1f1b"
+    pairs: bool = False
     heartbeat: float = 1.5
     deadline: float = 20.0
 
@@ -169,7 +173,14 @@ def share(step: int, number: int) -> torch.Tensor:
 def sums(case: Case, places: Places, store) -> dict[str, object]:
     """Each step adds a sum of shares to a weight, divided by its largest element: two functions of all ranks."""
     rank, weight = dist.get_rank(), torch.zeros(SIZE, dtype=torch.float64)
-    survivors = Survivors(store, Members, modules={}, heartbeat=case.heartbeat, deadline=case.deadline)
+    survivors = Survivors(
+        store,
+        Members,
+        modules={},
+        heartbeat=case.heartbeat,
+        deadline=case.deadline,
+        retire=lambda dead: [one ^ 1 for one in dead if case.pairs],
+    )
 
     def total(step, world):
         own = [share(step, n) for n in range(SHARES) if world.members[n % len(world.members)] == rank]

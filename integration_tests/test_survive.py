@@ -15,7 +15,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
+from .kit.programs import run
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # of the forked ranks as well, which find their function by name
 
 from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, rank_main, whole_matrix
 
@@ -131,6 +134,24 @@ SEVERAL = {
 @pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
 def test_the_others_go_on_wherever_ranks_are_killed(context, tmp_path, case):
     require_undisturbed(context, case, tmp_path / "case")
+
+
+def test_the_tensor_parallel_peer_of_a_dead_rank_retires_and_the_others_go_on(context, tmp_path):
+    case = Case("sums", 1, 4, (Kill(3, "compute"),), pairs=True)
+    outcomes, logs = play(context, case, tmp_path / "case")
+    assert outcomes.keys() == {0, 1, 2}, logs
+    assert outcomes[2]["error"].startswith("RankRetiredError: rank 2 retires"), logs
+    assert outcomes[2]["code"] == 0
+    for rank in (0, 1):
+        torch.testing.assert_close(outcomes[rank]["weights"], ALONE["sums"](case), rtol=0, atol=1e-12)
+
+
+@pytest.mark.nightly
+def test_the_example_is_as_accurate_as_undisturbed(tmp_path):
+    """`nox -s example -- survive`, with two deaths."""
+    done = run(ROOT / "docs/examples/survive/run.py", "--steps", 65, "--out", tmp_path)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "4 ranks are left" in done.stdout, (done.stdout, done.stderr)
 
 
 def test_an_undisturbed_run_is_that_of_one_process(context, tmp_path):

@@ -17,11 +17,11 @@ from torch.distributed import TCPStore
 
 from .kit.programs import run
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # of the forked ranks as well, which find their function by name
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
 
 from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, rank_main, whole_matrix
 
+ROOT = Path(__file__).parents[1]
 SECONDS = 60.0  # for a case, whose ranks take a second or two of a machine that may do other work
 
 

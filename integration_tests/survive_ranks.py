@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 
@@ -32,12 +32,13 @@ SIZE, SHARES = 5, 12
 
 @frozen
 class Kill:
-    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``."""
+    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``; or it raises ``error``."""
 
     rank: int
     place: str
     step: int = 1
     nth: int = 0
+    error: Exception | None = None
 
     def __str__(self) -> str:
         return f"{self.rank} at {self.place.replace(' ', '_')} {self.nth} of {self.step}"
@@ -45,13 +46,17 @@ class Kill:
 
 @frozen
 class Case:
-    """A job of ``positions`` x ``replicas`` ranks, and the kills in it."""
+    """A job of ``positions`` x ``replicas`` ranks, and the kills in it.
+
+    ``pairs``: ranks compute only two by two, so the other one of a dead rank retires.
+    """
 
     job: str
     positions: int
     replicas: int
     kills: tuple[Kill, ...] = ()
     schedule: str = "1f1b"
+    pairs: bool = False
     heartbeat: float = 1.5
     deadline: float = 20.0
 
@@ -79,11 +84,14 @@ class Places:
         self.step, self.seen = step, Counter()
 
     def reach(self, place: str) -> None:
-        kill = Kill(self.rank, place, self.step, self.seen[place])
+        here = self.rank, place, self.step, self.seen[place]
         self.seen[place] += 1
-        if kill in self.case.kills:
-            (self.folder / f"killed.{self.rank}").write_text(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
+        for kill in self.case.kills:
+            if (kill.rank, kill.place, kill.step, kill.nth) == here:
+                if kill.error is not None:
+                    raise kill.error
+                (self.folder / f"killed.{self.rank}").write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
 
     # A hook of a runtime.
 
@@ -165,7 +173,14 @@ def share(step: int, number: int) -> torch.Tensor:
 def sums(case: Case, places: Places, store) -> dict[str, object]:
     """Each step adds a sum of shares to a weight, divided by its largest element: two functions of all ranks."""
     rank, weight = dist.get_rank(), torch.zeros(SIZE, dtype=torch.float64)
-    survivors = Survivors(store, Members, modules={}, heartbeat=case.heartbeat, deadline=case.deadline)
+    survivors = Survivors(
+        store,
+        Members,
+        modules={},
+        heartbeat=case.heartbeat,
+        deadline=case.deadline,
+        retire=lambda dead: [one ^ 1 for one in dead if case.pairs],
+    )
 
     def total(step, world):
         own = [share(step, n) for n in range(SHARES) if world.members[n % len(world.members)] == rank]
@@ -364,10 +379,17 @@ MESSAGES = {
 HALVES = ("I", "after I", "W", "after W")  # of the backwards of a schedule that splits them
 
 
-def kills_of(case: Case) -> list[Kill]:
-    """Every rank at every place of its own, in the second step."""
-    return [
-        Kill(rank, place, nth=rank % 3 if place in MESSAGES[rank // case.replicas] else 0)
-        for rank in range(case.world_size)
-        for place in (*PLACES["pipeline"], *MESSAGES[rank // case.replicas])
-    ]
+def whole_matrix(case: Case) -> list[Case]:
+    """Every rank at every place of its own, in as few runs as leave one replica of each position."""
+    places = [place for place in PLACES["pipeline"] if case.schedule == "1f1b" or place not in ("B", "after B")]
+    places += () if case.schedule == "1f1b" else HALVES
+    left = {rank: [*places, *MESSAGES[rank // case.replicas]] for rank in range(case.world_size)}
+    cases = []
+    while any(left.values()):
+        chosen = []
+        for position in range(case.positions):
+            ranks = sorted(range(position * case.replicas, (position + 1) * case.replicas), key=lambda r: -len(left[r]))
+            chosen += [rank for rank in ranks[: case.replicas - 1] if left[rank]]
+        kills = [Kill(rank, left[rank].pop(), step) for step, rank in enumerate(chosen)]
+        cases.append(evolve(case, kills=tuple(kills)))
+    return cases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from pipegrid.schedules import Actor
 from pipegrid.schedules.gradients import accumulate_in_main_grad
+from pipegrid.schedules.gradients.layout import TieMark
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import DropoutMasks
@@ -146,6 +148,18 @@ class TestRequireRedoable:
         stage = model()
         getattr(stage[0].weight, add)(noted)
         with pytest.raises(SurviveError, match=r"'0\.weight' has .* noted"):
+            require_redoable(stage, [0, 1])
+
+    def test_a_tied_parameter_is_named(self):
+        stage = model()
+        stage[0].weight.tied = TieMark("embedding", over_lanes=True)
+        with pytest.raises(SurviveError, match=r"'0\.weight' is tied"):
+            require_redoable(stage, [0, 1])
+
+    def test_a_config_with_a_monitor_is_named(self):
+        stage = model()
+        stage.config = SimpleNamespace(monitor=object())
+        with pytest.raises(SurviveError, match="the config of the stage has a monitor"):
             require_redoable(stage, [0, 1])
 
     def test_a_sync_batch_norm_is_named(self):

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from pipegrid.schedules import one_f_one_b
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epoch, Verdict
-from pipegrid.training.survive import RankRetiredError, SurviveError, Survivors
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training.survive import PipelineJob, RankRetiredError, SurviveError, Survivors
 
 
 class Epochs:
@@ -41,6 +43,12 @@ class Epochs:
 
     def close(self):
         self.calls.append("close")
+
+
+def test_the_peers_of_the_dead_retire():
+    job = PipelineJob(HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"], world_size=8), one_f_one_b(2, 4))
+    assert job.retire(frozenset({0})) == (1,)
+    assert job.retire(frozenset({0, 1, 7})) == (6,)
 
 
 class World:

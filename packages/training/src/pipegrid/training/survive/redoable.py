@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules.fsdp import fsdp_modules
 from pipegrid.schedules.gradients.dtensors import is_dtensor
+from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
 from pipegrid.training.errors import few
 from pipegrid.training.survive.errors import SurviveError
@@ -49,12 +50,17 @@ def require_redoable(modules: Modules, peers: Collection[int], *, allow: Collect
 
 
 def _of_groups(stage: nn.Module, module: str, peers: set[int]) -> Iterator[str]:
-    """Modules that communicate over replicas by themselves, in groups that a death breaks."""
+    """What communicates in groups, or over a store, of its own, which a death ends for good."""
     for name, inner in stage.named_modules():
         if isinstance(inner, DistributedDataParallel):
             yield f"{_at(module, name)} is a DistributedDataParallel, whose group is made once: use reduce_gradients"
         if isinstance(inner, nn.SyncBatchNorm):
             yield f"{_at(module, name)} is a SyncBatchNorm, whose group is made once: use a batch norm per replica"
+    if getattr(getattr(stage, "config", None), "monitor", None) is not None:
+        yield f"the config of {_at(module, '')} has a monitor, which ends with the first failure: Survivors needs none"
+    for name, parameter in stage.named_parameters():
+        if marks_of(parameter).tie is not None:
+            yield f"{_at(module, name)} is tied, and the group of a tie is made once"
     sharded = {name for name, _ in fsdp_modules(stage)}
     for name, parameter in stage.named_parameters():
         if is_dtensor(parameter) and _shared_out(parameter, peers):

@@ -67,7 +67,8 @@ class Survived:
 
 
 def _print(event: Survived) -> None:
-    print(event, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
+    if require_default_group()[0] == event.verdict.epoch.members[0]:
+        print(event, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
 
 
 class Survivors(Generic[W]):
@@ -98,7 +99,7 @@ class Survivors(Generic[W]):
         heartbeat: as of `Epochs`.
         deadline: likewise.
         retire: likewise.
-        on_event: called with each `Survived`; prints a line to stderr.
+        on_event: called with each `Survived`; by default the lowest living rank prints a line to stderr.
 
     Attributes:
         epochs: who lives, and what is done.

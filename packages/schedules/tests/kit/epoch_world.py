@@ -1,7 +1,7 @@
 """Ranks that agree over a simulated store: one operation at a time, in any order, with a crash at any of them.
 
-Each rank has two actors, its program and its heartbeat, in threads of which one runs at a time. An actor stops before each
-operation of the store until the scheduler picks it. What the ranks call is the code itself; only the clock is the world's.
+Each rank has two actors, its program and its heartbeat, in threads of which one runs at a time. An actor stops before
+each operation of the store until the scheduler picks it. The ranks call the code itself; only the clock is the world's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from attrs import define, field
 
 from pipegrid.schedules.monitor import Epochs, FencedError, JobFailedError
-from pipegrid.schedules.monitor.epochs import epochs as module, pulse as pulse_module
+from pipegrid.schedules.monitor.epochs import epochs as module
+from pipegrid.schedules.monitor.epochs import pulse as pulse_module
 from pipegrid.schedules.monitor.epochs.ledger import LEFT
 
 SMALL_STEP = 0.04
@@ -183,7 +184,7 @@ class World:
             if self.gives_up is not None and self.gives_up[0] == rank and turns > self.gives_up[1]:
                 epochs.give_up("out of memory")
             here = rank, epochs.current.number, number
-            failed = self.random.random() < (0.5 if self.crashed else self.fails)
+            failed = self.random.random() < (0.5 if self.crashed & set(epochs.current.members) else self.fails)
             if not failed:
                 self.said.add(here)
                 if epochs.done(f"key {number}"):

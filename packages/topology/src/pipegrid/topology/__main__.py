@@ -1,4 +1,4 @@
-"""`python -m pipegrid.topology describe --world 16 images:tp=1,dp=8 language:tp=2,pp=2,dp=2`.
+"""`python -m pipegrid.topology describe --world 16 images:tp=1,dp=8 language:tp=2,pp=2,dp=2`, or `serve COMMAND`.
 
 A module is ``name[@offset]:dim=size,dim=size,...``, the fastest dim first. The exit status is 2 if the modules do not
 fit, with the reason.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 
 from pipegrid.topology.job.describe import describe
 from pipegrid.topology.job.placement import place
+from pipegrid.topology.job_store import serve_store
 
 _MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+(,[^=,]+=\d+)*)")
 
@@ -46,12 +48,34 @@ def _parser() -> argparse.ArgumentParser:
         "--max-rows", type=int, default=64, metavar="N", help="a larger world has a row per stretch of ranks"
     )
     show.add_argument("modules", nargs="+", metavar="MODULE", help="name[@offset]:dim=size,dim=size,...")
+    serve = commands.add_parser(
+        "serve", help="run a launcher beside a store that outlives its ranks, which find it by `job_store`"
+    )
+    serve.add_argument("--host", default="localhost", help="name of this machine for the ranks")
+    serve.add_argument("--port", type=int, default=0, help="0: any free one")
+    serve.add_argument("launcher", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as srun ... python train.py")
     return parser
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run ``command``, which gets this process's SIGTERM; its exit status."""
+    child = subprocess.Popen(command)  # noqa: S603 -- typed by the person who runs this
+    before = signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+    while True:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            continue  # the terminal has sent it to the child as well
+        signal.signal(signal.SIGTERM, before)
+        return code if code >= 0 else 128 - code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     options = _parser().parse_args(arguments)
+    if "launcher" in options:
+        with serve_store(options.host, options.port):
+            return _run(options.launcher)
     try:
         given = [_module(text) for text in options.modules]
         names = [name for name, _, _ in given]

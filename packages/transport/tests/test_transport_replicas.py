@@ -142,7 +142,7 @@ def test_a_batch_has_lanes_of_both_kinds(ranks, backend, settings):
     communicator.close()
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, fake_nccl="streams")  # both send first
 def test_stages_on_one_rank_have_an_end_each_way(ranks):
     """In a V, stages 1 and 2 are on the same rank: activations go from it to the same place of another replica."""
     communicator, replica, place = pipelines(ranks, placement=[0, 1, 1, 0])

@@ -96,8 +96,7 @@ def payloads_of(
             f"the forward of stage {stage} returned outputs for {sorted(map(str, outputs))} for microbatch "
             f"{microbatch}; the plan has edges {sorted(map(str, edges))}"
         )
-    for edge in edges:
-        payload = outputs[edge]
+    for edge, payload in outputs.items():
         if not isinstance(payload, torch.Tensor) and edge not in declared:
             tensors_of(
                 f"the output of stage {stage} on edge {edge} for microbatch {microbatch}", payload, StageOutputError

@@ -47,6 +47,14 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
+# What ranks of integration tests are forked with, so that each need not import it by itself.
+_SLOW_TO_IMPORT = (
+    "hypothesis.strategies",
+    "numpy",
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+)
+PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 # What runs the notebook of the documentation.
 NOTEBOOK = ("nbclient", "ipykernel")
 # What builds the documentation.
@@ -158,7 +166,7 @@ def contract(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """The packages composed on ranks. Takes `--backend gloo|nccl|fake_nccl|staged` and pytest's own options."""
     install(session, ALL, *EVERY_TEST)
-    session.run("pytest", "-m", "not nightly", "integration_tests", *session.posargs)
+    session.run("pytest", "-m", "not nightly", "-o", PRELOAD, "integration_tests", *session.posargs)
 
 
 @nox.session

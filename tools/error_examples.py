@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions
@@ -12,6 +14,7 @@ from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
 from pipegrid.schedules import Costs, LossScale, Monitor, from_json, from_text, simulate, timeline, verify
 from pipegrid.schedules.generators import one_f_one_b
+from pipegrid.schedules.monitor import Epochs
 from pipegrid.testing import Fault
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline, Sampling, pipeline_stage
@@ -44,6 +47,19 @@ def _grid() -> HyperCommGrid:
 _NO_MODULES = '{"microbatches": 1, "positions": [["0F0", "0B0"]], "placement": [[0], [1]]}'
 _TIMES: dict[str, Any] = {"embedding": 1.0, "decoder": [1.0] * 4, "loss": 1.0}
 
+
+def _lost() -> None:
+    """A member is lost: the epoch ends once this rank's heartbeat has seen it."""
+    epochs = Epochs(dist.HashStore(), rank=0, ranks=[0, 1])  # type: ignore[attr-defined]  # public, untyped
+    try:
+        epochs.lost(1, "nothing was heard of it for 5 s")
+        for _ in range(1000):
+            epochs.check("step 7")
+            time.sleep(0.01)
+    finally:
+        epochs.close()
+
+
 _NO_STORE: Any = "127.0.0.1:29500"
 _NO_SOURCE: Any = "1f1b"
 
@@ -68,6 +84,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "PlanError": lambda: verify(from_text(_CROSSED)),
     "PlanFieldError": lambda: from_json(_NO_MODULES),
     "PlanSyntaxError": lambda: from_text("0: 0F0 0X0"),
+    "RankLostError": _lost,
     "StepArgumentError": lambda: Pipeline(_Blocks, "tt|tt", _grid(), microbatch_size=1, num_microbatches=2),
     "TimelineError": lambda: timeline(_NO_SOURCE),
     "WorldError": lambda: HyperCommGrid([2], ["dp"]).is_current_rank_in_grid(),

@@ -92,7 +92,8 @@ def _texts(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, str]]:
                 name = ast.unparse(call.func)
                 name = scope.name if name == "super().__init__" else name.split(".")[-1]
                 for argument in call.args:
-                    text = held.get(argument.id) if isinstance(argument, ast.Name) else _template(argument)
+                    is_held = isinstance(argument, (ast.Name, ast.Attribute))
+                    text = held.get(ast.unparse(argument)) if is_held else _template(argument)
                     words = re.sub(r"\s+", " ", text or "").strip()
                     if len(re.sub(r"[…\W]", "", words)) >= 8:  # with words to search for
                         yield name, words

@@ -35,9 +35,10 @@ def plan_of_step(options: Options) -> Plan:
 def opening(options: Options) -> str:
     """What a person reads first."""
     drawn = timeline_of(plan_of_step(options), title=f"The plan of a step, {options.schedule}:")
+    following = f"Open {options.out / 'index.html'} in a browser: it follows the run.\n"
     return (
         f"{options.processes} processes learn to read strips of handwritten digits aloud, as one pipeline:\n\n"
         f"{shape(options)}\n\n{ascii_timeline(drawn, width=100)}\n"
         f"F forward, B backward (I and W its halves), then the microbatch; a dot is waiting.\n"
-        f"Open {options.out / 'index.html'} in a browser: it follows the run.\n"
+        f"{'' if options.check else following}"
     )

@@ -27,8 +27,7 @@ def main(arguments: list[str]) -> int:
     if not is_rank:
         from digit_reader.opening import opening
 
-        if not options.check:
-            print(opening(options), flush=True)
+        print(opening(options), flush=True)
         from digit_reader.launch import launch  # loads torch; errors of options need not wait for it
 
         checkpoints = options.checkpoints if options.guarded else None

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from attrs import evolve
 
-from pipegrid.schedules import SCHEDULES, Actor, Routes, reroute, step_plan
+from pipegrid.schedules import (
+    SCHEDULES,
+    Actor,
+    DisagreementError,
+    PipelineError,
+    Routes,
+    StepArgumentError,
+    reroute,
+    step_plan,
+)
+from pipegrid.schedules.megatron import place, prepared
 
 from .kit.routed import Across, Job, OnRanks
 
 CHAIN = Job(4, {"model": (0, {"dp": 2, "pp": 2})}, {})
 BESIDE = Job(4, {"images": (0, {"dp": 2}), "text": (2, {"dp": 2})}, {"images": ["text"]}, own_loss="images")
 COLOCATED = Job(4, {"images": (0, {"dp": 2}), "text": (0, {"dp": 2, "pp": 2})}, {"images": ["text"]}, own_loss="images")
+FROZEN = evolve(BESIDE, frozen=("images",), own_loss=None)
 TOKENS = Job(4, BESIDE.places, BESIDE.flow, per_token=True)
 
 
@@ -25,7 +38,7 @@ def test_replicas_with_unequal_numbers_of_microbatches(ranks, by_unit):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("job", [BESIDE, COLOCATED, TOKENS], ids=["beside", "colocated", "per token"])
+@pytest.mark.parametrize("job", [BESIDE, COLOCATED, TOKENS, FROZEN], ids=["beside", "colocated", "per token", "frozen"])
 @pytest.mark.parametrize("by_unit", [False, True], ids=["iterator", "by unit"])
 def test_microbatches_without_images_skip_the_encoder(ranks, job, by_unit):
     """Other ones in each step, all of a replica's, and all of the job's, over one communicator."""
@@ -47,6 +60,65 @@ def test_a_call_of_the_encoder_serves_several_microbatches(ranks, job, by_unit):
 
 
 @pytest.mark.ranks(4)
+def test_uneven_replicas_of_a_tied_parameter(ranks):
+    job = OnRanks(evolve(CHAIN, tied=True), ranks)
+    job.check(Routes([4, 2]))
+    job.communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_an_evaluation_runs_the_forwards_of_its_units(ranks):
+    job = OnRanks(BESIDE, ranks)
+    routes = Routes([3, 2], skips={"images": [1, 3]}, every={"images": 2})
+    first = routes.units_of(job.replica).start
+    infos = job.step(routes, forward_only=True)
+    text = "text" in job.groups
+    assert infos == ([number - first for number in routes.units_of(job.replica)] if text else [])
+    assert all(model.weight.grad is None for model in job.models.values())
+    job.communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_other_routes_in_each_step_leave_nothing_behind(ranks):
+    """Neither prepared steps and proofs beyond a few, nor threads, lanes or groups."""
+    job = Across(CHAIN, ranks)
+    place.routed_proof.cache_clear()
+    held = []
+    for number in range(14):
+        job.step(Routes([4, 3], moves={(number % 7, number % 2): int(number % 7 < 4)}), by_unit=True)
+        model = next(iter(job.models.values()))
+        held.append((len(job.communicator.lanes), threading.active_count()))
+        assert len(prepared._STEPS[model]) == min(number + 1, 8)
+        assert place.routed_proof.cache_info().currsize == min(number + 1, 8)
+    assert len(set(held[4:])) == 1
+    job.communicator.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("moves", [{}, {(0, 1): 1}], ids=["at home", "moved"])
+def test_replicas_with_other_routes_fail_before_the_first_byte(ranks, moves):
+    job = Across(CHAIN, ranks)
+    routes = Routes([4, 3], moves=moves)
+    other = routes if job.replica == 0 else Routes([3, 3], moves=moves)
+    with pytest.raises((PipelineError, DisagreementError), match=f"have other routes: .*{other.digest}"):
+        job.step(other, by_unit=True)
+    assert all(model.weight.grad is None for model in job.models.values())
+    ranks.barrier()
+    job.communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_plain_iterator_where_units_move_and_other_numbers_are_errors(ranks):
+    job = Across(CHAIN, ranks)
+    with pytest.raises(StepArgumentError, match="by the routes replica .* has"):
+        job.step(Routes([4, 3]), by_unit=True, num_microbatches=5)
+    with pytest.raises(StepArgumentError, match=r"stage \d does not compute all microbatches of replica"):
+        job.step(Routes([4, 3], moves={(0, 0): 1, (0, 1): 1}))
+    ranks.barrier()
+    job.communicator.close()
+
+
+@pytest.mark.ranks(4)
 def test_units_move_between_replicas(ranks):
     """Over one communicator: other moves in each step, there and back, and steps without any in between."""
     job = Across(CHAIN, ranks)
@@ -57,7 +129,11 @@ def test_units_move_between_replicas(ranks):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dead", [(0, 0), (1, 0), (0, 1), (1, 1)], ids=str)
-@pytest.mark.parametrize("job", [CHAIN, evolve(CHAIN, per_token=True)], ids=["mean", "per token"])
+@pytest.mark.parametrize(
+    "job",
+    [CHAIN, evolve(CHAIN, per_token=True), evolve(CHAIN, tied=True)],
+    ids=["mean", "per token", "tied"],
+)
 def test_survivors_have_the_gradients_of_all_units(ranks, job, dead):
     """Of the same units as before the death, on one communicator; the dead rank does not take part."""
     job = Across(job, ranks)

@@ -7,8 +7,17 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import nn
 
-from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, UnitBatches, WithLoss, chain, stage_places
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.schedules import (
+    PipelineConfig,
+    UnitBatches,
+    WithLoss,
+    chain,
+    clip_grad_norm_,
+    stage_places,
+    tie_parameters,
+)
+from pipegrid.schedules.gradients.reduction import ties_among
 from pipegrid.schedules.megatron.step_functions import forward_backward_with_schedule
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
@@ -48,7 +57,8 @@ def tokens(replica, microbatch):
 class Job:
     """``places`` has the offset and the dims of each module's grid, ``flow`` the modules that each module feeds.
 
-    ``own_loss``: a module whose last stage has a loss of its own, the mean over the microbatches of a call.
+    ``own_loss``: a module whose last stage has a loss of its own, the mean over the microbatches of a call. ``frozen``
+    modules have no backward; with ``tied`` the first and the last stage share their weights.
     """
 
     ranks: int
@@ -57,6 +67,8 @@ class Job:
     schedule: str = "1f1b"
     per_token: bool = False
     own_loss: str | None = None
+    frozen: tuple = ()
+    tied: bool = False
 
     def of(self, schedule):
         """The same job with another schedule."""
@@ -88,6 +100,8 @@ def loss_of(job, output, counted):
 def in_one_process(job, graph, routes):
     """The stages with the gradients of one step of all units."""
     stages = [Layer(number) for number in range(graph.num_stages)]
+    if job.tied:
+        stages[-1].weight = stages[0].weight
     values, losses, total = {}, [], routes.num_units
     if job.per_token:
         total = sum(tokens(routes.home(u), routes.microbatch(u)).sum() for u in range(routes.num_units))
@@ -104,7 +118,8 @@ def in_one_process(job, graph, routes):
                         if not routes.skips_module(unit, source):
                             arrived[source] = values[graph.stage(source, -1), routes.call(unit, source)]
                 x = joined(routes, module, number, [load(module, *unit) for unit in units], arrived)
-            output = values[stage, number] = model(x)
+            output = model(x)
+            values[stage, number] = output.detach() if module in job.frozen else output
             if graph.stage(module, -1) == stage and module == job.own_loss:
                 losses.append(len(units) * output.square().mean() / total)
             if graph.stage(module, -1) == stage and module in graph.sinks:
@@ -135,15 +150,32 @@ class OnRanks:
         self.places = stage_places(job.schedule, self.grids[last].dim_size("pp"))
         self.communicator, self.graph, stages = self.connect(last)
         self.models = {number: Layer(number, self.config).to(ranks.device) for number in stages}
+        if job.tied:
+            ends = (0, self.graph.num_stages - 1)
+            with torch.no_grad():
+                for number in set(self.models) & {ends[1]}:
+                    self.models[number].weight.copy_(Layer(0).weight)
+            copies = {number: self.models[number].weight for number in ends if number in self.models}
+            self.configure(
+                tied_parameters=(tie_parameters("ends", copies, stages=ends, grids=self.grids[last], graph=self.graph),)
+            )
         held = {self.graph.module_of(number)[0] for number in self.models}
         self.groups = {name: ProcessGroupCollection.from_grid(self.grids[name]) for name in held}
         self.replica = dist.get_rank(next(iter(self.groups.values())).dp)
         self.device = ranks.device
 
+    def configure(self, **options):
+        """Give the models another config."""
+        self.config = evolve(self.config, **options)
+        for model in self.models.values():
+            model.config = self.config
+
     def connect(self, last):
         """The communicator, the graph, and the stages of this rank."""
         flow = {name: self.job.flow.get(name, []) for name in self.grids}
-        made = MultiModulePipelineCommunicator(self.grids, flow, self.config, stage_placement={last: self.places})
+        edges = {(name, other): EdgeOptions(backward=False) for name in self.job.frozen for other in flow[name]}
+        places = {last: self.places}
+        made = MultiModulePipelineCommunicator(self.grids, flow, self.config, stage_placement=places, edges=edges)
         return made, made.graph, made.stages
 
     def by_module(self, values):
@@ -230,6 +262,12 @@ class OnRanks:
             if routes.of(number, stage) == self.replica
         ]
         assert infos == here
+        norms = [stage.weight.grad.norm() for stage in expected if stage.weight.grad is not None]
+        if self.job.tied:
+            del norms[-1]
+        models, parts = self.by_module(self.models), self.groups
+        found = clip_grad_norm_(models, parts, 1e9, job_group=self.config.job_group)
+        torch.testing.assert_close(found.cpu(), torch.stack(norms).norm(), rtol=rtol, atol=0)
 
 
 class Across(OnRanks):
@@ -253,8 +291,10 @@ class Across(OnRanks):
         for row, group in zip(rows, made, strict=True):
             if here in row:
                 self.groups = {"model": Living(group)}
-        for model in self.models.values():
-            model.config = evolve(self.config, job_group=everyone)
+        if here not in dead:
+            living = [rank for row in rows for rank in row]
+            ties = ties_among(self.config.tied_parameters, living, label="after a death")
+            self.configure(job_group=everyone, tied_parameters=ties)
         return here not in dead
 
 

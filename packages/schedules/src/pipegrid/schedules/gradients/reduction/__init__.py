@@ -7,7 +7,7 @@ from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_
 from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed, required_ties
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction, reduce_gradients
 from pipegrid.schedules.gradients.reduction.replicas import ReplicaError, require_equal_norms, require_equal_replicas
-from pipegrid.schedules.gradients.reduction.tied import TiedParameters, tie_parameters, tied_stages
+from pipegrid.schedules.gradients.reduction.tied import TiedParameters, tie_parameters, tied_stages, ties_among
 
 __all__ = [
     "EarlyReduction",
@@ -24,4 +24,5 @@ __all__ = [
     "required_ties",
     "tie_parameters",
     "tied_stages",
+    "ties_among",
 ]

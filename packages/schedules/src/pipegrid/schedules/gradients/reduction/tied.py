@@ -7,12 +7,12 @@ data-parallel reduction only divides, whatever the numbers of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
@@ -22,7 +22,7 @@ from pipegrid.schedules.gradients.layout import TieMark, marks_of
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.plan import chain
-from pipegrid.topology import HyperCommGrid, create_groups
+from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
 from pipegrid.transport.collectives.differences import by_text
 
@@ -123,6 +123,25 @@ def tie_parameters(
             copy.tied_replica = stages[0] not in copies or index > 0  # type: ignore[attr-defined]
         _require_equal(tied)
     return tied
+
+
+def ties_among(
+    ties: Iterable[TiedParameters], ranks: Collection[int], *, label: str, timeout: timedelta | None = None
+) -> tuple[TiedParameters, ...]:
+    """``ties`` among the living ``ranks``, for the steps after a death: each with a new group of those that live.
+
+    All of ``ranks`` call it, with their ties in the order of `PipelineConfig`. ``label`` is another one for each call,
+    such as the number of an epoch.
+    """
+    specs: dict[str, GroupSpec] = {}
+    ties = tuple(ties)
+    for tie in ties:
+        members = () if tie.group is None else dist.get_process_group_ranks(tie.group)
+        living = [rank for rank in members if rank in ranks]
+        if len(living) > 1:
+            specs[tie.name] = GroupSpec(living, f"tied/{tie.name}/{label}", shared=False)
+    made = create_groups(specs.values(), timeout=timeout)
+    return tuple(evolve(tie, group=made[specs[tie.name]] if tie.name in specs else None) for tie in ties)
 
 
 def _by_module(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from attrs import define, field, frozen
 
 from pipegrid.schedules import Actor, Plan, Proof, Routes, lower, reroute, verify
 from pipegrid.schedules.generators.routed import routed
-from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.topology import (
     GroupSpec,
     HyperCommGrid,
@@ -22,7 +22,7 @@ from pipegrid.topology import (
 )
 from pipegrid.training.survive.connections import end_connections
 from pipegrid.training.survive.living import Living
-from pipegrid.transport import P2PCommunicator
+from pipegrid.transport import Direction, P2PCommunicator
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.epochs import Epoch
@@ -47,7 +47,6 @@ class PipelineWorld:
         living: who takes part.
         actor: the position and the replica of this rank.
         routes: of all units, around the dead actors.
-        proof: of the plan of a step along these routes, with its messages.
         groups: this rank's, of the ranks that take part.
         job_group: all that take part.
         communicator: between positions, and across replicas where units move.
@@ -57,12 +56,17 @@ class PipelineWorld:
     living: Living
     actor: Actor
     routes: Routes
-    proof: Proof
     groups: ProcessGroupCollection
     job_group: dist.ProcessGroup
     communicator: P2PCommunicator
+    _computes: Callable[[], Plan] = field(alias="computes")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _aborted: bool = field(default=False, init=False)
+
+    @cached_property
+    def proof(self) -> Proof:
+        """The plan of a step, with its messages, proved: for a `PipelineRuntime`. Step functions make their own."""
+        return verify(lower(self._computes()))
 
     @property
     def plan(self) -> Plan:
@@ -115,11 +119,10 @@ class PipelineJob:
         living.require_every_position()
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
-        proof = verify(lower(self.schedule(self.plan, routes)))
         specs = self._specs(living, rank, epoch.number)
         made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
         try:
-            communicator = self._connect(proof.plan, rank)
+            communicator = self._connect(living, rank)
         except BaseException:
             end_connections(made.values(), "the communicator was not made")
             discard_groups(made.values())
@@ -132,10 +135,10 @@ class PipelineJob:
             living=living,
             actor=living.actor(rank),
             routes=routes,
-            proof=proof,
             groups=ProcessGroupCollection(**groups, grid=self.grid),
             job_group=job_group,
             communicator=communicator,
+            computes=partial(self.schedule, self.plan, routes),
             made=list(made.values()),
         )
 
@@ -152,26 +155,21 @@ class PipelineJob:
                 found[name] = GroupSpec(living.group(dims, rank), f"{'+'.join(dims)} of epoch {epoch}")
         return found
 
-    def _connect(self, plan: Plan, rank: int) -> P2PCommunicator:
-        """A communicator without lanes to dead ranks: with those of the plan."""
+    def _connect(self, living: Living, rank: int) -> P2PCommunicator:
+        """A communicator without lanes to dead ranks, which opens those to other replicas when a plan needs them."""
         at, each = self.grid.coords(rank), self.plan.num_positions
         replicas = [
             [self.grid.rank_at(**{**at, "pp": position, "dp": replica}) for position in range(each)]
             for replica in range(self.grid.dim_size("dp"))
         ]
-        own = range(at["dp"] * each, (at["dp"] + 1) * each) if plan.routes is not None else range(each)
-        traffic = {
-            (flow.edge, flow.direction)
-            for flow in dataflow_of(plan).crossing
-            for link in flow.links
-            if {*link} <= {*own}
-        }
         places = tuple([positions[0] for positions in self.plan.placement])
+        here = {stage for stage, place in enumerate(places) if Actor(place, at["dp"]) not in living.dead}
+        edges = [edge for edge in self.plan.graph.stage_edges if {edge.source, edge.destination} <= here]
         cyclic = all(place == stage % each for stage, place in enumerate(places))
         return P2PCommunicator(
             self.grid.get_pg("pp"),
             self.config,
             placement=None if cyclic else places,
-            traffic=traffic,
+            traffic=[(edge, direction) for edge in edges for direction in Direction],
             replicas=replicas,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from pipegrid.schedules import (
     routed,
 )
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.plan import parse_action
+from pipegrid.schedules.plan import input_backward, parse_action, weight_backward
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import SharedCalls, SummedQueue
 from pipegrid.transport import Direction, Edge
@@ -102,6 +103,26 @@ def test_the_units_of_a_call_may_be_on_several_replicas():
     sends = [action for action in plan.actions(1) if str(action) == "1SEND_F0>2"]
     assert len(sends) == 1  # to three replicas
     replicas = Replicas(plan)
+    replicas.run()
+    assert_gradients_of_one_process(replicas)
+
+
+def in_halves(plan):
+    """Each backward of a plan of computes in halves, the second right after the first."""
+    halves = (input_backward, weight_backward)
+    rows = [
+        [half(a.stage, a.microbatch) for a in own for half in (halves if a.kind == "B" else [lambda *_, a=a: a])]
+        for own in map(plan.actions, range(plan.num_positions))
+    ]
+    return evolve(plan, positions=rows)
+
+
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=str)
+def test_gradients_of_several_actors_come_into_the_first_half_of_a_backward(placement):
+    home = multi_module_1f1b(IMAGES, 4, placement=placement)
+    moves = {(1, 2): 1, (2, 2): 2, (3, 2): 1, (5, 2): 0, (4, 0): 2}
+    computes = routed(home, Routes([4, 4, 1], every={"images": 4}, moves=moves))
+    replicas = Replicas(lower(in_halves(computes)))
     replicas.run()
     assert_gradients_of_one_process(replicas)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import define, evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,8 @@ from pipegrid.schedules import (
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.plan import input_backward, parse_action, weight_backward
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.stages.shared_calls import SharedCalls, SummedQueue
-from pipegrid.transport import Direction, Edge
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
+from pipegrid.transport import Communicator, Direction, Edge, Verbs
 from pipegrid.transport.adapted import as_communicator
 
 from ..kit.routed_plans import random_routed
@@ -236,6 +236,50 @@ def test_gradients_are_summed_in_the_order_of_units_whatever_came_first(order):
     found = sums(dict(enumerate(values)), order).take(0)
     assert found["x"].item() == expected.item()
     assert found["mask"] is None
+
+
+@define
+class Buffered:
+    """A receive that has come, and counts the returns of its buffer."""
+
+    payload: torch.Tensor
+    released: int = 0
+
+    def wait(self, timeout=None):
+        pass
+
+    def is_completed(self):
+        return True
+
+    def result(self):
+        return self.payload
+
+    def release(self):
+        self.released += 1
+
+
+class OneMessage(Communicator):
+    def __init__(self, message):
+        self.message = message
+
+    def port(self, edge, direction):
+        return Verbs(None, lambda: self.message)
+
+
+@given(st.permutations(range(3)))
+def test_a_buffer_goes_back_when_the_last_piece_has_given_it_back(order):
+    message = Buffered(torch.ones(2, requires_grad=True))
+    queue = RecvQueue(Edge(0, 1), Direction.FORWARD, OneMessage(message))
+    queue.lends = True
+    lent = LentQueue(queue, SharedCalls(dict.fromkeys(range(3), 0)))
+    queue.receive(0, parse_action("1RECV_F0<0"))
+    taken = [lent.take(piece) for piece in order]
+    assert len({id(one) for one in taken}) == 3
+    assert all(one.requires_grad and one.data_ptr() == message.payload.data_ptr() for one in taken)
+    for number, piece in enumerate(order):
+        assert message.released == 0, number
+        lent.give_back(piece)
+    assert message.released == 1
 
 
 def test_a_sum_leaves_when_its_last_piece_is_there():

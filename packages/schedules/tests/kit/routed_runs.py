@@ -45,7 +45,7 @@ class Matrix:
 
     def forward(self, unit, inputs):
         self.seen.append(unit)
-        output = torch.tanh((sum(inputs.values()) + data(self.stage, unit)) @ self.weight)
+        output = torch.tanh((sum(inputs.values()) + data(self.stage, unit)) @ self.weight) * 1.5
         outgoing = [edge for edge in self.plan.graph.stage_edges if edge.source == self.stage]
         if outgoing:
             return Forwarded(dict.fromkeys(outgoing, output))

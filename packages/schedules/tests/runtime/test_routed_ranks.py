@@ -96,8 +96,27 @@ def test_one_communicator_runs_all_routes(ranks, name, settings):
         while number < 4:
             routes = random_routes(home, chance, replicas=replicas)
             if routes.num_replicas == replicas and not routes.is_identity:
-                step(ranks, lower(routed(home, routes)), made, times=2)
+                options = {"reuse_buffers": True, "deallocate_outputs": True} if number % 2 else {}
+                step(ranks, lower(routed(home, routes)), made, times=2, **options)
                 number += 1
+
+
+@pytest.mark.ranks(4)
+def test_buffers_of_a_call_are_reused_once_its_last_unit_is_done(ranks):
+    """Each call of the encoder serves three units, on both replicas; further calls come into the same buffers."""
+    home = multi_module_1f1b(ModuleGraph({"images": 1, "text": 1}, {"images": ["text"]}), 9)
+    moves = {(unit, 1): 1 - unit // 9 for unit in range(1, 18, 3)}
+    plan = lower(routed(home, Routes([9, 9], every={"images": 3}, moves=moves)))
+    with communicator(ranks, None) as made:
+        step(ranks, plan, made, times=3, reuse_buffers=True, deallocate_outputs=True)
+        if ranks.rank % PLACES:
+            used = [lane for lane in made.lanes.values() if lane.stats.messages]
+            received = [lane for lane in used if lane.spec.destination == ranks.rank]
+            assert len(received) == 2  # of both replicas
+            for lane in received:
+                assert lane.stats.messages == 9
+                assert lane.stats.allocations < 9
+                assert lane.stats.live == 0
 
 
 @pytest.mark.ranks(6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import define, evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,10 +21,10 @@ from pipegrid.schedules import (
     routed,
 )
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.plan import parse_action
+from pipegrid.schedules.plan import input_backward, parse_action, weight_backward
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.stages.shared_calls import SharedCalls, SummedQueue
-from pipegrid.transport import Direction, Edge
+from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
+from pipegrid.transport import Communicator, Direction, Edge, Verbs
 from pipegrid.transport.adapted import as_communicator
 
 from ..kit.routed_plans import random_routed
@@ -102,6 +103,26 @@ def test_the_units_of_a_call_may_be_on_several_replicas():
     sends = [action for action in plan.actions(1) if str(action) == "1SEND_F0>2"]
     assert len(sends) == 1  # to three replicas
     replicas = Replicas(plan)
+    replicas.run()
+    assert_gradients_of_one_process(replicas)
+
+
+def in_halves(plan):
+    """Each backward of a plan of computes in halves, the second right after the first."""
+    halves = (input_backward, weight_backward)
+    rows = [
+        [half(a.stage, a.microbatch) for a in own for half in (halves if a.kind == "B" else [lambda *_, a=a: a])]
+        for own in map(plan.actions, range(plan.num_positions))
+    ]
+    return evolve(plan, positions=rows)
+
+
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=str)
+def test_gradients_of_several_actors_come_into_the_first_half_of_a_backward(placement):
+    home = multi_module_1f1b(IMAGES, 4, placement=placement)
+    moves = {(1, 2): 1, (2, 2): 2, (3, 2): 1, (5, 2): 0, (4, 0): 2}
+    computes = routed(home, Routes([4, 4, 1], every={"images": 4}, moves=moves))
+    replicas = Replicas(lower(in_halves(computes)))
     replicas.run()
     assert_gradients_of_one_process(replicas)
 
@@ -215,6 +236,50 @@ def test_gradients_are_summed_in_the_order_of_units_whatever_came_first(order):
     found = sums(dict(enumerate(values)), order).take(0)
     assert found["x"].item() == expected.item()
     assert found["mask"] is None
+
+
+@define
+class Buffered:
+    """A receive that has come, and counts the returns of its buffer."""
+
+    payload: torch.Tensor
+    released: int = 0
+
+    def wait(self, timeout=None):
+        pass
+
+    def is_completed(self):
+        return True
+
+    def result(self):
+        return self.payload
+
+    def release(self):
+        self.released += 1
+
+
+class OneMessage(Communicator):
+    def __init__(self, message):
+        self.message = message
+
+    def port(self, edge, direction):
+        return Verbs(None, lambda: self.message)
+
+
+@given(st.permutations(range(3)))
+def test_a_buffer_goes_back_when_the_last_piece_has_given_it_back(order):
+    message = Buffered(torch.ones(2, requires_grad=True))
+    queue = RecvQueue(Edge(0, 1), Direction.FORWARD, OneMessage(message))
+    queue.lends = True
+    lent = LentQueue(queue, SharedCalls(dict.fromkeys(range(3), 0)))
+    queue.receive(0, parse_action("1RECV_F0<0"))
+    taken = [lent.take(piece) for piece in order]
+    assert len({id(one) for one in taken}) == 3
+    assert all(one.requires_grad and one.data_ptr() == message.payload.data_ptr() for one in taken)
+    for number, piece in enumerate(order):
+        assert message.released == 0, number
+        lent.give_back(piece)
+    assert message.released == 1
 
 
 def test_a_sum_leaves_when_its_last_piece_is_there():

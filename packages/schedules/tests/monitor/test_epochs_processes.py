@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -152,6 +153,40 @@ def test_a_loss_that_is_recorded_is_noticed_by_all_and_fences_the_rank(store):
         one.vote("step 1")
     for epochs in (zero, one):
         epochs.close()
+        epochs.close()
+
+
+class LateNews:
+    """A store in which ``news`` is recorded at the last moment before a verdict, which is without it."""
+
+    def __init__(self, store, news):
+        self.store, self.news = store, news
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def clone(self):
+        return self.store
+
+    def compare_set(self, key, expected, desired):
+        if key.startswith("verdict") and self.news:
+            self.news.pop()()
+        return self.store.compare_set(key, expected, desired)
+
+
+def test_a_loss_that_a_verdict_misses_is_one_of_the_next_epoch(store):
+    news = []
+    late = LateNews(store, news)
+    zero, one, two = (Epochs(late, rank=rank, ranks=range(3), heartbeat=60.0) for rank in range(3))
+    news.append(lambda: two.lost(1, "its connection has closed"))  # which finds no verdict yet
+    with ThreadPoolExecutor(3) as pool:
+        found = [each.result(20) for each in [pool.submit(epochs.vote, "step 0") for epochs in (zero, one, two)]]
+    assert [verdict.epoch.members for verdict in found] == [(0, 1, 2)] * 3
+    alarm = zero._pulse.ledger.alarm(1)
+    assert alarm is not None
+    assert alarm.lost == {1: "its connection has closed"}
+    assert not zero.done("step 0")
+    for epochs in (zero, one, two):
         epochs.close()
 
 

@@ -112,6 +112,7 @@ class World:
     crashes: dict[tuple[int, int], str] = field(factory=dict)  # by rank and operation: "before" or "after" it
     chaos: int = 400  # turns before they are fair
     fails: float = 0.1  # of attempts at a key, beside those that a death ends
+    told: float = 0.3  # of the looks of a heartbeat at a rank that is dead: its connection has closed
     accuse: float = 0.0  # of the looks of a heartbeat: a rank that lives is said to be lost
     gives_up: tuple[int, int] | None = None  # rank and turn of its program
     deadline: float = 1e6
@@ -219,7 +220,7 @@ class World:
             pulse.beat(self.clock)
             pulse.look()
             for dead in sorted(self.crashed):
-                if self.random.random() < 0.3:
+                if self.random.random() < self.told:
                     pulse.lost(dead, "its connection closed")
             if self.scheduling and self.random.random() < self.accuse:
                 other = self.random.randrange(self.ranks)

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from pipegrid.schedules.monitor.epochs import pulse
+
 from ..kit.epoch_world import World
 
 
@@ -104,3 +106,17 @@ def test_tensor_parallel_peers_retire_with_the_dead():
             if any(dead in verdict.dead for *_, verdict in world.verdicts):
                 assert world.ends[dead ^ 1] == "retired"
                 assert {world.ends[rank] for rank in range(4) if rank >> 1 != dead >> 1} == {"finished"}
+
+
+def test_a_living_rank_watches_past_the_dead_ones_behind_it(monkeypatch):
+    """With one rank to watch each, and no other news of deaths than silence."""
+    monkeypatch.setattr(pulse, "_WATCHED", 1)
+    for seed in range(30):
+        rng = random.Random(seed)
+        dying = {
+            (rank, rng.randrange(30)): "after" for rank in rng.sample([[1, 2], [1, 2, 3], [3, 4, 0], [4, 0]], 1)[0]
+        }
+        world = World(5, 3, rng, crashes=dying, chaos=0, told=0.0)
+        world.run()
+        world.check()
+        assert world.ends == dict.fromkeys(sorted(set(range(5)) - world.died), "finished"), (seed, world.ends)

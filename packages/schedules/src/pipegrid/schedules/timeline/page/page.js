@@ -12,21 +12,32 @@
     paired: panels.length > 1 && new Set(panels.map((panel) => panel.unit)).size === 1, arrows: page.arrows,
     say: (text) => { byId("found").textContent = text; },
   };
-  let colours = {}, place = null, waiting = false;
+  const SLOW = 24; // milliseconds of a frame
+  let colours = {}, place = null, waiting = false, coarse = View.LEAST, resting = null;
 
   function readColours() {
     const style = getComputedStyle(root);
     for (const name of ["card", "ink", "soft", "bubble", "line", "memory"]) colours[name] = style.getPropertyValue(`--${name}`);
   }
 
+  function draw(least) {
+    const began = performance.now();
+    state.least = least;
+    place = View.draw(canvas, state, colours);
+    state.milliseconds = performance.now() - began;
+  }
+
+  /** Draw at the next frame. While frames take long, boxes are coarser, and 200 ms after the last one they are fine again. */
   function redraw() {
     if (waiting) return;
     waiting = true;
     requestAnimationFrame(() => {
       waiting = false;
-      const began = performance.now();
-      place = View.draw(canvas, state, colours);
-      state.milliseconds = performance.now() - began;
+      draw(coarse);
+      if (state.milliseconds > SLOW) coarse = Math.min(4 * View.LEAST, 2 * coarse);
+      else if (state.milliseconds < SLOW / 4) coarse = Math.max(View.LEAST, coarse / 2);
+      clearTimeout(resting);
+      if (state.least > View.LEAST) resting = setTimeout(() => draw(View.LEAST), 200);
     });
   }
 

@@ -57,7 +57,7 @@ const View = (() => {
     for (const track of one.strip ? [WORK, BESIDE] : [WORK]) {
       boxes.length = 0;
       const from = time(place.left), to = time(place.left + place.wide);
-      Model.cull(panel, panel.tracks[one.row][track], from, to, LEAST / scale, boxes);
+      Model.cull(panel, panel.tracks[one.row][track], from, to, state.least / scale, boxes);
       state.drawn += boxes.length;
       const y = track === WORK ? top : top + one.height + 1, height = track === WORK ? one.height : one.strip - 1;
       drawBoxes(pen, panel, boxes, { x, scale, y, height, dim: state.followed !== NONE, texts: track === WORK });
@@ -257,5 +257,5 @@ const View = (() => {
     return place;
   }
 
-  return { draw, scales };
+  return { LEAST, draw, scales };
 })();

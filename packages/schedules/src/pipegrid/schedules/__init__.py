@@ -189,7 +189,7 @@ _LAZY = {
     "gradients": "LossScaler ReplicaError TiedParameters "
     "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "
     "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "
-    "scale_loss tie_parameters tied_stages "
+    "scale_loss tie_parameters tied_stages ties_among "
     "unscale_gradients_ zero_main_grads",
     "megatron": "WithLoss agree_on_routes backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "

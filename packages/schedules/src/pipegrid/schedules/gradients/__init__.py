@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         required_ties,
         tie_parameters,
         tied_stages,
+        ties_among,
     )
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "scale_loss",
     "tie_parameters",
     "tied_stages",
+    "ties_among",
     "unscale_gradients_",
     "with_reduce",
     "zero_main_grads",

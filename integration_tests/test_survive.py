@@ -27,9 +27,9 @@ SECONDS = 60.0  # for a case, whose ranks take a second or two of a machine that
 
 @pytest.fixture(scope="module")
 def context():
-    """Ranks are forked by a server that has imported the job."""
+    """Ranks are forked by a server that has imported the job, and what an optimizer imports: seconds of each."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["integration_tests.survive_ranks"])
+    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_ranks"])
     return made
 
 

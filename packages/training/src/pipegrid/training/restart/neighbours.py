@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -25,23 +25,37 @@ _WORD, _NEVER_SENT = 0, 1  # tags
 
 
 class Neighbours:
-    """The ranks of the default group in a ring: each waits, in a thread, for the last word of the next one.
+    """Ranks in a ring: each waits, in a thread, for the last word of the next one.
 
-    Every rank makes one, together. Groups are of two ranks, so a rank has two connections in a job of any size.
+    Every member makes one, together. Groups are of two ranks, so a rank has two connections in a job of any size. Of
+    members that die together, only those after a living one are noticed; `Epochs` hears of the others by their silence.
 
     Args:
-        lost: called once in the thread, with the next rank and why it left, unless it has left in good order.
+        lost: called once in the thread, with the next rank and why it left, unless it has left in good order; such as
+            `Epochs.lost`.
+        members: of the ring; None: the ranks of the default group.
+        name: of the ring: another one after each change of members, such as ``"epoch 1"``.
         timeout: for ranks to connect; None is the default process group's.
     """
 
-    def __init__(self, lost: Callable[[int, str], object], *, timeout: timedelta | None = None) -> None:
-        self._rank, size = dist.get_rank(), dist.get_world_size()
-        self._lost, self._next = lost, (self._rank + 1) % size
+    def __init__(
+        self,
+        lost: Callable[[int, str], object],
+        *,
+        members: Iterable[int] | None = None,
+        name: str = "",
+        timeout: timedelta | None = None,
+    ) -> None:
+        ring = list(range(dist.get_world_size())) if members is None else sorted(members)
+        self._rank, size = dist.get_rank(), len(ring)
+        here = ring.index(self._rank)
+        before, self._next = ring[here - 1], ring[(here + 1) % size]
+        self._lost = lost
         self._gone, self._leaving = threading.Event(), False
         self._groups: list[Any] = []  # shared with the next rank, and with the one before
         if size == 1:
             return
-        specs = [_edge(self._rank, size), _edge((self._rank - 1) % size, size)]
+        specs = [_edge(self._rank, self._next, name), _edge(before, self._rank, name)]
         made = create_groups(specs, backend="gloo", timeout=timeout)
         self._groups = [made[spec] for spec in specs]
         word = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
@@ -90,5 +104,5 @@ class Neighbours:
             self._lost(self._next, failure)
 
 
-def _edge(watcher: int, size: int) -> GroupSpec:
-    return GroupSpec(tuple(sorted((watcher, (watcher + 1) % size))), f"watch of rank {watcher}", shared=False)
+def _edge(watcher: int, watched: int, name: str) -> GroupSpec:
+    return GroupSpec(tuple(sorted((watcher, watched))), f"watch of rank {watcher} {name}".rstrip(), shared=False)

@@ -1,0 +1,209 @@
+"""Epochs of real processes, which are killed with SIGKILL, over the stores of torch."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from pipegrid.schedules import JobFailedError
+from pipegrid.schedules.monitor import Epochs, FencedError, MonitorError, RankLostError
+
+RANKS = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from pipegrid.schedules.monitor import Epochs
+
+kind, place, said = sys.argv[2], sys.argv[3], Path(sys.argv[4])
+ranks, deaths = int(sys.argv[1]), json.loads(sys.argv[5])
+
+def connect():
+    if kind == "file":
+        return dist.FileStore(place, -1)
+    return dist.TCPStore("127.0.0.1", int(place), is_master=False)
+
+def say(*words):
+    with (said / str(rank)).open("a") as file:
+        print(json.dumps(words), file=file, flush=True)
+
+def die(point):
+    if [rank, point] in deaths:
+        say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+rank = next((rank for rank in range(1, ranks) if os.fork() == 0), 0)  # before there are threads
+
+class Store:  # dies inside of a vote
+    def __init__(self):
+        self.store = connect()
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+    def set(self, key, value):
+        self.store.set(key, value)
+        if key.startswith("ballot"):
+            die("in the vote")
+
+epochs = Epochs(Store(), rank=rank, ranks=range(ranks), heartbeat=1.0, deadline=30.0)
+number = 0
+while number < 6:
+    die(f"before {number}")
+    if epochs.done(f"step {number}"):
+        number += 1
+        continue
+    verdict = epochs.vote(f"step {number}")
+    say("verdict", verdict.epoch.members, sorted(verdict.dead), verdict.keys)
+    number += verdict.committed
+say("finished", number)
+epochs.close()
+"""
+
+SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=["file", "tcp"])
+def place(request, tmp_path):
+    if request.param == "file":
+        yield "file", str(tmp_path / "store")
+    else:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield "tcp", str(server.port)
+        del server
+
+
+def run(place, ranks, deaths, folder):
+    """What each rank said, by rank."""
+    command = [sys.executable, "-c", RANKS, str(ranks), *place, str(folder), json.dumps(deaths)]
+    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ended = ("finished", "dies")
+    end, said = time.monotonic() + 90, [[]] * ranks
+    try:
+        while time.monotonic() < end and not all(lines and lines[-1][0] in ended for lines in said):
+            time.sleep(0.05)
+            files = [folder / str(rank) for rank in range(ranks)]
+            said = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return said
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [[0, "before 2"]],
+        [[1, "before 2"], [2, "before 2"]],
+        [[2, "before 1"], [0, "in the vote"]],
+        [[1, "before 1"], [0, "before 3"], [3, "before 5"]],
+    ],
+    ids=["the lowest", "two neighbours", "during the vote", "three one after the other"],
+)
+def test_survivors_of_sigkill_agree_and_finish(place, deaths, tmp_path):
+    ranks, folder = 4, tmp_path / "said"
+    folder.mkdir()
+    said = run(place, ranks, deaths, folder)
+    dead = {rank for rank, _ in deaths}
+    living = sorted(set(range(ranks)) - dead)
+    for rank in living:
+        assert said[rank][-1] == ["finished", 6], said
+    verdicts = [[(members, lost, keys) for _, members, lost, keys in said[rank][:-1]] for rank in living]
+    assert all(one == verdicts[0] for one in verdicts), verdicts
+    assert verdicts[0][-1][0] == living
+    assert set(itertools.chain(*(lost for _, lost, _ in verdicts[0]))) == dead
+    assert [rank for rank in range(ranks) if said[rank][-1] == ["dies"]] == sorted(dead)
+
+
+def pair(store, **settings):
+    return [Epochs(store, rank=rank, ranks=range(2), heartbeat=60.0, **settings) for rank in range(2)]
+
+
+def test_a_loss_that_is_recorded_is_noticed_by_all_and_fences_the_rank(store):
+    alarms = []
+    zero, one = pair(store, on_alarm=alarms.append)
+    zero.check("F0")
+    zero.lost(1, "its connection has closed")
+    assert not zero.done("step 0")
+    end = time.monotonic() + 10
+    while len(alarms) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert alarms == ["rank 1 is lost: its connection has closed"] * 2  # of both ranks
+    with pytest.raises(RankLostError, match="F3: rank 1 is lost: its connection has closed") as caught:
+        zero.check("F3")
+    assert caught.value.dead == {1: "its connection has closed"}
+    verdict = zero.vote("step 0")
+    assert (verdict.epoch.members, verdict.dead, verdict.committed) == ((0,), caught.value.dead, True)
+    assert zero.done("step 1")
+    assert one.done("step 0")  # as the verdict says: both have done it
+    with pytest.raises(FencedError, match="rank 1 is outside of the job"):
+        one.done("step 1")
+    with pytest.raises(JobFailedError, match="rank 1 is outside of the job"):
+        one.vote("step 1")
+    for epochs in (zero, one):
+        epochs.close()
+        epochs.close()
+
+
+def test_giving_up_ends_the_others(store):
+    zero, one = pair(store)
+    one.give_up("ValueError: no more samples")
+    for act in (zero.done, zero.done, zero.vote, one.done):
+        with pytest.raises(JobFailedError, match="ValueError: no more samples"):
+            act("step 0")
+    for epochs in (zero, one):
+        epochs.close()
+
+
+def test_a_store_that_ends_fails_the_job():
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        zero, one = pair(store, deadline=2.0)
+        server.kill()
+        with pytest.raises(JobFailedError, match="the control store does not answer|heartbeat has failed"):
+            zero.done("step 0")
+        began = time.monotonic()
+        zero.close()
+        one.close()
+        assert time.monotonic() - began < 8
+
+
+def test_ranks_that_do_different_keys_are_named(store):
+    from threading import Thread
+
+    from pipegrid.schedules import DisagreementError
+
+    zero, one = pair(store)
+    caught = []
+
+    def other():
+        try:
+            one.done("step 0")
+        except (DisagreementError, JobFailedError) as error:
+            caught.append(error)
+
+    thread = Thread(target=other)
+    thread.start()
+    with pytest.raises((DisagreementError, JobFailedError), match="has done '(clip|step) 0' as its key number 0"):
+        zero.done("clip 0")
+    thread.join(20)
+    assert len(caught) == 1
+    zero.close()
+    one.close()
+
+
+def test_a_rank_outside_is_an_error(store):
+    with pytest.raises(MonitorError, match=r"rank is 2 and ranks are \[0, 1\]"):
+        Epochs(store, rank=2, ranks=[0, 1])

@@ -57,7 +57,7 @@ class Case:
     kills: tuple[Kill, ...] = ()
     schedule: str = "1f1b"
     pairs: bool = False
-    heartbeat: float = 1.5
+    heartbeat: float = 5.0
     deadline: float = 20.0
 
     @property
@@ -390,6 +390,6 @@ def whole_matrix(case: Case) -> list[Case]:
         for position in range(case.positions):
             ranks = sorted(range(position * case.replicas, (position + 1) * case.replicas), key=lambda r: -len(left[r]))
             chosen += [rank for rank in ranks[: case.replicas - 1] if left[rank]]
-        kills = [Kill(rank, left[rank].pop(), step) for step, rank in enumerate(chosen)]
+        kills = [Kill(rank, left[rank].pop(), step) for step, rank in enumerate(chosen, start=1)]
         cases.append(evolve(case, kills=tuple(kills)))
     return cases

@@ -27,9 +27,9 @@ SECONDS = 60.0  # for a case, whose ranks take a second or two of a machine that
 
 @pytest.fixture(scope="module")
 def context():
-    """Ranks are forked by a server that has imported the job."""
+    """Ranks are forked by a server that has imported the job, and what an optimizer imports: seconds of each."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["integration_tests.survive_ranks"])
+    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_ranks"])
     return made
 
 
@@ -83,8 +83,12 @@ def require_undisturbed(context, case, folder):
 
 # Each with six places, so that all are there; in the end one replica of each position is left.
 SEVERAL = {
-    "sums": Case("sums", 1, 7, tuple(Kill((2 * n) % 7, place, n) for n, place in enumerate(PLACES["sums"][:6]))),
-    "sums, the others": Case("sums", 1, 4, tuple(Kill(n, place, n) for n, place in enumerate(PLACES["sums"][6:]))),
+    "sums": Case(
+        "sums", 1, 7, tuple(Kill((2 * n) % 7, place, n) for n, place in enumerate(PLACES["sums"][:6], start=1))
+    ),
+    "sums, the others": Case(
+        "sums", 1, 4, tuple(Kill(n, place, n) for n, place in enumerate(PLACES["sums"][6:], start=1))
+    ),
     "several at once": Case("sums", 1, 5, (Kill(0, "compute"), Kill(3, "compute"), Kill(1, "vote"))),
     "the next while they agree": Case("sums", 1, 4, (Kill(0, "compute"), Kill(1, "after vote"))),
     "the next as they connect": Case("sums", 1, 4, (Kill(2, "compute"), Kill(0, "after build"))),
@@ -93,12 +97,12 @@ SEVERAL = {
         2,
         4,
         (
-            Kill(0, "F", 0, 2),
-            Kill(7, "SEND_B", 1),
-            Kill(3, "after SEND_F", 2, 1),
-            Kill(4, "REDUCE", 3),
-            Kill(1, "norm", 4),
-            Kill(6, "optimizer", 5),
+            Kill(0, "F", 1, 2),
+            Kill(7, "SEND_B", 2),
+            Kill(3, "after SEND_F", 3, 1),
+            Kill(4, "REDUCE", 4),
+            Kill(1, "norm", 5),
+            Kill(6, "optimizer", 6),
         ),
     ),
     "a pipeline of split backwards": Case(
@@ -106,12 +110,12 @@ SEVERAL = {
         2,
         4,
         (
-            Kill(5, "W", 0),
-            Kill(2, "I", 1, 1),
-            Kill(7, "RECV_F", 2, 2),
-            Kill(0, "after RECV_B", 3),
-            Kill(4, "after REDUCE", 4),
-            Kill(3, "in between", 5),
+            Kill(5, "W", 1),
+            Kill(2, "I", 2, 1),
+            Kill(7, "RECV_F", 3, 2),
+            Kill(0, "after RECV_B", 4),
+            Kill(4, "after REDUCE", 5),
+            Kill(3, "in between", 6),
         ),
         schedule="zero_bubble",
     ),
@@ -120,12 +124,12 @@ SEVERAL = {
         2,
         4,
         (
-            Kill(1, "between", 0),
-            Kill(4, "done", 1),
-            Kill(6, "after done", 2),
-            Kill(0, "after norm", 3),
-            Kill(3, "after optimizer", 4),
-            Kill(7, "B", 5, 3),
+            Kill(1, "between", 1),
+            Kill(4, "done", 2),
+            Kill(6, "after done", 3),
+            Kill(0, "after norm", 4),
+            Kill(3, "after optimizer", 5),
+            Kill(7, "B", 6, 3),
         ),
     ),
 }

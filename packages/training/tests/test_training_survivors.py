@@ -38,6 +38,9 @@ class Epochs:
         if self.alarm is not None:
             raise RuntimeError(self.alarm)
 
+    def lost(self, rank, why):
+        self.calls.append(f"lost {rank}")
+
     def give_up(self, error):
         self.calls.append(f"give up {error}")
 
@@ -70,10 +73,26 @@ YES = (True, None)
 NOBODY = (False, Verdict(Epoch(1, (0, 1)), {}, (), 0))
 
 
+class Ring:
+    """In place of `Neighbours`: the ring of an epoch, whose ``lost`` a test calls."""
+
+    made = ()
+
+    def __init__(self, lost, *, members, name, timeout):
+        self.lost, self.members, self.closed = lost, members, False
+        Ring.made += (self,)
+
+    def close(self):
+        self.closed = True
+
+
 @pytest.fixture
 def survivors(monkeypatch):
     """Makes `Survivors` of rank 0, the worlds that they get, and their events."""
     monkeypatch.setattr("pipegrid.training.survive.survivors.require_default_group", lambda: (0, 2))
+
+    monkeypatch.setattr("pipegrid.training.survive.survivors.Neighbours", Ring)
+    monkeypatch.setattr(Ring, "made", ())
 
     def make(*script, stage=None, build=World):
         worlds, events = [], []
@@ -200,3 +219,18 @@ class TestSurvivors:
             made.run("a", lambda world: None)
         assert caught.value.code == 0
         assert made.epochs.calls == ["done a", "vote a", "close"]
+
+    def test_a_connection_that_ends_is_a_death_once_all_have_done_a_function_in_the_epoch(self, survivors):
+        made, _, _ = survivors(YES, dies(1), YES)
+
+        def dead(world):
+            if world.epoch.number == 0:
+                Ring.made[0].lost(1, "its process has ended")
+
+        with made:
+            Ring.made[0].lost(1, "it could not connect with a third rank")
+            made.run("a", lambda world: None)
+            made.run("b", dead)
+            assert [(ring.members, ring.closed) for ring in Ring.made] == [((0, 1), True), ((0,), False)]
+        assert made.epochs.calls == ["done a", "lost 1", "done b", "vote b", "done b", "close"]
+        assert Ring.made[1].closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
@@ -14,6 +15,7 @@ from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epochs
 from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
+from pipegrid.training.restart.neighbours import Neighbours
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
 from pipegrid.training.survive.kept import KeptState
 
@@ -122,6 +124,9 @@ class Survivors(Generic[W]):
         self._build, self._on_event = build, on_event
         self._kept = KeptState(modules)
         self._world: W | None = None
+        self._ring: Neighbours | None = None
+        self._watching = False
+        self._timeout = timedelta(seconds=deadline / 2)
         self._keys: set[str] = set()
         self.epochs = Epochs(
             store,
@@ -134,7 +139,7 @@ class Survivors(Generic[W]):
         )
 
     def __enter__(self) -> Self:
-        self._world = self._build(self.epochs.current)
+        self._living_world()
         return self
 
     def run(self, key: str, function: Callable[[W], T], *, keep_gradients: bool = True) -> T:
@@ -163,6 +168,7 @@ class Survivors(Generic[W]):
             try:
                 results.append(function(self._living_world()))
                 done = self.epochs.done(key)
+                self._watching = self._watching or done
             except RuntimeError as caught:  # of a transfer, a collective, a store; also a failure passed on by others
                 if isinstance(caught, JobFailedError) and self._world is None:  # of `build`
                     raise
@@ -174,8 +180,27 @@ class Survivors(Generic[W]):
 
     def _living_world(self) -> W:
         if self._world is None:
-            self._world = self._build(self.epochs.current)
+            epoch = self.epochs.current
+            world = self._build(epoch)
+            try:
+                self._ring = Neighbours(
+                    self._lost, members=epoch.members, name=f"epoch {epoch.number}", timeout=self._timeout
+                )
+            except BaseException:
+                world.abort("the ranks do not watch each other")
+                world.close()
+                raise
+            self._world = world
         return self._world
+
+    def _lost(self, rank: int, why: str) -> None:
+        """In a thread: the connection to the next rank has ended.
+
+        That means that its process has, once all have done a function in this epoch. Before, it may be that it could
+        not connect with a third rank, which is dead; then its heartbeat tells.
+        """
+        if self._watching:
+            self.epochs.lost(rank, why)
 
     def _agree(self, key: str, error: RuntimeError | None) -> bool:
         """Agree with the others who has died; whether all that live had done ``key``."""
@@ -183,6 +208,7 @@ class Survivors(Generic[W]):
         why = f"{key} is not done" if error is None else f"{key}: {type(error).__name__}: {error}".splitlines()[0]
         self._end(why)
         verdict = self.epochs.vote(key, why)
+        self._leave_ring()  # not before: who watches a dead rank is to say so
         if not verdict.dead:
             self.epochs.give_up(f"no rank has died, but {why}")
             raise error or JobFailedError(f"{why} on another rank, and no rank has died")
@@ -205,22 +231,28 @@ class Survivors(Generic[W]):
             if world is not None:
                 world.abort(cause)
 
-    def _end(self, cause: str) -> None:
+    def _end(self, cause: str | None = None) -> None:
+        """Free the world; with a ``cause``, end what others wait for first."""
         world, self._world = self._world, None
         if world is not None:
-            world.abort(cause)
+            if cause is not None:
+                world.abort(cause)
             world.close()
+
+    def _leave_ring(self) -> None:
+        ring, self._ring, self._watching = self._ring, None, False
+        if ring is not None:
+            ring.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            world, self._world = self._world, None
-            if world is not None:
-                world.close()
+            self._end()
         else:
             said = f"{type(error).__name__}: {error}"
             if not isinstance(error, RankRetiredError):
                 self.epochs.give_up(said)
             self._end(said)
+        self._leave_ring()
         self.epochs.close()

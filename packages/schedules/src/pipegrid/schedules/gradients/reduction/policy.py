@@ -183,37 +183,30 @@ def gradient_policy(
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
     names = {stage: graph.module_of(stage)[0] for stage in models}
     grids = as_communicator(communicator).job.dims
-    lanes = {} if grids is None else {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
     count, living = replicas or (1, 1)
-    if grids is None and count > 1:  # one module, whose replicas the data counts
-        lanes = dict.fromkeys(graph.order, count * _cp(pg_collection, next(iter(names.values()))))
+    lanes = _replicas_of(graph, grids, count * _cp(pg_collection, next(iter(names.values()))) if count > 1 else None)
     of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
     for stage, model in models.items():
         name = names[stage]
+        _require_bare(model, name, differ=count > 1, reduces=not (by_hand or name in frozen))
         if name in frozen and not per_token:
             continue
         own = lanes.get(name)
-        if count > 1 and (has_fsdp(model) or (hasattr(model, "no_sync") and not by_hand)):
-            raise GradientError(
-                f"module {name!r} is in a wrapper that reduces by itself, on all of its replicas alike, and these "
-                "differ by the routes; pass the bare module and pg_collection"
-            )
         collection = None if pg_collection is None else collection_of(pg_collection, name)
         if not (by_hand or collection is None or hasattr(model, "no_sync")):
             reduced[name] = (*reduced.get(name, ()), stage)
             counts = () if name not in graph.sinks else ("cp", "tp") if per_token else ("cp",)
             require_groups(pg_collection, name, counts)
-            found = size_of(lanes_group(collection, name))
-            expected = None if own is None else own * living // count
+            found, expected = size_of(lanes_group(collection, name)), None if own is None else own * living // count
             if expected not in (None, found):
                 raise GradientError(
                     f"module {name!r} has {expected} replicas (dp x cp), but their group in pg_collection has {found}"
                 )
             continue
-        whole = grids is not None and _size(grids[name], ("tp",)) == 1
-        fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=graph.num_stages == 1)
+        whole, alone = grids is not None and _size(grids[name], ("tp",)) == 1, graph.num_stages == 1
+        fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=alone)
         if fault is not None:
             raise GradientError(
                 f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
@@ -234,6 +227,15 @@ def gradient_policy(
         by_hand=by_hand,
         names=names,
     )
+
+
+def _require_bare(model: torch.nn.Module, name: str, *, differ: bool, reduces: bool) -> None:
+    """Raise, where replicas ``differ``, for a wrapper of all of them; with ``reduces`` also of backwards alone."""
+    if differ and (has_fsdp(model) or (reduces and hasattr(model, "no_sync"))):
+        raise GradientError(
+            f"module {name!r} is in a wrapper that reduces by itself, on all of its replicas alike, and these differ "
+            "by the routes; pass the bare module and pg_collection"
+        )
 
 
 def _fault(
@@ -258,6 +260,15 @@ def _fault(
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not alone:
         return f"{wrapper} decides in a forward whether the next backward reduces, which a pipeline's order defeats"
     return None if averaged else f"{wrapper} averages over them"
+
+
+def _replicas_of(
+    graph: ModuleGraph, grids: Mapping[str, Mapping[str, int]] | None, counted: int | None
+) -> dict[str, int]:
+    """The replicas (dp x cp) of each module by its grid; without grids those that the data counts, of one module."""
+    if grids is not None:
+        return {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
+    return {} if counted is None else dict.fromkeys(graph.order, counted)
 
 
 def _cp(pg_collection: Any, name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -337,8 +338,36 @@ def pipeline_alone(case: Case) -> dict[str, torch.Tensor]:
     return {**weights, "norms": torch.stack(norms), "losses": torch.stack(totals)}
 
 
+def page(case: Case, places: Places, store) -> dict[str, object]:
+    """The training loop of the page, on two stages that sum their gradients; the groups are made already."""
+    text = (Path(__file__).parents[1] / "docs/concepts/survive.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Survivors(" in block)
+    code = re.sub(r"^dist.init_process_group.*$", "", code, flags=re.MULTILINE).replace("[3, 2]", "[1, 2]")
+    rank = dist.get_rank()
+    stage = module(rank)
+
+    def forward_backward(world, step):
+        stage(batch(step, rank)).square().sum().backward()
+        for parameter in stage.parameters():
+            dist.all_reduce(parameter.grad, group=world.groups.dp)
+
+    names = {
+        "rank": rank,
+        "store": store,
+        "stage": stage,
+        "config": P2PConfig(open_deadline=8.0),
+        "steps": case.steps,
+        "optimizer": optimizer_of(stage),
+        "forward_backward": forward_backward,
+        "norm_of": lambda world: clip_grad_norm_(stage, world.groups, math.inf, job_group=world.job_group),
+        "scale": lambda stage, norm: torch.nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, norm),
+    }
+    exec(code, names)
+    return {"weights": stage.state_dict(), "events": names["survivors"].events}
+
+
 SCHEDULES = {"1f1b": one_f_one_b, "zero_bubble": zero_bubble_h1}
-JOBS = {"sums": sums, "pipeline": pipeline}
+JOBS = {"sums": sums, "pipeline": pipeline, "page": page}
 ALONE = {"sums": sums_alone, "pipeline": pipeline_alone}
 PLACES = {
     "sums": (

@@ -19,7 +19,7 @@ from .kit.programs import run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
 
-from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, rank_main, whole_matrix
+from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, module, rank_main, whole_matrix
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 60.0  # for a case, whose ranks take a second or two of a machine that may do other work
@@ -156,6 +156,15 @@ def test_the_example_is_as_accurate_as_undisturbed(tmp_path):
     done = run(ROOT / "docs/examples/survive/run.py", "--steps", 65, "--out", tmp_path)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert "4 ranks are left" in done.stdout, (done.stdout, done.stderr)
+
+
+def test_the_loop_of_the_page_trains(context, tmp_path):
+    case = Case("page", 2, 1)
+    outcomes, logs = play(context, case, tmp_path / "case")
+    for rank in range(2):
+        assert "error" not in outcomes[rank], logs
+        before = module(rank).state_dict()
+        assert all(not torch.equal(before[name], after) for name, after in outcomes[rank]["weights"].items())
 
 
 def test_an_undisturbed_run_is_that_of_one_process(context, tmp_path):

@@ -1,0 +1,139 @@
+"""What survival costs a step that nothing disturbs: a step of `Survivors.run` beside the same step called directly.
+
+    python tools/bench/survive.py [--replicas 2] [--width 512] [--pairs 60] [--quick]
+
+Two positions in some replicas, a process of one thread each; on more processes than cores both kinds of step wait for
+each other alike. In turns, in the same processes and the same world: a step of 1F1B with its reduction, by the step
+function; and that step by ``survivors.run``, which keeps buffers and random generators, and agrees that all have done
+it. Printed: seconds of both on rank 0, and the median ratio of neighbouring pairs. A small step shows the fixed cost.
+``--quick``: a few pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
+
+from pipegrid.schedules import PipelineConfig, UnitBatches, forward_backward_with_schedule, one_f_one_b
+from pipegrid.topology import HyperCommGrid, job_store, serve_store
+from pipegrid.training.survive import PipelineJob, PipelineWorld, Survivors
+
+POSITIONS, MICROBATCHES, ROWS = 2, 8, 64
+WAIT = timedelta(seconds=600)
+
+
+class Stage(nn.Module):
+    """Half of the model."""
+
+    def __init__(self, position: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(position)
+        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())])
+        self.config = PipelineConfig(pipeline_dtype=torch.float32)
+        self.position, self.received = position, list[Tensor]()
+
+    def set_input_tensor(self, received: list[Tensor]) -> None:
+        """Called by the step functions."""
+        self.received = received
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layers."""
+        y: Tensor = self.layers(self.received[0] if self.position else x)
+        return y
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args(arguments)
+    pairs = 3 if options.quick else options.pairs
+    ranks, children = POSITIONS * options.replicas, list[int]()
+    with serve_store() as address:
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    run_rank(address, rank, options.replicas, options.width, pairs)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            print(f"ranks ended with {codes}", file=sys.stderr)
+            return 1
+        store = job_store("bench", address=address)
+        direct, surviving = ([float(each) for each in store.get(name).split()] for name in ("direct", "surviving"))
+    ratios = [one / other for one, other in zip(surviving, direct, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    added = statistics.median(one - other for one, other in zip(surviving, direct, strict=True))
+    print(f"{POSITIONS} x {options.replicas} ranks on {os.cpu_count()} cores, width {options.width}, {pairs} pairs")
+    print(f"direct {statistics.median(direct) * 1e3:.1f} ms, surviving {statistics.median(surviving) * 1e3:.1f} ms")
+    print(f"ratio {statistics.median(ratios):.3f} (quartiles {low:.3f} to {high:.3f}), {added * 1e6:+.0f} us a step")
+    return 0
+
+
+def run_rank(address: str, rank: int, replicas: int, width: int, pairs: int) -> None:
+    """The steps of one rank; rank 0 writes down what they take."""
+    torch.set_num_threads(1)
+    host, _, port = address.rpartition(":")
+    store = PrefixStore("world", TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=POSITIONS * replicas)
+    grid = HyperCommGrid([replicas, POSITIONS], ["dp", "pp"])
+    grid.create_pg("pp")
+    stage = Stage(grid.coords(rank)["pp"], width)
+    rows = torch.ones(ROWS, width)
+
+    def forward_step(batches: Iterator[Tensor], model: Stage) -> tuple[Tensor, object]:
+        return model(next(batches)), lambda output: (output.square().mean(), None)
+
+    def step(world: PipelineWorld) -> None:
+        forward_backward_with_schedule(
+            schedule="1f1b",
+            forward_step_func=forward_step,
+            data_iterator=UnitBatches(lambda *_: rows),
+            model=stage,
+            num_microbatches=MICROBATCHES,
+            p2p_communicator=world.communicator,
+            pg_collection=world.groups,
+            routes=world.routes,
+        )
+
+    worlds: list[PipelineWorld] = []
+    job = PipelineJob(grid, one_f_one_b(POSITIONS, MICROBATCHES), stage.config)
+    times: dict[str, list[float]] = {"direct": [], "surviving": []}
+    with Survivors(job_store("survive", address=address), job, modules=stage) as survivors:
+        survivors.run("the world", worlds.append)
+        for number in range(pairs + 3):
+            for kind in ("direct", "surviving") if number % 2 else ("surviving", "direct"):
+                dist.barrier()
+                began = time.perf_counter()
+                if kind == "direct":
+                    step(worlds[0])
+                else:
+                    survivors.run(f"step {number}", step)
+                dist.barrier()
+                times[kind].append(time.perf_counter() - began)
+                stage.zero_grad()
+    if rank == 0:
+        for kind, seconds in times.items():
+            job_store("bench", address=address).set(kind, " ".join(map(str, seconds[3:])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

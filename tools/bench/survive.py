@@ -12,12 +12,12 @@ it. Printed: seconds of both on rank 0, and the median ratio of neighbouring pai
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,9 @@ from pipegrid.topology import HyperCommGrid, job_store, serve_store
 from pipegrid.training.survive import PipelineJob, PipelineWorld, Survivors
 
 POSITIONS, MICROBATCHES, ROWS = 2, 8, 64
-WAIT = timedelta(seconds=600)
+# Ranks are forked by a server that has imported torch, and has no threads.
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(["torch.distributed", "pipegrid.training.survive"])
 
 
 class Stage(nn.Module):
@@ -61,19 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)
     pairs = 3 if options.quick else options.pairs
-    ranks, children = POSITIONS * options.replicas, list[int]()
+    ranks = POSITIONS * options.replicas
     with serve_store() as address:
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run_rank(address, rank, options.replicas, options.width, pairs)
-                    code = 0
-                finally:
-                    os._exit(code)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        children = [
+            RANKS.Process(target=run_rank, args=(address, rank, options.replicas, options.width, pairs))
+            for rank in range(ranks)
+        ]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        codes = [child.exitcode for child in children]
         if any(codes):
             print(f"ranks ended with {codes}", file=sys.stderr)
             return 1

@@ -168,7 +168,7 @@ def test_the_command_line_prints_a_row_for_each_policy_and_the_best(table, capsy
     assert [row.split()[0] for row in printed.splitlines()[5:8]] == ["re-plan", "restart", "spare"]
     assert "best: re-plan" in printed
     assert "Daly's formula" in printed
-    assert "runtime restarts; re-plan and spare are predictions" in printed
+    assert "elsewhere a prediction, as spare is" in printed
 
 
 def test_the_command_line_prints_json(table, capsys):

@@ -143,7 +143,7 @@ def test_the_report_of_a_plan_says_which_deaths_it_survives(batch, replicas):
         else:
             assert text.startswith(f"survivable: {gpus} of {gpus} single deaths, ")
             assert "a buddy's host" in text
-            assert text.endswith("runtime restarts from the last checkpoint")
+            assert text.endswith("others restart from a checkpoint")
 
 
 def test_the_room_for_a_death_is_what_the_dead_held_shared_by_the_others():

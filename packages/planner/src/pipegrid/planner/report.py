@@ -115,7 +115,7 @@ def survival(choice: Choice, memory: float) -> str:
     return (
         f"{text}\none death needs room for up to {more} more microbatches on position {position} "
         f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)\n"
-        "a prediction: after a death, pipegrid's runtime restarts from the last checkpoint"
+        "a prediction: training.survive goes on in pipelines of one module on gloo; others restart from a checkpoint"
     )
 
 

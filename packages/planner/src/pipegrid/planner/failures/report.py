@@ -89,7 +89,9 @@ def _advice(found: Goodput) -> str:
             f"{100 * share:.2f}%"
         )
     if any(outcome.policy != "restart" for outcome in found.outcomes):
-        lines.append("pipegrid's runtime restarts; re-plan and spare are predictions for a runtime that goes on")
+        lines.append(
+            "re-plan is training.survive in pipelines of one module on gloo; elsewhere a prediction, as spare is"
+        )
     return "\n".join(lines)
 
 

@@ -73,11 +73,10 @@ def tracks_of(
     size = len(started)
     tracks: list[Track] = []
     joined = _joined(orders, partners) if model.connects else {}
-    announced: dict[tuple[int, int], int] = {}  # of launches for which others wait: the shapes of their sends are known
-    for (rank, number, _), message in ends_of(orders) if _agree(orders) else ():
-        if message.way == "send" and (rank, number) not in announced:
-            announced[rank, number] = size
-            size += 1
+    sending = ((rank, number) for (rank, number, _), message in ends_of(orders) if message.way == "send")
+    # Of launches for which others wait: the shapes of their sends are known.
+    announced = {each: size + at for at, each in enumerate(dict.fromkeys(sending if _agree(orders) else ()))}
+    size += len(announced)
     for rank, launches in enumerate(orders.ranks):
         host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
         lines: dict[Hashable, Track] = {}

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from pipegrid.schedules import JobFailedError
 from pipegrid.schedules.monitor import Epochs, FencedError, MonitorError, RankLostError
+from pipegrid.schedules.monitor.epochs import epochs as epochs_module
 
 RANKS = """
 import json, os, signal, sys, time
@@ -73,7 +75,7 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(params=["file", "tcp"])
+@pytest.fixture(params=[pytest.param("file", marks=pytest.mark.nightly), "tcp"])
 def place(request, tmp_path):
     if request.param == "file":
         yield "file", str(tmp_path / "store")
@@ -187,6 +189,19 @@ def test_a_loss_that_a_verdict_misses_is_one_of_the_next_epoch(store):
     assert alarm.lost == {1: "its connection has closed"}
     assert not zero.done("step 0")
     for epochs in (zero, one, two):
+        epochs.close()
+
+
+def test_a_wait_that_the_store_ends_goes_on(store, monkeypatch):
+    monkeypatch.setattr(epochs_module, "_AGAIN", timedelta(milliseconds=50))
+    zero, one = pair(store)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(zero.done, "step 0")
+        time.sleep(0.3)
+        assert not waiting.done()
+        assert one.done("step 0")
+        assert waiting.result(20)
+    for epochs in (zero, one):
         epochs.close()
 
 

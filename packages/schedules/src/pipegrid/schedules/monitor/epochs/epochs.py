@@ -42,7 +42,7 @@ from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked
 from pipegrid.transport.collectives.differences import listed
 
-_LONG = timedelta(days=1)  # of a wait in the store, which the pulse of this rank ends
+_AGAIN = timedelta(minutes=20)  # of a wait in the store, which the pulse of this rank ends; then it looks again
 
 
 class RankLostError(RuntimeError):
@@ -273,8 +273,13 @@ class Epochs:
 
     def _wait_over(self, epoch: int, number: int) -> None:
         """Wait for the others to have done a key, or for an alarm."""
-        wait = partial(self._store.wait, [self._ledger.over(epoch, number)], _LONG)
-        self._calls.run(wait, seconds=_LONG.total_seconds(), given_up=lambda: self._pulse.failure)
+        wait, began = partial(self._store.wait, [self._ledger.over(epoch, number)], _AGAIN), time.monotonic()
+        seconds = _AGAIN.total_seconds()
+        try:
+            self._calls.run(wait, seconds=seconds + self._deadline, given_up=lambda: self._pulse.failure)
+        except RuntimeError:
+            if self._pulse.failure or time.monotonic() - began < seconds:  # else the wait has only lasted
+                raise
 
     def _ended(self, failure: Failure) -> JobFailedError:
         self._failed = f"rank {failure.rank} has ended the job: {failure.text}"

@@ -18,6 +18,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (COMMAND,) = re.findall(r"```shell\npython -m pipegrid\.training (.*?)\n```", PAGE)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(4)
 def test_the_page_loads_saves_and_exports(ranks, monkeypatch):
     monkeypatch.chdir(ranks.shared_path)

@@ -65,7 +65,11 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):
         ("float32", []),
         pytest.param("float64", [], marks=pytest.mark.nightly),
         pytest.param("float64", ["--backend", "fake_nccl"], marks=pytest.mark.nightly),
-        ("float64", ["--backend", "fake_nccl_serial", "--placement", "mixed", "--schedule", "zero_bubble_h1"]),
+        pytest.param(
+            "float64",
+            ["--backend", "fake_nccl_serial", "--placement", "mixed", "--schedule", "zero_bubble_h1"],
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("float64", ["--backend", "staged"], marks=pytest.mark.nightly),
         pytest.param(
             "float64",

@@ -78,7 +78,9 @@ def test_faults_over_the_fake_nccl():
     assert judged(["--case", "-", "--jobs", "2"], cases=FAKES, seconds=600) == f"{len(FAKES)} passed, 0 failed"
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize(
+    "backend", [BACKENDS[1], *(pytest.param(each, marks=pytest.mark.nightly) for each in BACKENDS[2:])]
+)
 def test_faults_over_the_fake_nccl_after_forty_days(backend):
     cases = [evolve(case, backend=backend, days=DAYS) for case in AGED]
     assert judged(["--case", "-", "--jobs", "2"], cases=cases, seconds=600) == f"{len(AGED)} passed, 0 failed"

@@ -70,7 +70,7 @@ def dies(number, *, committed=False):
 
 
 YES = (True, None)
-NOBODY = (False, Verdict(Epoch(1, (0, 1)), {}, (), 0))
+NO_DEATH = (False, Verdict(Epoch(1, (0, 1)), {}, (), 0))
 
 
 class Ring:
@@ -150,7 +150,7 @@ class TestSurvivors:
         assert [event.verdict.committed for event in events] == [True]
 
     def test_an_error_is_raised_where_no_rank_has_died(self, survivors):
-        made, worlds, events = survivors(NOBODY)
+        made, worlds, events = survivors(NO_DEATH)
 
         def function(world):
             raise RuntimeError("out of memory")

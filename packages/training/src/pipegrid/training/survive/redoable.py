@@ -83,7 +83,7 @@ def _shared_out(parameter: Any, peers: set[int]) -> bool:
 
 
 def _of_hooks(stage: nn.Module, module: str, allow: set[str]) -> Iterator[str]:
-    """Hooks of the script's own, whose effects nobody knows."""
+    """Hooks that the script has registered, whose effects are not known."""
     of_modules = ((name, inner, _HOOKS) for name, inner in stage.named_modules())
     of_parameters = ((name, parameter, _PARAMETER_HOOKS) for name, parameter in stage.named_parameters())
     for name, holder, places in (*of_modules, *of_parameters):

@@ -127,7 +127,7 @@ class Survivors(Generic[W]):
         self._ring: Neighbours | None = None
         self._watching = False
         self._timeout = timedelta(seconds=deadline / 2)
-        self._keys: set[str] = set()
+        self._key = ""
         self.epochs = Epochs(
             store,
             rank=rank,
@@ -149,19 +149,19 @@ class Survivors(Generic[W]):
         (an iterator of data) is its own matter. Its error is raised as it is where no rank has died.
 
         Args:
-            key: of the function, the same on all ranks and new in this job, such as ``"step 3"``.
+            key: of the function, the same on all ranks and another one than the last, such as ``"step 3"``.
             function: communicates through the world that it gets, and only that.
             keep_gradients: False for a function that leaves gradients as they are, such as a norm: saves the copy.
 
         Raises:
-            SurviveError: the key was used before.
+            SurviveError: the key is that of the last function.
             JobFailedError: the ranks that live cannot go on, or a rank has failed by an error of its own.
             RankRetiredError: a rank that computes together with this one has died.
         """
         key = checked(key, Name, "key", SurviveError)
-        if key in self._keys:
+        if key == self._key:  # of the last alone: a set of all would grow with the run
             raise SurviveError(f"key {key!r} was used before; count the steps in it")
-        self._keys.add(key)
+        self._key = key
         self._kept.keep(gradients=keep_gradients)
         while True:
             done, error, results = False, None, list[T]()

@@ -31,8 +31,8 @@ def agree_on_routes(
 ) -> Routes:
     """The routes of a step in which each replica has microbatches of its own, equal on every rank of ``group``.
 
-    Whoever reads the data of a replica knows which of its microbatches have no image. Every rank calls this before each
-    step; those that read no data pass None. One gather of a short text.
+    The ranks that read the data of a replica know which of its microbatches have no image. Every rank calls this before
+    each step; those that read no data pass None. One gather of a short text.
 
         without = [number for number, batch in enumerate(batches) if batch["images"] is None]
         routes = agree_on_routes(len(batches), {"vision": without}, replica=grid.coords(rank)["dp"])
@@ -100,7 +100,7 @@ def merged(said: Mapping[int, str]) -> Routes:
 
 
 def _one(what: str, values: Mapping[int, Any]) -> Any:
-    """What all who know say alike; None where nobody knows."""
+    """The value that all ranks give alike; None where no rank has one."""
     found = difference({rank: f"{what} {json.dumps(value)}" for rank, value in values.items()})
     if found is not None:
         raise DisagreementError(f"the ranks do not have the same routes: {found}")

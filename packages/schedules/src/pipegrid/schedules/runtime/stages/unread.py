@@ -69,18 +69,18 @@ class Unread:
         if aliased is None or self.local:
             aliased = without_graph(payload, local=self.local)
         kept, marks = self.kept[microbatch] = aliased
-        if isinstance(marks, list):
-            for tensor, mark in zip(tensors_in_order(kept), marks, strict=True):
-                if mark[1]:
-                    self._place(microbatch, tensor, mark[1], payload)
-        elif marks[1]:
-            self._place(microbatch, kept, marks[1], payload)
+        places = self._places
+        tensors, each = (tensors_in_order(kept), marks) if isinstance(marks, list) else ((kept,), (marks,))
+        for tensor, (_, address, _) in zip(tensors, each, strict=True):
+            if address:
+                if address in places:
+                    self._require_read(microbatch, address, payload)
+                places[address] = microbatch, weakref.ref(tensor)
 
-    def _place(self, microbatch: int, tensor: torch.Tensor, address: int, payload: Payload) -> None:
-        place = self._places.get(address)
-        if place is not None and place[0] != microbatch and place[1]() is not None and _may_change(payload, address):
-            raise self._written(place[0])
-        self._places[address] = microbatch, weakref.ref(tensor)
+    def _require_read(self, microbatch: int, address: int, payload: Payload) -> None:
+        earlier, tensor = self._places[address]
+        if earlier != microbatch and tensor() is not None and _may_change(payload, address):
+            raise self._written(earlier)
 
     def settle(self) -> None:
         """The stage runs again: copy what it may write."""
@@ -93,9 +93,12 @@ class Unread:
         Raises:
             StageOutputError: it was written since its stage returned it.
         """
-        payload, marks = self._own(microbatch, *self.kept.pop(microbatch))
+        payload, marks = self.kept.pop(microbatch)
+        if isinstance(marks, list) or marks[2] is None or marks[2]._version != marks[0]:  # noqa: SLF001 -- see `_alias`
+            payload, marks = self._own(microbatch, payload, marks)
         if self.local:
-            self._forget(marks)
+            for _, address, _ in marks if isinstance(marks, list) else (marks,):
+                self._places.pop(address, None)
             return unpacked(_as_leaf(payload, marks))
         if marks is not _COPIED:
             self._left[microbatch] = marks
@@ -110,10 +113,10 @@ class Unread:
         marks = self._left.pop(microbatch, None)
         if marks is None:
             return
-        for version, _, probe in marks if isinstance(marks, list) else (marks,):
+        for version, address, probe in marks if isinstance(marks, list) else (marks,):
             if probe is not None and probe._version != version:  # noqa: SLF001 -- see `_alias`
                 raise self._written(microbatch)
-        self._forget(marks)
+            self._places.pop(address, None)
 
     def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
         if not isinstance(marks, list):
@@ -134,13 +137,6 @@ class Unread:
             return owned  # type: ignore[no-any-return]
 
         return map_tensors(payload, own), found
-
-    def _forget(self, marks: Marks) -> None:
-        if isinstance(marks, list):
-            for mark in marks:
-                self._places.pop(mark[1], None)
-        else:
-            self._places.pop(marks[1], None)
 
     def _written(self, microbatch: int) -> StageOutputError:
         forward = self.direction is Direction.FORWARD

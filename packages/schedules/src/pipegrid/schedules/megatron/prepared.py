@@ -37,7 +37,7 @@ from pipegrid.schedules.megatron.checks import (
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import Models, StepKind
-from pipegrid.schedules.megatron.place import Place, sharding_key
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
@@ -125,7 +125,7 @@ class PreparedStep:
         self.replica = replica_of(call, self._place)
         planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
-        proof = kind.proof(self._place, most, config, tied_stages(ties), sharding, planned)
+        proof = kind.proof(self._place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
             held = {self._place.module_of(stage): model for stage, model in models.items()}

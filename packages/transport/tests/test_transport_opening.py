@@ -12,10 +12,10 @@ from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.topology import GroupSpec, GroupStoreError
 from pipegrid.transport import (
     LaneSpec,
-    P2PConfigError,
     P2PLaneDeadError,
     P2PMismatchError,
     P2PPeerError,
+    P2PUsageError,
     open_lanes,
 )
 from pipegrid.transport.backends import GlooMover
@@ -154,17 +154,17 @@ class TestOpening:
 
     @pytest.mark.ranks(2)
     def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
-        with pytest.raises(P2PConfigError, match="^lane 0>1 is given twice$"):
+        with pytest.raises(P2PUsageError, match="^lane 0>1 is given twice$"):
             open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
-        with pytest.raises(P2PConfigError, match="^lane 0>2 has a rank beyond the world of 2$"):
+        with pytest.raises(P2PUsageError, match="^lane 0>2 has a rank beyond the world of 2$"):
             open_lanes([LaneSpec(0, 2)])
-        with pytest.raises(P2PConfigError, match="^standing has lane 1>0.*, which is not to be opened$"):
+        with pytest.raises(P2PUsageError, match="^standing has lane 1>0.*, which is not to be opened$"):
             open_lanes([THERE], standing={BACK: torch.ones(1)})
 
     @pytest.mark.ranks(1)
     @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "meta"), ("mpi", None)])
     def test_backend_and_device_must_go_together(self, ranks, backend, device):
-        with pytest.raises(P2PConfigError, match="does not move tensors of"):
+        with pytest.raises(P2PUsageError, match="does not move tensors of"):
             open_lanes([LaneSpec(0, 0)], backend=backend, device=device)
 
     @pytest.mark.ranks(2)

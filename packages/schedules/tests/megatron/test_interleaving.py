@@ -17,7 +17,7 @@ from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
 from pipegrid.schedules.megatron.place import PlanNeeds, interleaved_proof
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.verify.verify import verify
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 from ..kit.gradients import assert_same_gradients
 from ..kit.hooks import Hook, noting
@@ -204,7 +204,7 @@ def refused(network, *, config=None, **changes):
     ],
 )
 def test_bad_arguments_are_named(changes, message, network):
-    with pytest.raises((StepArgumentError, P2PConfigError), match=message):
+    with pytest.raises((StepArgumentError, P2PUsageError), match=message):
         refused(network, **changes)
     assert network.messages == 0
 

@@ -45,11 +45,11 @@ from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.handshake import StoreCalls
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.errors import (
-    P2PConfigError,
     P2PError,
     P2PMismatchError,
     P2PPeerError,
     P2PTimeoutError,
+    P2PUsageError,
 )
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
@@ -103,7 +103,7 @@ def open_lanes(
         the lanes of this rank, with those of ``beside``: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
 
     Raises:
-        P2PConfigError: a lane given twice, or beyond the world; settings, backend and device that do not go together.
+        P2PUsageError: a lane given twice, or beyond the world; settings, backend and device that do not go together.
         P2PMismatchError: the two sides of a lane were given different settings or shapes.
         P2PTimeoutError: the other side of a lane did not come.
     """
@@ -144,7 +144,7 @@ def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> lis
         *(f"standing has lane {one}, which is not to be opened" for one in standing.keys() - set(ordered)),
     ]
     if faults:
-        raise P2PConfigError(faults[0])
+        raise P2PUsageError(faults[0])
     return ordered
 
 
@@ -163,15 +163,15 @@ def resolve_device(
     backend = backend or offered.get(device.type, "none")
     kind = kind_of(backend)
     if device.type not in kind.devices or not dist.is_backend_available(backend):
-        raise P2PConfigError(f"backend {backend!r} does not move tensors of {device}; the group offers {offered}")
+        raise P2PUsageError(f"backend {backend!r} does not move tensors of {device}; the group offers {offered}")
     if kind.peers and is_dry():
-        raise P2PConfigError(
+        raise P2PUsageError(
             f"backend {backend!r} would wait for other ranks, but the default group's is 'fake', a dry run: they do "
             f"not exist. Leave the backend to the default group"
         )
     bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
     if kind.in_streams and bound is not None and bound.type == device.type and bound != device:
-        raise P2PConfigError(
+        raise P2PUsageError(
             f"backend {backend!r} would move tensors of {device}, but the default process group is bound to {bound}, "
             f"where its groups connect; call torch.cuda.set_device before init_process_group, with the device of its "
             f"device_id or, where none is given, of LOCAL_RANK"

@@ -19,7 +19,7 @@ from pipegrid.transport import (
     open_lanes,
 )
 from pipegrid.transport.backends import GlooMover
-from pipegrid.transport.control import opening
+from pipegrid.transport.control import connector
 
 from .two_ranks import BACK, DEADLINE, THERE, Counted, config, equal, until, values
 
@@ -34,7 +34,7 @@ def test_a_silent_store_is_not_a_silent_peer():
     spec = GroupSpec((0, 1), "transport/0>1/data", shared=False)
     with (
         pytest.raises(P2PPeerError, match=r"rank 0 could not open lanes .* did not answer"),
-        opening._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
+        connector._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
     ):
         raise GroupStoreError("the store of the default process group did not answer")
 
@@ -49,7 +49,7 @@ class TestOpening:
         def counted(backend, *arguments):
             return GlooMover(Counted(backend, seen), *arguments)
 
-        monkeypatch.setattr(opening, "GlooMover", counted)
+        monkeypatch.setattr(connector, "GlooMover", counted)
         with open_lanes(specs, config=config(communicators=communicators)) as lanes:
             remote = [lane for lane in lanes.values() if not lane.spec.is_local]
             verbs = ["send" if lane.rank == lane.spec.source else "recv" for lane in remote]

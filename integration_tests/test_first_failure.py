@@ -168,7 +168,7 @@ CAUSES = {
     "a send": "P2P(Peer|LaneDead)Error: rank . lost rank . while",
     "a receive": "P2P(Peer|LaneDead)Error: rank . lost rank . while",
     "a reduction": "a reduction of gradients failed",
-    "a completion": "CompletionError: rank 2, bridge encoder>language",
+    "a completion": "CollectiveFailedError: rank 2, bridge encoder>language",
     "two forwards": f"ValueError: {CAUSE}",
     "a group of the program": f"ValueError: {CAUSE}",
 }

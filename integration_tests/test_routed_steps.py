@@ -80,14 +80,14 @@ def test_an_evaluation_runs_the_forwards_of_its_units(ranks):
 def test_other_routes_in_each_step_leave_nothing_behind(ranks):
     """Neither prepared steps and proofs beyond a few, nor threads, lanes or groups."""
     job = Across(CHAIN, ranks)
-    place.routed_proof.cache_clear()
+    place._routed_proof.cache_clear()
     held = []
     for number in range(14):
         job.step(Routes([4, 3], moves={(number % 7, number % 2): int(number % 7 < 4)}), by_unit=True)
         model = next(iter(job.models.values()))
         held.append((len(job.communicator.lanes), threading.active_count()))
         assert len(prepared._STEPS[model]) == min(number + 1, 8)
-        assert place.routed_proof.cache_info().currsize == min(number + 1, 8)
+        assert place._routed_proof.cache_info().currsize == min(number + 1, 8)
     assert len(set(held[4:])) == 1
     job.communicator.close()
 

@@ -12,7 +12,7 @@ from torch import nn
 from pipegrid.bridges import EdgeOptions
 from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
-from pipegrid.schedules import Costs, LossScale, Monitor, from_json, from_text, simulate, timeline, verify
+from pipegrid.schedules import Costs, LossScale, from_json, from_text, simulate, timeline, verify
 from pipegrid.schedules.generators import one_f_one_b
 from pipegrid.schedules.monitor import Epochs
 from pipegrid.testing import Fault
@@ -60,7 +60,6 @@ def _lost() -> None:
         epochs.close()
 
 
-_NO_STORE: Any = "127.0.0.1:29500"
 _NO_SOURCE: Any = "1f1b"
 
 EXAMPLES: dict[str, Callable[[], Any]] = {
@@ -78,9 +77,8 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "LayoutSyntaxError": lambda: PipelineParallelLayerLayout("Ett|txL", 2),
     "LossError": lambda: LossScale(scale=-1.0),
     "ModuleGraphError": lambda: ModuleGraph({"language": 2}, {"vision": ["language"]}),
-    "MonitorError": lambda: Monitor(_NO_STORE, rank=0, ranks=[0]),
     "NoFitError": lambda: plan(_job(flops=1e12), gpus=1, memory="1GB"),
-    "P2PConfigError": lambda: P2PConfig(deadline=-1.0),
+    "P2PUsageError": lambda: P2PConfig(deadline=-1.0),
     "PlanError": lambda: verify(from_text(_CROSSED)),
     "PlanFieldError": lambda: from_json(_NO_MODULES),
     "PlanSyntaxError": lambda: from_text("0: 0F0 0X0"),

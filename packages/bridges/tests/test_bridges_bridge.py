@@ -13,16 +13,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.bridge import BridgeCommunicator, Packed
-from pipegrid.bridges.errors import (
-    BridgeError,
-    DestroyedError,
-    NoBackwardError,
-    PendingGradientError,
-    ShapeError,
-    WrongSideError,
-)
+from pipegrid.bridges.errors import BridgeError, NoBackwardError, PendingGradientError, ShapeError, WrongSideError
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
 from pipegrid.topology import HyperCommGrid, replica_samples
+from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.opening import open_lanes
 from pipegrid.transport.errors import P2PTimeoutError, P2PUsageError
@@ -491,7 +485,7 @@ def test_the_wrong_side_is_told_who_it_is():
         with pytest.raises(WrongSideError, match="recv_backward is for the source side"):
             bridge.recv_backward()
     bridge.destroy()
-    with pytest.raises(DestroyedError, match="make a new one"):
+    with pytest.raises(P2PLaneDeadError, match="make a new one"):
         bridge.recv_forward()
 
 

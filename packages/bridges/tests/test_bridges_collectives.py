@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pipegrid.bridges.bridge import Axes, BridgeCommunicator
-from pipegrid.bridges.errors import CompletionError, ShapeError
+from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Partial
+from pipegrid.transport import CollectiveFailedError
 from pipegrid.transport.config import P2PConfig
 
 from .grids import grid
@@ -32,7 +33,7 @@ def test_a_completion_ends_at_the_deadline_and_names_the_ranks(ranks):
         ranks.store.set("waiting", "yes")
         late = r"^rank 1, bridge src>dest: the copies on ranks \[2\] .* not within 1 s"
         try:
-            with pytest.raises(CompletionError, match=late):
+            with pytest.raises(CollectiveFailedError, match=late):
                 receive.wait()
         finally:
             ranks.store.set("over", "yes")
@@ -48,7 +49,7 @@ def test_an_abort_ends_a_completion_with_its_reason(ranks):
     elif ranks.rank == 1:
         receive = bridge.irecv_forward()
         threading.Timer(0.3, bridge.abort, ["rank 2 raised ValueError"]).start()
-        with pytest.raises(CompletionError, match=r"ranks \[2\] .* ended here: rank 2 raised ValueError"):
+        with pytest.raises(CollectiveFailedError, match=r"ranks \[2\] .* ended here: rank 2 raised ValueError"):
             receive.wait()
         ranks.store.set("over", "yes")
     ranks.store.wait(["over"])
@@ -65,7 +66,7 @@ def test_an_abort_ends_a_sum_with_its_reason(ranks):
     if ranks.rank == 0:
         threading.Timer(0.3, bridge.abort, ["rank 1 raised ValueError"]).start()
         late = r"partial sums of ranks \[1\] .* not added up: .* ended here: rank 1 raised ValueError"
-        with pytest.raises(CompletionError, match=late):
+        with pytest.raises(CollectiveFailedError, match=late):
             bridge.isend_forward(torch.zeros(2, 2, 2))
         ranks.store.set("over", "yes")
     ranks.store.wait(["over"])

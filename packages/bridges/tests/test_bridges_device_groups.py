@@ -16,7 +16,7 @@ from pipegrid.bridges import (
     VTPCommunicator,
     VTPTopology,
 )
-from pipegrid.bridges.errors import CompletionError
+from pipegrid.transport import CollectiveFailedError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 
@@ -94,7 +94,7 @@ def test_an_abort_ends_messages_and_completions_together(ranks, late):
         threading.Timer(0.2, bridge.abort, ["rank 2 raised ValueError"]).start()
         if late:
             time.sleep(1.0)
-        with pytest.raises(CompletionError, match=r"ranks \[2\] "):
+        with pytest.raises(CollectiveFailedError, match=r"ranks \[2\] "):
             receive.wait()
         assert time.monotonic() - began < 8.0
         ranks.store.set("ended", "yes")
@@ -122,7 +122,7 @@ def test_an_end_after_a_completion_that_never_came_does_not_wait_for_it(ranks, o
     if ranks.rank == 0:
         send(torch.zeros(2, 2, 2))
     elif ranks.rank == 1:
-        with pytest.raises(CompletionError, match=r"the copies on ranks \[2\] .* not within 1 s"):
+        with pytest.raises(CollectiveFailedError, match=r"the copies on ranks \[2\] .* not within 1 s"):
             receive().wait()
         ranks.store.set("over", "yes")
     ranks.store.wait(["over"])

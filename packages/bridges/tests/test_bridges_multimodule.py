@@ -9,14 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
-from pipegrid.bridges.errors import (
-    BridgeError,
-    DestroyedError,
-    MissingTensorError,
-    NoBackwardError,
-    ShapeError,
-    StageError,
-)
+from pipegrid.bridges.errors import BridgeError, MissingTensorError, NoBackwardError, ShapeError, StageError
 from pipegrid.bridges.graph import ModuleGraphError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
@@ -24,9 +17,10 @@ from pipegrid.bridges.multimodule.modules import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.bridges.reshard import Replicate
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
+from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.protocol import PipelineCommunicator
 from pipegrid.transport.sharing import LaneSharing, PositionLane
 
@@ -208,7 +202,7 @@ def test_the_gradient_of_the_graph_is_that_of_one_process(job):
             torch.testing.assert_close(gradient, share(gradients[name], comm, name), rtol=1e-13, atol=0)
     comm.destroy()
     comm.destroy()
-    with pytest.raises(DestroyedError, match="make a new one"):
+    with pytest.raises(P2PLaneDeadError, match="make a new one"):
         comm.recv_forward()
 
 
@@ -582,7 +576,7 @@ def test_communicators_that_a_proof_found_are_for_no_bridge(kind):
     config = P2PConfig(open_deadline=20.0, communicators=LaneSharing([[PositionLane(0, 1, F)]]))
     grids = {"enc": grid(0), "llm": grid(1)}
     before = len(dist.distributed_c10d._world.pg_map)
-    with pytest.raises(P2PConfigError, match="which are for a P2PCommunicator"):
+    with pytest.raises(P2PUsageError, match="which are for a P2PCommunicator"):
         if kind == "bridge":
             BridgeCommunicator(grids["enc"], grids["llm"], config=config)
         elif kind == "modules":

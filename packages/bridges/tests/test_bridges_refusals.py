@@ -38,7 +38,7 @@ from pipegrid.bridges import (
     positions_of,
 )
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 from .grids import grid
 
@@ -223,7 +223,7 @@ REFUSED = [
     ("vtp topology", VTP.check_world, "world_size", [0, 2, 4], BridgeError),
     ("vtp topology", VTP.place_of, "rank", [-1, 3], BridgeError),
     ("vtp", VTPCommunicator, "topology", [None, [1], VTP], BridgeError),
-    ("vtp", made(VTPCommunicator, topology=VTPTopology([1])), "config", [5, "x", {}, [1]], P2PConfigError),
+    ("vtp", made(VTPCommunicator, topology=VTPTopology([1])), "config", [5, "x", {}, [1]], P2PUsageError),
     ("bridge", a_bridge, "src_grid", NO_GRID, BridgeError),
     ("bridge", a_bridge, "dest_grid", NO_GRID, BridgeError),
     ("bridge", a_bridge, "dim_mapping", NO_MAPPING, BridgeError),
@@ -236,7 +236,7 @@ REFUSED = [
     ("bridge", a_bridge, "leader_below", NO_COUNT, BridgeError),
     ("bridge", a_bridge, "shapes", ["x", True], BridgeError),
     ("bridge", a_bridge, "src_stage", [-1, 1], BridgeError),
-    ("bridge", a_bridge, "config", [5, "x", {}, [1]], P2PConfigError),
+    ("bridge", a_bridge, "config", [5, "x", {}, [1]], P2PUsageError),
     ("bridge send", of_bridge("send_forward"), "tensor", [*NO_TENSOR, torch.zeros(2, 2), *NOT_DENSE], ShapeError),
     ("bridge send", made(of_bridge("isend_forward"), tensor=X), "samples", [["x"], [1.5], [-2], [1]], BridgeError),
     ("bridge send", of_bridge("send_forward_recv_backward"), "tensor", NO_TENSOR, ShapeError),
@@ -265,7 +265,7 @@ REFUSED = [
     ("network", a_network, "placements", [{"x": {}}, {"a": {"x": Shard("b")}}], BridgeError),
     ("network", a_network, "stage_placement", [{"x": [0]}, {"a": [1]}], BridgeError),
     ("network", a_network, "stage_placement", [{"a": []}], ModuleGraphError),
-    ("network", a_network, "config", [5, "x", {}, [1]], P2PConfigError),
+    ("network", a_network, "config", [5, "x", {}, [1]], P2PUsageError),
     ("network stages", total, "topology", [{}, {"a": ["x"]}], ModuleGraphError),
     ("network stages", total, "module_to_grid_map", [{}, {"a": ONE}], ModuleGraphError),
     ("network stages", total, "rank", [-1, 1], StageError),

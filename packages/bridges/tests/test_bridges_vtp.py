@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.errors import BridgeError, CompletionError, DestroyedError, ShapeError, StageError
+from pipegrid.bridges.errors import BridgeError, ShapeError, StageError
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.topology import GroupSpec, create_groups
+from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Edge
-from pipegrid.transport.errors import P2PConfigError, P2PError, P2PUsageError
+from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.protocol import Handle, PipelineCommunicator, ReceiveHandle
 
 from .vtp_ranks import B, F, config, make, part, tensor
@@ -61,7 +62,7 @@ def test_an_activation_and_its_gradient_through_the_asynchronous_functions():
         finish(comm.vtp_send_backward(back))
     comm.close()
     comm.close()
-    with pytest.raises(DestroyedError, match="make a new one"):
+    with pytest.raises(P2PLaneDeadError, match="make a new one"):
         comm.vtp_send_forward(there)
 
 
@@ -136,7 +137,7 @@ def test_what_a_receive_lacks_is_said_before_anything_is_sent():
             comm.vtp_send_forward(None)
         with pytest.raises(ShapeError, match="carries one tensor, got None; zeros stand for no gradient"):
             comm.send_forward_recv_backward(None, SHAPE)  # the next stage would wait for it
-        with pytest.raises(P2PConfigError, match="use_ring_exchange_p2p is True, but torch.distributed has no ring"):
+        with pytest.raises(P2PUsageError, match="use_ring_exchange_p2p is True, but torch.distributed has no ring"):
             comm.vtp_recv_backward(SHAPE, SimpleNamespace(use_ring_exchange_p2p=True, pipeline_dtype=torch.float64))
     comm.close()
 
@@ -148,14 +149,14 @@ def test_what_does_not_fit_together_is_refused_at_construction():
     with pytest.raises(BridgeError, match=r"need a world of 1, not of 2; in a larger one .*ranks="):
         make([1])
     ring = SimpleNamespace(layerwise_disaggregated_training=True, pipeline_dtype=torch.float64)
-    with pytest.raises(P2PConfigError, match="layerwise_disaggregated_training is True, .* ring=False"):
+    with pytest.raises(P2PUsageError, match="layerwise_disaggregated_training is True, .* ring=False"):
         VTPCommunicator(VTPTopology([1, 1]), ring)
-    with pytest.raises(P2PConfigError, match="shapes='manifest'; use variable_seq_lengths=True"):
+    with pytest.raises(P2PUsageError, match="shapes='manifest'; use variable_seq_lengths=True"):
         VTPCommunicator(VTPTopology([1, 1]), P2PConfig(shapes="manifest"))
     with pytest.raises(TypeError, match="sequence_parallel"):
         VTPCommunicator(VTPTopology([1, 1]), None, sequence_parallel=True)
     comm = make([1, 1])
-    with pytest.raises(P2PConfigError, match="this call's pipeline_dtype is torch.float32, but the lanes .*float64"):
+    with pytest.raises(P2PUsageError, match="this call's pipeline_dtype is torch.float32, but the lanes .*float64"):
         comm.vtp_recv_forward(SHAPE, config(pipeline_dtype=torch.float32))
     if comm.stage == 0:
         with pytest.raises(P2PUsageError, match="pipeline_dtype is torch.float64"):
@@ -414,10 +415,10 @@ def test_an_abort_ends_a_completion_that_waits_for_a_copy_that_never_comes(ranks
         receive = comm.irecv(edge=Edge(0, 1), direction=F)
         threading.Timer(0.3, comm.abort, ["rank 2 was seen to fail"]).start()
         with pytest.raises(
-            CompletionError, match=r"^rank 1, boundary vtp/0>1: .* ranks \[2\] .* ended here: rank 2 was"
+            CollectiveFailedError, match=r"^rank 1, boundary vtp/0>1: .* ranks \[2\] .* ended here: rank 2 was"
         ):
             receive.wait()
-        with pytest.raises(CompletionError):
+        with pytest.raises(CollectiveFailedError):
             receive.result()
         ranks.store.set("over", "yes")
     else:
@@ -433,7 +434,7 @@ def test_a_completion_has_a_deadline(ranks):
     elif comm.rank == 1:
         receive = comm.irecv(edge=Edge(0, 1), direction=F)
         with pytest.raises(
-            CompletionError, match=r"^rank 1, boundary vtp/0>1: the copies on ranks \[2\] .* not within 0\.\d+ s"
+            CollectiveFailedError, match=r"^rank 1, boundary vtp/0>1: the copies on ranks \[2\] .* not within 0\.\d+ s"
         ):
             receive.wait(0.5)
         ranks.store.set("over", "yes")

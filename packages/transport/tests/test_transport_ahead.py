@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from pipegrid.transport import LaneSpec, P2PConfig, P2PConfigError, open_lanes
+from pipegrid.transport import LaneSpec, P2PConfig, P2PUsageError, open_lanes
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0
@@ -130,5 +130,5 @@ def test_renewed_shapes_leave_old_receives_behind(ranks):
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, None, 1025])
 def test_is_a_count(value):
-    with pytest.raises(P2PConfigError, match="receives_ahead is .* an integer of 0 to 1024"):
+    with pytest.raises(P2PUsageError, match="receives_ahead is .* an integer of 0 to 1024"):
         P2PConfig(receives_ahead=value)

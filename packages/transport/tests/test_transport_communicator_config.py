@@ -6,14 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import (
-    Edge,
-    LaneSpec,
-    P2PCommunicator,
-    P2PConfigError,
-    P2PMismatchError,
-    P2PUsageError,
-)
+from pipegrid.transport import Edge, LaneSpec, P2PCommunicator, P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.messages.handle import Transfer
 
@@ -62,7 +55,7 @@ class TestConfiguration:
         [({"pipeline_dtype": None}, "pipeline_dtype is None"), ({"shapes": "header"}, "shapes are 'header'")],
     )
     def test_a_shape_that_stands_needs_a_dtype_and_cannot_vary(self, ranks, settings, text):
-        with pytest.raises(P2PConfigError, match=rf"^tensor_shape is \(2, 3\), but {text}"):
+        with pytest.raises(P2PUsageError, match=rf"^tensor_shape is \(2, 3\), but {text}"):
             P2PCommunicator(dist.group.WORLD, config(**settings), tensor_shape=SHAPE)
 
     @pytest.mark.ranks(2)

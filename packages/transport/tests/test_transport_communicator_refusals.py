@@ -4,13 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import (
-    Edge,
-    P2PCommunicator,
-    P2PConfigError,
-    P2PLaneDeadError,
-    P2PUsageError,
-)
+from pipegrid.transport import Edge, P2PCommunicator, P2PLaneDeadError, P2PUsageError
 
 from .stages import BACKWARD, FORWARD, SHAPE, activation, assert_received, config, gradient, in_turn
 
@@ -97,7 +91,7 @@ class TestErrors:
     @pytest.mark.ranks(1)
     @pytest.mark.parametrize("device", ["meta"])
     def test_a_device_without_a_backend_is_refused(self, ranks, device):
-        with pytest.raises(P2PConfigError, match="backend 'none' does not move tensors of meta"):
+        with pytest.raises(P2PUsageError, match="backend 'none' does not move tensors of meta"):
             P2PCommunicator(dist.group.WORLD, config(), device=device)
 
 
@@ -108,13 +102,13 @@ class TestWhatIsNone:
     @pytest.mark.parametrize(
         ("error", "text", "arguments"),
         [
-            (P2PConfigError, "pp_group is 'x'; it must be None or a group", {"pp_group": "x"}),
-            (P2PConfigError, r"tensor_shape is \(2, -1\); it must be one shape", {"tensor_shape": (2, -1)}),
-            (P2PConfigError, "tensor_shape is 3; it must be one shape", {"tensor_shape": 3}),
-            (P2PConfigError, "placement is '01'; it must be a list or tuple", {"placement": "01"}),
-            (P2PConfigError, r"placement\[0\] is 0.0; it must be an integer", {"placement": (0.0, 1.0)}),
+            (P2PUsageError, "pp_group is 'x'; it must be None or a group", {"pp_group": "x"}),
+            (P2PUsageError, r"tensor_shape is \(2, -1\); it must be one shape", {"tensor_shape": (2, -1)}),
+            (P2PUsageError, "tensor_shape is 3; it must be one shape", {"tensor_shape": 3}),
+            (P2PUsageError, "placement is '01'; it must be a list or tuple", {"placement": "01"}),
+            (P2PUsageError, r"placement\[0\] is 0.0; it must be an integer", {"placement": (0.0, 1.0)}),
             (RuntimeError, "gpu0", {"device": "gpu0"}),
-            (P2PConfigError, r"the config is {'strict': True}; it must be", {"config": {"strict": True}}),
+            (P2PUsageError, r"the config is {'strict': True}; it must be", {"config": {"strict": True}}),
         ],
     )
     def test_of_the_constructor(self, ranks, error, text, arguments):
@@ -125,7 +119,7 @@ class TestWhatIsNone:
     def test_a_group_that_this_rank_is_not_in(self, ranks):
         group = dist.new_group([0, 1])
         if ranks.rank == 2:
-            with pytest.raises(P2PConfigError, match="it must be None or a group that this rank 2 is in"):
+            with pytest.raises(P2PUsageError, match="it must be None or a group that this rank 2 is in"):
                 P2PCommunicator(group, config())
         else:
             P2PCommunicator(group, config()).close()

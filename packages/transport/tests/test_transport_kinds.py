@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport import P2PConfigError, open_lanes
+from pipegrid.transport import P2PUsageError, open_lanes
 from pipegrid.transport.backends import NcclTicket, kind_of, nccl_options
 from pipegrid.transport.collectives.waiting import finish
 from pipegrid.transport.control import opening
@@ -100,16 +100,16 @@ def test_a_backend_of_which_torch_has_made_no_group_yet(world, monkeypatch, gpu,
     """torch 2.15 notes the devices of nccl2 and its like at their first group."""
     monkeypatch.delitem(dist.Backend.backend_capability, name, raising=False)
     assert resolve_device(name, None) == (name, torch.device("cuda", 1))
-    with pytest.raises(P2PConfigError, match=r"does not move tensors of cpu"):
+    with pytest.raises(P2PUsageError, match=r"does not move tensors of cpu"):
         resolve_device(name, "cpu")
 
 
 def test_a_default_group_on_another_gpu_is_an_error_that_names_both(world, gpu):
     """As nccl2 binds it, by LOCAL_RANK, where the program has chosen another GPU since."""
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    with pytest.raises(P2PConfigError, match=r"tensors of cuda:1.*bound to cuda:0.*set_device.*LOCAL_RANK"):
+    with pytest.raises(P2PUsageError, match=r"tensors of cuda:1.*bound to cuda:0.*set_device.*LOCAL_RANK"):
         open_lanes([], backend="nccl")
-    with pytest.raises(P2PConfigError, match=r"tensors of cuda:3.*bound to cuda:0"):
+    with pytest.raises(P2PUsageError, match=r"tensors of cuda:3.*bound to cuda:0"):
         open_lanes([], backend="nccl", device="cuda:3")
     assert resolve_device("nccl", "cuda:0") == ("nccl", torch.device("cuda", 0))
     assert resolve_device("gloo", "cuda:1") == ("gloo", torch.device("cuda", 1))

@@ -12,14 +12,14 @@ from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.topology import GroupSpec, GroupStoreError
 from pipegrid.transport import (
     LaneSpec,
-    P2PConfigError,
     P2PLaneDeadError,
     P2PMismatchError,
     P2PPeerError,
+    P2PUsageError,
     open_lanes,
 )
 from pipegrid.transport.backends import GlooMover
-from pipegrid.transport.control import opening
+from pipegrid.transport.control import connector
 
 from .two_ranks import BACK, DEADLINE, THERE, Counted, config, equal, until, values
 
@@ -34,7 +34,7 @@ def test_a_silent_store_is_not_a_silent_peer():
     spec = GroupSpec((0, 1), "transport/0>1/data", shared=False)
     with (
         pytest.raises(P2PPeerError, match=r"rank 0 could not open lanes .* did not answer"),
-        opening._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
+        connector._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
     ):
         raise GroupStoreError("the store of the default process group did not answer")
 
@@ -49,7 +49,7 @@ class TestOpening:
         def counted(backend, *arguments):
             return GlooMover(Counted(backend, seen), *arguments)
 
-        monkeypatch.setattr(opening, "GlooMover", counted)
+        monkeypatch.setattr(connector, "GlooMover", counted)
         with open_lanes(specs, config=config(communicators=communicators)) as lanes:
             remote = [lane for lane in lanes.values() if not lane.spec.is_local]
             verbs = ["send" if lane.rank == lane.spec.source else "recv" for lane in remote]
@@ -154,17 +154,17 @@ class TestOpening:
 
     @pytest.mark.ranks(2)
     def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
-        with pytest.raises(P2PConfigError, match="^lane 0>1 is given twice$"):
+        with pytest.raises(P2PUsageError, match="^lane 0>1 is given twice$"):
             open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
-        with pytest.raises(P2PConfigError, match="^lane 0>2 has a rank beyond the world of 2$"):
+        with pytest.raises(P2PUsageError, match="^lane 0>2 has a rank beyond the world of 2$"):
             open_lanes([LaneSpec(0, 2)])
-        with pytest.raises(P2PConfigError, match="^standing has lane 1>0.*, which is not to be opened$"):
+        with pytest.raises(P2PUsageError, match="^standing has lane 1>0.*, which is not to be opened$"):
             open_lanes([THERE], standing={BACK: torch.ones(1)})
 
     @pytest.mark.ranks(1)
     @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "meta"), ("mpi", None)])
     def test_backend_and_device_must_go_together(self, ranks, backend, device):
-        with pytest.raises(P2PConfigError, match="does not move tensors of"):
+        with pytest.raises(P2PUsageError, match="does not move tensors of"):
             open_lanes([LaneSpec(0, 0)], backend=backend, device=device)
 
     @pytest.mark.ranks(2)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.transport import LaneSpec, open_lanes
-from pipegrid.transport.control import opening
+from pipegrid.transport.control import connector
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 from pipegrid.transport.spec import opening_key
 
@@ -60,13 +60,13 @@ def test_a_bridge_between_all_ranks_of_two_sides_opens_in_rounds_of_their_number
 
 @pytest.mark.ranks(5)
 def test_ranks_connect_their_pairs_in_that_order(ranks, monkeypatch):
-    connected, connect = [], opening._Connector._compare
+    connected, connect = [], connector.Connector._compare
 
     def noted(self, pair, lanes):
         connected.append(pair)
         connect(self, pair, lanes)
 
-    monkeypatch.setattr(opening._Connector, "_compare", noted)
+    monkeypatch.setattr(connector.Connector, "_compare", noted)
     specs = [LaneSpec(a, b) for a, b in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3), (0, 3)]]
     mine = [spec for spec in specs if ranks.rank in spec.pair]
     standing = dict.fromkeys(mine, torch.empty(2, device="meta"))

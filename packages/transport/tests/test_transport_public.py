@@ -22,6 +22,7 @@ PUBLIC = [
 ]
 # Imported from the package as well; outside of __all__.
 FURTHER = [
+    "CollectiveFailedError",
     "pipeline_lanes",
     "Lane",
     "P2PConfigError",

@@ -11,7 +11,6 @@ from pipegrid.transport import (
     Edge,
     LaneSpec,
     P2PCommunicator,
-    P2PConfigError,
     P2PError,
     P2PLaneDeadError,
     P2PMismatchError,
@@ -223,7 +222,7 @@ def test_arguments_that_do_not_fit(ranks):
     for replicas in ([[0]], [[0], [0, 1]], [[0], [0]], [[0, 1]], [[2], [3]], "no", [[0.5], [1]]):
         if replicas == [[0]] and ranks.rank == 0:
             continue
-        with pytest.raises(P2PConfigError, match="replicas"):
+        with pytest.raises(P2PUsageError, match="replicas"):
             P2PCommunicator(own, config(), replicas=replicas)
     communicator = P2PCommunicator(own, config(), replicas=[[0], [1]])
     for way, error in (

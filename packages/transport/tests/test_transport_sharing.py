@@ -15,10 +15,10 @@ from pipegrid.transport import (
     LaneSpec,
     P2PCommunicator,
     P2PConfig,
-    P2PConfigError,
     P2PError,
     P2PMismatchError,
     P2PTimeoutError,
+    P2PUsageError,
 )
 from pipegrid.transport.pipeline_lanes import carried_lanes, pipeline_lanes
 from pipegrid.transport.sharing import LaneSharing, PositionLane, communicators_of
@@ -80,16 +80,16 @@ def test_each_lane_has_one_communicator(count, kind, first):
 
 def test_mistakes():
     twice = [[CHAIN[0]], [CHAIN[0], CHAIN[1]]]
-    with pytest.raises(P2PConfigError, match=r"lane F0>1 is on two communicators; each lane has one"):
+    with pytest.raises(P2PUsageError, match=r"lane F0>1 is on two communicators; each lane has one"):
         LaneSharing(twice)
-    with pytest.raises(P2PConfigError, match=r"communicators is 'both'; it must be 'separate' or 'shared', or what"):
+    with pytest.raises(P2PUsageError, match=r"communicators is 'both'; it must be 'separate' or 'shared', or what"):
         P2PConfig(communicators="both")
     specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b")]
-    with pytest.raises(P2PConfigError, match=r"lanes 0>1\[a\] and 0>1\[b\] both carry lane F0>1"):
+    with pytest.raises(P2PUsageError, match=r"lanes 0>1\[a\] and 0>1\[b\] both carry lane F0>1"):
         communicators_of(specs, LaneSharing([CHAIN]), dict.fromkeys(specs, CHAIN[0]))
-    with pytest.raises(P2PConfigError, match=r"communicators has B1>0, .* of a plan, but lane 0>1\[a\] carries F0>1"):
+    with pytest.raises(P2PUsageError, match=r"communicators has B1>0, .* of a plan, but lane 0>1\[a\] carries F0>1"):
         communicators_of(specs[:1], LaneSharing([CHAIN[1:]]), {specs[0]: CHAIN[0]})
-    with pytest.raises(P2PConfigError, match=r"but lane 0>1\[a\] carries no lane of a plan"):
+    with pytest.raises(P2PUsageError, match=r"but lane 0>1\[a\] carries no lane of a plan"):
         communicators_of(specs[:1], LaneSharing([CHAIN]), {})
 
 
@@ -109,7 +109,7 @@ def test_the_communicators_of_a_plan_and_no_others_are_opened(ranks):
         assert len(dist.distributed_c10d._world.pg_map) == before + 1 + controls
         assert len(pipe.lanes) == (2, 4, 2)[ranks.rank]
         ranks.barrier()
-    with pytest.raises(P2PConfigError, match="communicators has lane F0>2 of a plan.*no neighbours in the pipeline"):
+    with pytest.raises(P2PUsageError, match="communicators has lane F0>2 of a plan.*no neighbours in the pipeline"):
         P2PCommunicator(
             dist.group.WORLD, config(communicators=LaneSharing([[PositionLane(0, 2, F)]])), placement=(0, 1, 2)
         )

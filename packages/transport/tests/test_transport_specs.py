@@ -14,7 +14,6 @@ from pipegrid.transport import (
     Edge,
     LaneSpec,
     P2PConfig,
-    P2PConfigError,
     P2PError,
     P2PMismatchError,
     P2PPeerError,
@@ -39,11 +38,11 @@ class TestLaneSpec:
 
     @pytest.mark.parametrize(("arguments", "text"), [((-1, 0), "-1"), ((0, "1"), "'1'"), ((0.5, 1), "0.5")])
     def test_refuses_what_is_no_rank(self, arguments, text):
-        with pytest.raises(P2PConfigError, match=rf"LaneSpec\.\w+ is {text}; it must be an integer of at least 0"):
+        with pytest.raises(P2PUsageError, match=rf"LaneSpec\.\w+ is {text}; it must be an integer of at least 0"):
             LaneSpec(*arguments)
 
     def test_refuses_a_label_that_is_no_text(self):
-        with pytest.raises(P2PConfigError, match="LaneSpec.label is 3; it must be a string of at most 4096 bytes"):
+        with pytest.raises(P2PUsageError, match="LaneSpec.label is 3; it must be a string of at most 4096 bytes"):
             LaneSpec(0, 1, 3)
 
 
@@ -75,7 +74,7 @@ class TestPipelineLanes:
 
     @pytest.mark.parametrize("placement", [[0], [], [0, 2], [0, -1], "01", (0.0, 1.0), (False, True), 3, (0, None)])
     def test_refuses_a_placement_that_is_none(self, placement):
-        with pytest.raises(P2PConfigError, match="an index below 2 each|must be an integer|must be a list"):
+        with pytest.raises(P2PUsageError, match="an index below 2 each|must be an integer|must be a list"):
             pipeline_lanes([0, 1], placement=placement)
 
 
@@ -115,12 +114,12 @@ class TestConfig:
         ],
     )
     def test_says_which_setting_has_which_wrong_value(self, setting, value):
-        with pytest.raises(P2PConfigError, match=f"{setting} is {value!r}; it must be"):
+        with pytest.raises(P2PUsageError, match=f"{setting} is {value!r}; it must be"):
             P2PConfig(**{setting: value})
 
     @pytest.mark.parametrize("shapes", ["given", "agreed"])
     def test_refuses_fixed_shapes_that_vary(self, shapes):
-        with pytest.raises(P2PConfigError, match=f"shapes is '{shapes}'.*variable_seq_lengths is True"):
+        with pytest.raises(P2PUsageError, match=f"shapes is '{shapes}'.*variable_seq_lengths is True"):
             P2PConfig(variable_seq_lengths=True, shapes=shapes)
 
     def test_lengths_that_vary_come_with_headers(self):
@@ -136,9 +135,9 @@ class TestConfig:
         assert as_config(ours) is ours
 
     def test_checks_any_object_like_its_own(self):
-        with pytest.raises(P2PConfigError, match="pipeline_dtype is 'bf16'"):
+        with pytest.raises(P2PUsageError, match="pipeline_dtype is 'bf16'"):
             as_config(SimpleNamespace(pipeline_dtype="bf16"))
-        with pytest.raises(P2PConfigError, match="no ring exchange"):
+        with pytest.raises(P2PUsageError, match="no ring exchange"):
             as_config(SimpleNamespace(use_ring_exchange_p2p=True))
 
     @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ class TestConfig:
         ],
     )
     def test_refuses_what_would_silently_be_the_default(self, config, remedy):
-        with pytest.raises(P2PConfigError, match=remedy):
+        with pytest.raises(P2PUsageError, match=remedy):
             as_config(config)
 
     def test_is_frozen(self):
@@ -165,7 +164,7 @@ class TestConfig:
 class TestErrors:
     def test_subclass_what_callers_may_catch(self):
         assert issubclass(P2PError, RuntimeError)
-        assert issubclass(P2PConfigError, ValueError)
+        assert issubclass(P2PUsageError, ValueError)
         assert issubclass(P2PTimeoutError, TimeoutError)
         assert issubclass(P2PPeerError, ConnectionError)
 

@@ -19,7 +19,7 @@ from pipegrid.transport import (
     P2PTimeoutError,
 )
 from pipegrid.transport.backends import GlooMover
-from pipegrid.transport.control import opening
+from pipegrid.transport.control import connector, opening
 
 from .two_ranks import BACK, DEADLINE, THERE, config, until
 
@@ -62,7 +62,7 @@ def streamed(monkeypatch):
             batches.append(sum(len(tensors) for _, tensors, *_ in operations))
             return [Polled(super().start(operations))] * len(operations)
 
-    monkeypatch.setattr(opening, "GlooMover", StreamMover)
+    monkeypatch.setattr(connector, "GlooMover", StreamMover)
     return batches
 
 

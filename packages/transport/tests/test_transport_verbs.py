@@ -16,7 +16,6 @@ from pipegrid.transport import (
     LaneSpec,
     P2PCommunicator,
     P2PConfig,
-    P2PConfigError,
     P2PError,
     P2PMismatchError,
     P2PTimeoutError,
@@ -260,9 +259,9 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent(ranks):
 @pytest.mark.ranks(2)
 def test_the_seeds_texts_stand_in_the_errors(ranks):
     pipe = P2PCommunicator(dist.group.WORLD, P2PConfig())
-    with pytest.raises(P2PConfigError, match="pipeline_dtype must be provided if recv_prev is True"):
+    with pytest.raises(P2PUsageError, match="pipeline_dtype must be provided if recv_prev is True"):
         pipe.recv_forward((1,), is_first_stage=False)
-    with pytest.raises(P2PConfigError, match="dtype must be provided if recv_next is True"):
+    with pytest.raises(P2PUsageError, match="dtype must be provided if recv_next is True"):
         pipe.recv_backward((1,), is_last_stage=False)
     pipe.close()
     pipe = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32, shapes="given"))
@@ -289,5 +288,5 @@ def test_one_shape_or_several():
     ],
 )
 def test_settings_are_checked_at_birth(options, text):
-    with pytest.raises(P2PConfigError, match=text):
+    with pytest.raises(P2PUsageError, match=text):
         P2PConfig(**options)

@@ -5,10 +5,10 @@ import torch
 
 from pipegrid.transport import (
     LaneSpec,
-    P2PConfigError,
     P2PLaneDeadError,
     P2PMismatchError,
     P2PPeerError,
+    P2PUsageError,
     open_lanes,
 )
 
@@ -39,11 +39,11 @@ class TestLabels:
 
     @pytest.mark.parametrize("label", ["a" * 4097, "é" * 2049])
     def test_past_4096_bytes_are_refused_before_anything_is_opened(self, label):
-        with pytest.raises(P2PConfigError, match="it must be a string of at most 4096 bytes in UTF-8"):
+        with pytest.raises(P2PUsageError, match="it must be a string of at most 4096 bytes in UTF-8"):
             LaneSpec(0, 1, label)
 
     def test_without_bytes_are_refused(self):
-        with pytest.raises(P2PConfigError, match="in UTF-8"):
+        with pytest.raises(P2PUsageError, match="in UTF-8"):
             LaneSpec(0, 1, "half \ud800")
 
 

@@ -29,7 +29,7 @@ from pipegrid.schedules import (
     verify,
     with_reduce,
 )
-from pipegrid.schedules.gradients.reduction.policy import required_ties
+from pipegrid.schedules.gradients.reduction.declared_ties import required_ties
 from pipegrid.schedules.gradients.reduction.tie_groups import stages_here, tie_groups
 from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples

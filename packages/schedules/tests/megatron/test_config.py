@@ -8,7 +8,7 @@ import pytest
 from attrs import fields
 
 from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, option
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 COUNTS = {
     "hidden_size": 1,
@@ -23,10 +23,10 @@ COUNTS = {
 @pytest.mark.parametrize("bad", [-1, 2.0, "2", True, [1]])
 def test_counts_are_integers_that_count(name, bad):
     with pytest.raises(
-        P2PConfigError, match=rf"^PipelineConfig.{name} is .*; it must be an integer of at least {COUNTS[name]}$"
+        P2PUsageError, match=rf"^PipelineConfig.{name} is .*; it must be an integer of at least {COUNTS[name]}$"
     ):
         PipelineConfig(**{name: bad})
-    with pytest.raises(P2PConfigError, match=rf"^config\.{name} is "):
+    with pytest.raises(P2PUsageError, match=rf"^config\.{name} is "):
         checked_option(SimpleNamespace(**{name: bad}), name)
 
 
@@ -38,7 +38,7 @@ def test_the_least_count_and_the_default_are_fine(name):
 
 
 def test_a_group_of_no_microbatches_is_not_the_default():
-    with pytest.raises(P2PConfigError, match="it must be an integer of at least 1"):
+    with pytest.raises(P2PUsageError, match="it must be an integer of at least 1"):
         PipelineConfig(microbatch_group_size_per_vp_stage=0)
 
 

@@ -21,7 +21,7 @@ from pipegrid.schedules.megatron.step_functions import (
     get_forward_backward_func,
 )
 from pipegrid.schedules.runtime import PipelineError
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 from ..kit.gradients import difference, gradients_of
 from ..kit.hooks import Hook, noting
@@ -305,7 +305,7 @@ def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network):
     ):
         refused(p2p_communicator=communicator, model=part, forward_step_func=lambda iterator, model: None)
     part.config = SimpleNamespace(**{name: "a"})
-    with pytest.raises(P2PConfigError, match=rf"^config\.{name} is 'a'; it must be an integer of at least 0"):
+    with pytest.raises(P2PUsageError, match=rf"^config\.{name} is 'a'; it must be an integer of at least 0"):
         refused(p2p_communicator=communicator, model=part)
     assert network.messages == 0
 

@@ -14,10 +14,10 @@ from pipegrid.schedules.generators import interleaved_1f1b
 from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
-from pipegrid.schedules.megatron.place import interleaved_proof
+from pipegrid.schedules.megatron.place import PlanNeeds, interleaved_proof
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.verify.verify import verify
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 from ..kit.gradients import assert_same_gradients
 from ..kit.hooks import Hook, noting
@@ -204,7 +204,7 @@ def refused(network, *, config=None, **changes):
     ],
 )
 def test_bad_arguments_are_named(changes, message, network):
-    with pytest.raises((StepArgumentError, P2PConfigError), match=message):
+    with pytest.raises((StepArgumentError, P2PUsageError), match=message):
         refused(network, **changes)
     assert network.messages == 0
 
@@ -258,5 +258,4 @@ def test_an_extra_warmup_is_a_number_of_forwards(bad):
 
 
 def test_a_plan_is_made_and_proved_once():
-    shape = (2, 2, 4, 2, "late", (), 0)
-    assert interleaved_proof(*shape) is interleaved_proof(*shape)
+    assert interleaved_proof(2, 2, PlanNeeds(4), 2, "late", 0) is interleaved_proof(2, 2, PlanNeeds(4), 2, "late", 0)

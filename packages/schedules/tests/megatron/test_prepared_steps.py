@@ -64,7 +64,7 @@ def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch
     proofs = []
     for module in (lowering, place, preflight):
         monkeypatch.setattr(module, "verify", lambda plan, **options: proofs.append(plan) or verify(plan, **options))
-    place.step_proof.cache_clear()
+    place._step_proof.cache_clear()
     model = model_of()
     alone(model)
     assert (constructions["Plan"], len(proofs)) == (2, 1)

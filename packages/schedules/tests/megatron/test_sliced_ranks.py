@@ -22,7 +22,7 @@ from pipegrid.schedules import (
     seq1f1b_interleaved,
     seq1f1b_zero_bubble,
 )
-from pipegrid.schedules.errors import LossError, PlanError, RuntimeArgumentError, StepArgumentError
+from pipegrid.schedules.errors import LossError, PlanError, StepArgumentError
 from pipegrid.schedules.megatron.place import step_plan
 from pipegrid.schedules.plan import chain
 from pipegrid.schedules.runtime import PipelineError
@@ -197,7 +197,7 @@ def test_a_module_that_fully_shard_has_sharded_is_named(ranks):
     (model,) = parts(1)
     fully_shard(model.blocks[0].mlp, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     stage = SlicedStage(0, model, 1, batches(2, 9), LENGTHS[2])
-    with pytest.raises(RuntimeArgumentError, match=r"fully_shard has sharded \(model.blocks.0.mlp\), .*into 2 slices"):
+    with pytest.raises(StepArgumentError, match=r"fully_shard has sharded \(model.blocks.0.mlp\), .*into 2 slices"):
         PipelineRuntime(plan, {0: stage}, None)
 
 

@@ -18,7 +18,7 @@ from pipegrid.schedules import (
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from pipegrid.transport import P2PConfigError
+from pipegrid.transport import P2PUsageError
 
 from ..kit.models import call
 
@@ -201,7 +201,7 @@ def test_a_mistake_inside_a_step_is_an_error_with_the_place_in_the_plan(what):
 
 @pytest.mark.parametrize("name", ["grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func"])
 def test_a_value_for_a_function_is_an_error_of_the_config(name):
-    with pytest.raises(P2PConfigError, match=rf"PipelineConfig.{name} is 2.0; it must be a function"):
+    with pytest.raises(P2PUsageError, match=rf"PipelineConfig.{name} is 2.0; it must be a function"):
         PipelineConfig(**{name: 2.0})
 
 

@@ -16,9 +16,9 @@ from pipegrid.schedules import (
     DisagreementError,
     JobFailedError,
     Monitor,
-    MonitorError,
     PipelineError,
     PipelineRuntime,
+    StepArgumentError,
     lower,
     one_f_one_b,
 )
@@ -223,7 +223,7 @@ class TestMonitor:
         monitor = Monitor(store, rank=0, ranks=[0])
         monitor.close()
         monitor.close()
-        with pytest.raises(MonitorError, match="was closed"):
+        with pytest.raises(StepArgumentError, match="was closed"):
             monitor.begin(lower(one_f_one_b(1, 1)), where=str, abort=print)
 
     def test_one_that_nobody_closed_ends_before_the_interpreter(self, tmp_path):
@@ -245,7 +245,7 @@ class TestMonitor:
         ],
     )
     def test_what_it_cannot_watch_is_refused(self, store, settings, text):
-        with pytest.raises(MonitorError, match=text):
+        with pytest.raises(StepArgumentError, match=text):
             Monitor(store, **{"rank": 0, "ranks": [0, 1], **settings})
 
 

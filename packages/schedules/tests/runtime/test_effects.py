@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipegrid.schedules.errors import PlanError, RuntimeArgumentError
+from pipegrid.schedules.errors import PlanError, StepArgumentError
 from pipegrid.schedules.generators import one_f_one_b, zero_bubble_h1
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower, with_reduce
@@ -134,7 +134,7 @@ def test_what_cannot_be_registered():
     _, runtime = alone(lower(one_f_one_b(1, 1)))
     with pytest.raises(PlanError, match="SEND"):
         runtime.register("SEND", print)
-    with pytest.raises(RuntimeArgumentError, match="function"):
+    with pytest.raises(StepArgumentError, match="function"):
         runtime.register(K.F, 3)
 
 

@@ -370,7 +370,7 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
     runtime.check()
     bridge.waits.pending.add([0, 1], DeviceWork(ended=True, error=RuntimeError("connection lost")), None)
     for _ in range(2):
-        with pytest.raises(PipelineError, match="CompletionError: .*connection lost"):
+        with pytest.raises(PipelineError, match="CollectiveFailedError: .*connection lost"):
             runtime.check()
 
 

@@ -22,7 +22,6 @@ from pipegrid.schedules import (
     PipelineRuntime,
     Recorder,
     Routes,
-    RuntimeArgumentError,
     SplitBackwardError,
     StageOutputError,
     StepArgumentError,
@@ -213,7 +212,7 @@ def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(ne
 )
 def test_arguments_are_looked_at_when_the_runtime_is_made(arguments, text):
     given = {"plan": ALONE, "stages": {0: last(weight)}, "communicator": None, **arguments}
-    with pytest.raises((RuntimeArgumentError, StepArgumentError), match=text):
+    with pytest.raises((StepArgumentError, StepArgumentError), match=text):
         PipelineRuntime(**given)
 
 

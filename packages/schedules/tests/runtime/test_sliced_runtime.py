@@ -21,7 +21,7 @@ from pipegrid.schedules import (
     seq1f1b_zero_bubble,
     timeline,
 )
-from pipegrid.schedules.errors import RuntimeArgumentError, StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.transport import P2PConfig
 
@@ -159,7 +159,7 @@ def test_a_stage_without_slices_is_named_before_the_step():
             return Forwarded({}, None)
 
     plan = lower(seq1f1b(1, 1, num_slices=2))
-    with pytest.raises(RuntimeArgumentError, match=r"stage 0 is .*forward\(microbatch, inputs, part\): too many"):
+    with pytest.raises(StepArgumentError, match=r"stage 0 is .*forward\(microbatch, inputs, part\): too many"):
         PipelineRuntime(plan, {0: Whole()}, None)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from pipegrid.schedules import (
     Monitor,
     PipelineRuntime,
-    RuntimeArgumentError,
+    StepArgumentError,
     accumulate_in_main_grad,
     lower,
     one_f_one_b,
@@ -104,7 +104,7 @@ def test_the_first_step_is_the_one_without_a_warm_up(ranks):
 def test_what_a_stage_receives_must_be_given(network):
     plan = lower(one_f_one_b(2, 1))
     runtime = PipelineRuntime(plan, {1: stage_on(plan, 1)}, network.communicator(2, 1))
-    with pytest.raises(RuntimeArgumentError, match="no payload for edge 0>1, which stage 1 receives"):
+    with pytest.raises(StepArgumentError, match="no payload for edge 0>1, which stage 1 receives"):
         runtime.warm_up()
 
 
@@ -114,7 +114,7 @@ def test_a_plan_with_slices_asks_for_a_forward_of_the_callers_own():
             raise AssertionError
 
     runtime = PipelineRuntime(lower(seq1f1b(1, 2, num_slices=2)), {0: Sliced()}, None)
-    with pytest.raises(RuntimeArgumentError, match=r"a plan with slices; call warm_up\(modules, forward\)"):
+    with pytest.raises(StepArgumentError, match=r"a plan with slices; call warm_up\(modules, forward\)"):
         runtime.warm_up()
 
 

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.bridges.errors import CompletionError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
 from pipegrid.transport.backends import lift_timeout, nccl_options
 from pipegrid.transport.collectives.gathering import gather_text
 from pipegrid.transport.collectives.waiting import NotDone, PendingCollectives, finish
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import text_of
+from pipegrid.transport.errors import CollectiveFailedError, text_of
 from pipegrid.transport.lane.transfers import BACKSTOP_SECONDS
 from pipegrid.transport.streams import has_streams
 from pipegrid.transport.waits import aborts
@@ -103,8 +102,8 @@ class CollectiveWaits:
             task: of this collective, where it is another than the communicator's.
 
         Raises:
-            CompletionError: a rank died or did not come in time, or the communicator was ended. On a device, also where
-                a collective waited for before has failed since.
+            CollectiveFailedError: a rank died or did not come in time, or the communicator was ended. On a device, also
+                where a collective waited for before has failed since.
         """
         if work is None:
             return
@@ -129,14 +128,16 @@ class CollectiveWaits:
         """Raise if a collective that was waited for on a device has ended with an error.
 
         Raises:
-            CompletionError: it has.
+            CollectiveFailedError: it has.
         """
         self.lost = self.lost or self.pending.failed()
         if self.lost is not None:
             ranks, error = self.lost
             raise self._error(ranks, NotDone.of(error), self.deadline) from error
 
-    def _error(self, ranks: Sequence[int], failed: NotDone, seconds: float, task: str | None = None) -> CompletionError:
+    def _error(
+        self, ranks: Sequence[int], failed: NotDone, seconds: float, task: str | None = None
+    ) -> CollectiveFailedError:
         """The error of a collective among ``ranks``, for which this rank waited for ``seconds``."""
         self.stuck = True  # also after an end: the abort that follows it may not have begun
         cause = {
@@ -148,7 +149,9 @@ class CollectiveWaits:
         others = [rank for rank in ranks if rank != self.rank]
         failure = self.failure()
         lane = "" if failure is None else f" (a lane of this edge failed: {text_of(failure).splitlines()[0]})"
-        return CompletionError(f"rank {self.rank}, {self.name}: {(task or self.task).format(others)}: {cause}{lane}")
+        return CollectiveFailedError(
+            f"rank {self.rank}, {self.name}: {(task or self.task).format(others)}: {cause}{lane}"
+        )
 
 
 def close_groups(

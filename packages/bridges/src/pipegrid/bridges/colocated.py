@@ -14,7 +14,7 @@ from attrs import frozen
 from torch.autograd.function import once_differentiable
 
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, DestroyedError, ShapeError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.reshard import (
     BATCH,
@@ -35,6 +35,7 @@ from pipegrid.topology.grid import Grid
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
+from pipegrid.transport.errors import P2PLaneDeadError
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
 
@@ -271,9 +272,9 @@ class ColocatedBridgeCommunicator:
             BridgeError: FAN_OUT by an integer scale that does not divide the batch.
             ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
                 ``dim_mapping``: compared in the first call with each shape.
-            CompletionError: a rank did not come before the deadline, or died; or the bridge was aborted.
-            NotReplicatedError: with ``check_replicated``, the copies of a source replica differ.
-            DestroyedError: after `destroy`.
+            CollectiveFailedError: a rank did not come before the deadline, or died; or the bridge was aborted.
+            BridgeError: with ``check_replicated``, the copies of a source replica differ.
+            P2PLaneDeadError: after `destroy`.
         """
         self._require_alive()
         axis = self.dim_mapping[BATCH]
@@ -306,7 +307,9 @@ class ColocatedBridgeCommunicator:
 
     def _require_alive(self) -> None:
         if self._destroyed:
-            raise DestroyedError(f"{self._label} was destroyed; destroy it after the last backward, or make a new one")
+            raise P2PLaneDeadError(
+                f"{self._label} was destroyed; destroy it after the last backward, or make a new one"
+            )
 
     def _agree(self, tensor: torch.Tensor) -> None:
         """Compare the shape, the dtype and the axes of ``tensor`` among all ranks: another size would end a process."""

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+from pipegrid.transport.errors import CollectiveFailedError, P2PLaneDeadError
+
 
 class BridgeError(ValueError):
-    """Sides, samples or stages that do not fit each other; the base of the errors of bridges."""
+    """Sides, samples, stages or copies that do not fit each other; the base of the errors of bridges."""
 
 
 class ShapeError(BridgeError):
     """A tensor whose dtype, number of axes or shape is not what the edge carries."""
-
-
-class NotReplicatedError(BridgeError):
-    """Ranks that should hold the same values hold different ones."""
-
-
-class CompletionError(RuntimeError):
-    """Copies of a stage could not complete each other: one of them died, was ended, or did not come in time."""
-
-
-class DestroyedError(RuntimeError):
-    """A communicator used after `destroy`."""
 
 
 class StageError(BridgeError):
@@ -40,5 +30,7 @@ class MissingTensorError(BridgeError, KeyError):
 
 
 # Names of one thing each that no caller handled differently; for this version.
-UndeclaredDimError = LaneTotalsError = TilingError = VTPTopologyError = BridgeError
+UndeclaredDimError = LaneTotalsError = TilingError = VTPTopologyError = NotReplicatedError = BridgeError
 WrongSideError = NoBackwardError = PendingGradientError = StageError
+CompletionError = CollectiveFailedError
+DestroyedError = P2PLaneDeadError

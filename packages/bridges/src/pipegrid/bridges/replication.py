@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.bridges.errors import BridgeError, NotReplicatedError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import Side
 
 
@@ -35,9 +35,9 @@ class ReplicationCheck:
         """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis.
 
         Raises:
-            NotReplicatedError: the copies of some replica differ.
+            BridgeError: the copies of some replica differ.
             BridgeError: replicas have different numbers of rows.
-            CompletionError: a rank of the side died, or did not come before the deadline.
+            CollectiveFailedError: a rank of the side died, or did not come before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
         self._calls += 1
@@ -62,7 +62,7 @@ class ReplicationCheck:
             )
         if wrong:
             ranks = [rank for rank in self.side.ranks if self.side.lane_of(rank) == wrong - 1]
-            raise NotReplicatedError(
+            raise BridgeError(
                 f"the copies of source replica {wrong - 1} of {self.side.name!r} (ranks {ranks}) hold different "
                 "tensors; gather or reduce over tp before communicate()"
             )

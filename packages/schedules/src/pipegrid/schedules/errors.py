@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+from pipegrid.transport.errors import CollectiveFailedError
+
 
 @frozen
 class Fault:
@@ -55,11 +57,7 @@ class PlanSyntaxError(PlanError):
 
 
 class StepArgumentError(ValueError):
-    """An argument of a step function or a runtime that is wrong, contradicts another, or does not match the plan."""
-
-
-class RuntimeArgumentError(TypeError):
-    """An argument of `PipelineRuntime` that it cannot use."""
+    """An argument of a step function, a runtime or a monitor that is wrong, contradicts another or the plan."""
 
 
 class StageOutputError(ValueError):
@@ -81,13 +79,9 @@ class GradientError(ValueError):
     """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked."""
 
 
-class ReductionFailedError(RuntimeError):
-    """A collective over gradients did not end within its deadline, or a rank of its group has ended."""
-
-
 # Names of one thing each that no caller handled differently; for this version.
-PlanMismatchError = AnnouncedShapesError = StepArgumentError
+PlanMismatchError = AnnouncedShapesError = RuntimeArgumentError = MonitorError = StepArgumentError
 StageInputError = StageOutputError
 LossScaleError = LossError
 ReductionError = MainGradError = DeferralError = TyingError = GradientError
-ReductionTimeoutError = ReductionPeerError = ReductionFailedError
+ReductionFailedError = ReductionTimeoutError = ReductionPeerError = CollectiveFailedError

@@ -58,7 +58,7 @@ from pipegrid.topology.job.roles import (
     ModuleStageInfo as ModuleStageInfo,
     RankRole,
 )
-from pipegrid.topology.job_store import job_store as job_store, serve_store as serve_store
+from pipegrid.topology.job.job_store import job_store as job_store, serve_store as serve_store
 
 from_device_mesh = HyperCommGrid.from_device_mesh
 to_device_mesh = HyperCommGrid.to_device_mesh

@@ -15,6 +15,7 @@ from pipegrid.transport.base import Communicator, Port as Port, Verbs as Verbs
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction as Direction, Edge
 from pipegrid.transport.errors import (
+    CollectiveFailedError as CollectiveFailedError,
     LaneSpecError as LaneSpecError,
     P2PConfigError as P2PConfigError,
     P2PError,

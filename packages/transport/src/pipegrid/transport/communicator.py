@@ -17,7 +17,7 @@ from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.control.replica_lanes import ReplicaLanes
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
@@ -49,7 +49,7 @@ class P2PCommunicator(LaneCommunicator):
             them. Lanes to other replicas are opened when a plan first needs them.
 
     Raises:
-        P2PConfigError: settings that contradict each other, the group or the device; or a group that this rank is not
+        P2PUsageError: settings that contradict each other, the group or the device; or a group that this rank is not
             in; a placement with fewer than two stages, or an index that the group does not have.
         P2PMismatchError: the ranks were given different settings.
         P2PTimeoutError: a rank did not come.
@@ -201,7 +201,7 @@ class P2PCommunicator(LaneCommunicator):
             is_first_stage: there is nothing to receive.
 
         Raises:
-            P2PConfigError: there is no ``pipeline_dtype``, and dtypes are not agreed at run time.
+            P2PUsageError: there is no ``pipeline_dtype``, and dtypes are not agreed at run time.
             P2PUsageError: invalid or missing shapes; or a ``placement`` or ``traffic`` without this lane.
             P2PMismatchError: another shape, dtype or structure was announced; the lane is dead on both sides.
             P2PTimeoutError: nothing came by the deadline; the lane is dead.
@@ -338,16 +338,16 @@ def _group(given: Any) -> ProcessGroup:
     group = dist.group.WORLD if given is None else given
     if isinstance(group, ProcessGroup):
         return group
-    raise P2PConfigError(f"pp_group is {given!r}; it must be None or a group that this rank {dist.get_rank()} is in")
+    raise P2PUsageError(f"pp_group is {given!r}; it must be None or a group that this rank {dist.get_rank()} is in")
 
 
 def _example(shape: Sequence[int], config: P2PConfig) -> torch.Tensor:
     """A message of the one ``tensor_shape``."""
     dtype, mode = config.pipeline_dtype, config.shape_mode
     if not is_single_shape(shape):
-        raise P2PConfigError(f"tensor_shape is {shape!r}; it must be one shape, of sizes of at least 0")
+        raise P2PUsageError(f"tensor_shape is {shape!r}; it must be one shape, of sizes of at least 0")
     if mode not in ("agreed", "given"):
-        raise P2PConfigError(f"tensor_shape is {shape!r}, but shapes are {mode!r}, which vary")
+        raise P2PUsageError(f"tensor_shape is {shape!r}, but shapes are {mode!r}, which vary")
     if dtype is None:
-        raise P2PConfigError(f"tensor_shape is {shape!r}, but pipeline_dtype is None; a fixed message has a dtype")
+        raise P2PUsageError(f"tensor_shape is {shape!r}, but pipeline_dtype is None; a fixed message has a dtype")
     return torch.empty(tuple(shape), dtype=dtype, device="meta")

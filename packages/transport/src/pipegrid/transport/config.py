@@ -9,7 +9,7 @@ import attrs
 from attrs import frozen
 
 from pipegrid.topology.fields import Count, Rule, checked_fields, instance, integer
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.sharing import Communicators
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
@@ -49,7 +49,7 @@ Flag: TypeAlias = Annotated[bool, instance(bool, "True or False")]
 Deadline: TypeAlias = Annotated[float, Rule(_seconds, f"seconds above 0 and of at most {LONGEST_SECONDS} (a year)")]
 
 
-@frozen(kw_only=True, field_transformer=checked_fields(P2PConfigError))
+@frozen(kw_only=True, field_transformer=checked_fields(P2PUsageError))
 class P2PConfig:
     """Settings of lanes and communicators: the documented default of every ``config`` argument.
 
@@ -101,7 +101,7 @@ class P2PConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.variable_seq_lengths and self.shapes in ("given", "agreed"):
-            raise P2PConfigError(f"shapes is {self.shapes!r}, which fixes them, but variable_seq_lengths is True")
+            raise P2PUsageError(f"shapes is {self.shapes!r}, which fixes them, but variable_seq_lengths is True")
 
     @property
     def shape_mode(self) -> ShapeMode:
@@ -117,7 +117,7 @@ def as_config(config: Any) -> P2PConfig:
         return config
     names = [one.name for one in attrs.fields(P2PConfig) if hasattr(config, one.name)]
     if getattr(config, "use_ring_exchange_p2p", False):
-        raise P2PConfigError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange")
+        raise P2PUsageError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange")
     if config is not None and not names:
-        raise P2PConfigError(f"the config is {config!r:.80}; it must be None or have some of P2PConfig's attributes")
+        raise P2PUsageError(f"the config is {config!r:.80}; it must be None or have some of P2PConfig's attributes")
     return P2PConfig(**{name: getattr(config, name) for name in names})

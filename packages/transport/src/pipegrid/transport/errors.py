@@ -7,12 +7,11 @@ class P2PError(RuntimeError):
     """A failure of point-to-point traffic; the base of all errors of this package."""
 
 
-class P2PConfigError(P2PError, ValueError):
-    """A setting or a lane description with an invalid value, or that contradicts another or the world."""
-
-
 class P2PUsageError(P2PError, ValueError):
-    """A call that this lane, edge, rank or moment does not offer, or a payload of no such kind. Nothing was sent."""
+    """A setting, a lane description, a call or a payload that is wrong, or not for this lane, edge, rank or moment.
+
+    Nothing was sent.
+    """
 
 
 class P2PMismatchError(P2PError):
@@ -24,7 +23,11 @@ class P2PPeerError(P2PError, ConnectionError):
 
 
 class P2PLaneDeadError(P2PError):
-    """A lane was used after it had failed or was closed; the text gives the first failure."""
+    """A lane or a communicator was used after it had failed or was closed; the text gives the first failure."""
+
+
+class CollectiveFailedError(RuntimeError):
+    """A collective was not done by its deadline, or a rank of its group died or was ended."""
 
 
 class P2PTimeoutError(P2PError, TimeoutError):
@@ -73,8 +76,7 @@ def _rebuild_timeout(text: str, state: dict[str, object]) -> P2PTimeoutError:
 
 
 # Names of one thing each that no caller handled differently; for this version.
-LaneSpecError = P2PConfigError
-P2PPayloadError = P2PUsageError
+LaneSpecError = P2PConfigError = P2PPayloadError = P2PUsageError
 
 
 def text_of(error: object) -> str:

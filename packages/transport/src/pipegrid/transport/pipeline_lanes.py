@@ -8,7 +8,7 @@ from typing import Any
 
 from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.sharing import Communicators, LaneSharing, PositionLane
 from pipegrid.transport.spec import LaneSpec
 
@@ -31,9 +31,9 @@ def require_edge(edge: Any, placement: Sequence[int] | None) -> None:
 
 def placed(placement: Any, count: int) -> tuple[int, ...]:
     """A checked placement: the index of each of two or more stages in the ``count`` ranks of the pipeline."""
-    stages: tuple[int, ...] = checked(placement, tuple[Index, ...], "placement", P2PConfigError)
+    stages: tuple[int, ...] = checked(placement, tuple[Index, ...], "placement", P2PUsageError)
     if len(stages) < 2 or max(stages) >= count:
-        raise P2PConfigError(f"placement is {placement!r}; it must give two or more stages an index below {count} each")
+        raise P2PUsageError(f"placement is {placement!r}; it must give two or more stages an index below {count} each")
     return stages
 
 
@@ -58,7 +58,7 @@ def pipeline_lanes(
     lanes = set()
     for edge, direction in traffic:
         if edge.source < 0 or (placement is not None and max(edge.source, edge.destination) >= len(stages)):
-            raise P2PConfigError(f"traffic has edge {edge}, but the placement {placement!r} has {len(stages)} stages")
+            raise P2PUsageError(f"traffic has edge {edge}, but the placement {placement!r} has {len(stages)} stages")
         source, destination = (ranks[stages[stage % len(stages)]] for stage in (edge.source, edge.destination))
         lanes.add(direction_lane(source, destination, direction))
     return tuple(sorted(lanes))
@@ -68,14 +68,14 @@ def checked_replicas(
     given: Any, ranks: Sequence[int], communicators: Communicators
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """The ranks of the pipeline of each replica, and the replica whose pipeline is on ``ranks``."""
-    replicas: tuple[tuple[int, ...], ...] = checked(given, tuple[tuple[Index, ...], ...], "replicas", P2PConfigError)
+    replicas: tuple[tuple[int, ...], ...] = checked(given, tuple[tuple[Index, ...], ...], "replicas", P2PUsageError)
     every = [rank for row in replicas for rank in row]
     if tuple(ranks) not in replicas or {len(row) for row in replicas} != {len(ranks)} or len({*every}) < len(every):
-        raise P2PConfigError(
+        raise P2PUsageError(
             f"replicas is {given!r}; it must give each replica {len(ranks)} ranks of its own, one of them {list(ranks)}"
         )
     if isinstance(communicators, LaneSharing):
-        raise P2PConfigError(
+        raise P2PUsageError(
             "replicas beside communicators of a plan, which have no lanes between replicas; give 'separate' or 'shared'"
         )
     return replicas, replicas.index(tuple(ranks))
@@ -111,14 +111,14 @@ def planned_lanes(
     Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given.
 
     Raises:
-        P2PConfigError: the plan has a lane that the pipeline does not have.
+        P2PUsageError: the plan has a lane that the pipeline does not have.
     """
     lanes = pipeline_lanes(ranks, placement=placement, traffic=traffic)
     carried = carried_lanes(ranks, lanes)
     if traffic is not None or not isinstance(communicators, LaneSharing):
         return lanes, carried
     if foreign := sorted(communicators.numbers.keys() - carried.values()):
-        raise P2PConfigError(
+        raise P2PUsageError(
             f"communicators has lane {foreign[0]} of a plan, but these positions are no neighbours in the pipeline: it "
             f"has {', '.join(map(str, sorted(carried.values())))}"
         )

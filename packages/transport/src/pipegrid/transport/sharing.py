@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from pipegrid.topology.fields import Index, Rule, checked_fields
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.spec import LaneSpec
 
 
@@ -17,7 +17,7 @@ def _direction_key(direction: Direction) -> str:
     return direction.value
 
 
-@frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PConfigError))
+@frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class PositionLane:
     """One direction of traffic from one position of a plan to another, first in, first out.
 
@@ -53,7 +53,7 @@ def _as_communicators(value: Iterable[Iterable[PositionLane]]) -> tuple[tuple[Po
     found = sorted(part for lanes in value for part in _joined(lanes))
     every = [lane for lanes in found for lane in lanes]
     if twice := [lane for lane in every if every.count(lane) > 1]:
-        raise P2PConfigError(f"lane {twice[0]} is on two communicators; each lane has one")
+        raise P2PUsageError(f"lane {twice[0]} is on two communicators; each lane has one")
     return tuple(found)
 
 
@@ -116,7 +116,7 @@ def communicators_of(
         carried: the lane of the plan that each one carries, for a `LaneSharing`.
 
     Raises:
-        P2PConfigError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
+        P2PUsageError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
             the plan, whose messages would come in the order of their labels.
     """
     numbers = kind.numbers if isinstance(kind, LaneSharing) else {}
@@ -128,12 +128,12 @@ def communicators_of(
             lane = carried.get(spec)
             if lane is None or lane not in numbers:
                 what = f"{spec} carries no lane of a plan" if lane is None else f"{spec} carries {lane}"
-                raise P2PConfigError(
+                raise P2PUsageError(
                     f"communicators has {', '.join(map(str, sorted(numbers)))} of a plan, but lane {what}"
                 )
             key = numbers[lane]
             twin = seen.setdefault((spec.source, spec.destination, lane), spec)
             if twin is not spec and len(kind.communicators[key]) > 1:
-                raise P2PConfigError(f"lanes {twin} and {spec} both carry lane {lane}, which shares a communicator")
+                raise P2PUsageError(f"lanes {twin} and {spec} both carry lane {lane}, which shares a communicator")
         bundles.setdefault(key, []).append(spec)
     return [part for bundle in bundles.values() for part in _joined(bundle)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from attrs import define, frozen
 
 from pipegrid.topology.fields import Index, Rule, checked_fields
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 _LABEL_BYTES = 4096
 
@@ -19,7 +19,7 @@ def _label(value: Any) -> str:
     return value
 
 
-@frozen(order=True, field_transformer=checked_fields(P2PConfigError))
+@frozen(order=True, field_transformer=checked_fields(P2PUsageError))
 class LaneSpec:
     """Traffic from global rank ``source`` to ``destination``; ``label`` tells apart lanes of the same ranks.
 

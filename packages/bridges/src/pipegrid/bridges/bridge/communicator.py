@@ -33,7 +33,7 @@ from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.sharing import LaneSharing
@@ -242,7 +242,7 @@ class BridgeCommunicator(BridgeEnds):
         """Raise if a completion that was waited for on a device has failed since: a wait there only orders streams.
 
         Raises:
-            CompletionError: it has.
+            CollectiveFailedError: it has.
         """
         self._traffic.waits.check()
 
@@ -340,11 +340,11 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
     """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header.
 
     Raises:
-        P2PConfigError: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a
+        P2PUsageError: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a
             receive after its batch, when the sizes have come; the proof knows neither.
     """
     if isinstance(settings.communicators, LaneSharing):
-        raise P2PConfigError(
+        raise P2PUsageError(
             "communicators has those of a plan, which are for a P2PCommunicator; lanes of bridges, modules and "
             "variable-TP stages are 'separate' or 'shared'"
         )

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 from pipegrid.bridges.bridge.communicator import renew_lanes
 from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.errors import StageError
 from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PLaneDeadError
 from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -124,4 +125,4 @@ class EdgeCommunicator(LaneCommunicator, ABC):
 
     def _require_alive(self) -> None:
         if self._closed:
-            raise DestroyedError("this communicator was closed; make a new one")
+            raise P2PLaneDeadError("this communicator was closed; make a new one")

@@ -7,10 +7,11 @@ from typing import Any
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
-from pipegrid.bridges.errors import DestroyedError, StageError
+from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.reshard import End, GridLike, as_grid, axis_names
 from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction
+from pipegrid.transport.errors import P2PLaneDeadError
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -79,14 +80,14 @@ class BridgeEnds:
         """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
 
         Raises:
-            DestroyedError: the bridge was destroyed.
+            P2PLaneDeadError: the bridge was destroyed.
             StageError: this rank is not in that side's grid, or there are no lanes for gradients.
         """
         here = self.is_source if (direction is _FORWARD) is sends else self.is_destination
         if here and not self._destroyed and (direction is _FORWARD or self.carries_gradients):
             return True
         if self._destroyed:
-            raise DestroyedError(f"{self} was destroyed; make a new one")
+            raise P2PLaneDeadError(f"{self} was destroyed; make a new one")
         end: End = "source" if (direction is _FORWARD) is sends else "destination"
         verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
         if not here:

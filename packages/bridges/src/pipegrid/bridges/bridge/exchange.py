@@ -20,10 +20,11 @@ from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, pee
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
-from pipegrid.bridges.errors import CompletionError, ShapeError, StageError
+from pipegrid.bridges.errors import ShapeError, StageError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, broadcast_text
 from pipegrid.transport.edge import Direction
+from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -255,7 +256,7 @@ class Exchange:
                 lambda work: traffic.waits.wait(work, copies, group, host=True),
             )
         except RuntimeError as error:
-            raise CompletionError(
+            raise CollectiveFailedError(
                 f"rank {self.rank}, {self.name}: rank {leader} did not pass on the source's sizes before the "
                 f"deadline ({error})"
             ) from error

@@ -146,7 +146,7 @@ class ReceiveQueue:
         """Wait for completions and write their data.
 
         Raises:
-            CompletionError: a copy died or did not come before the deadline, or the communicator was ended.
+            CollectiveFailedError: a copy died or did not come before the deadline, or the communicator was ended.
         """
         end = time.monotonic() + (self.waits.deadline if seconds is None else seconds)
         for step in completing:
@@ -276,7 +276,7 @@ class BridgeReceive:
         Raises:
             P2PError: as of the lanes.
             ShapeError: the messages are not what was expected.
-            CompletionError: the copies did not complete each other.
+            CollectiveFailedError: the copies did not complete each other.
         """
         if self._done:
             return

@@ -31,7 +31,7 @@ from pipegrid.topology.fields import shown
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.protocol import ReceiveHandle
 from pipegrid.transport.streams import new_stream
@@ -66,7 +66,7 @@ class VTPCommunicator(VTPFunctions):
 
     Raises:
         BridgeError: the world does not fit the topology, or this rank has no place in it.
-        P2PConfigError: settings that contradict each other, the topology or the device.
+        P2PUsageError: settings that contradict each other, the topology or the device.
         P2PTimeoutError: a rank did not come.
     """
 
@@ -147,10 +147,10 @@ class VTPCommunicator(VTPFunctions):
 
     def _check_config(self, given: Any) -> None:
         if self.config.shape_mode == "manifest":
-            raise P2PConfigError("a VTPCommunicator has no shapes='manifest'; use variable_seq_lengths=True")
+            raise P2PUsageError("a VTPCommunicator has no shapes='manifest'; use variable_seq_lengths=True")
         wants_ring = getattr(given, "layerwise_disaggregated_training", None)
         if wants_ring is not None and bool(wants_ring) is not self.topology.ring:
-            raise P2PConfigError(
+            raise P2PUsageError(
                 f"layerwise_disaggregated_training is {wants_ring!r}, but the topology has ring={self.topology.ring}"
             )
 

@@ -14,7 +14,7 @@ from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.edge import Direction, Edge
-from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.payload import is_single_shape
 from pipegrid.transport.protocol import Handle
 
@@ -64,7 +64,7 @@ class VTPFunctions(EdgeCommunicator):
             ``work.wait()`` has returned.
 
         Raises:
-            P2PConfigError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
+            P2PUsageError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
             StageError: nothing comes here: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
@@ -89,7 +89,7 @@ class VTPFunctions(EdgeCommunicator):
         name, dtype = ARRIVES[direction], settings.pipeline_dtype
         if dtype is None:
             subject = "pipeline_dtype" if direction is _F else "dtype"
-            raise P2PConfigError(f"{subject} must be provided if {name} is True: set pipeline_dtype in the config")
+            raise P2PUsageError(f"{subject} must be provided if {name} is True: set pipeline_dtype in the config")
         wanted = self._shape(shape, name, required=True)
         way = self._there(edge, name), direction
         if self._closed or wanted is None or way not in self._arriving:
@@ -122,7 +122,7 @@ class VTPFunctions(EdgeCommunicator):
             return self.config
         settings, own = as_config(config), self.config.pipeline_dtype
         if None not in (own, settings.pipeline_dtype) and settings.pipeline_dtype != own:
-            raise P2PConfigError(f"this call's pipeline_dtype is {settings.pipeline_dtype}, but the lanes have {own}")
+            raise P2PUsageError(f"this call's pipeline_dtype is {settings.pipeline_dtype}, but the lanes have {own}")
         return settings
 
     # -- the same with the guards of a schedule, waiting ----------------------------------------------------

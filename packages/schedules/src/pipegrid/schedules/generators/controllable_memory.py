@@ -13,9 +13,10 @@ and 4 (V-Min, V-Half, V-ZB; appendix on squeezing and on placing ``W``).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TypeAlias
 
-from attrs import frozen
+from attrs import Factory, define, field, frozen
 
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators.shapes import Order, chain_plan, v_placement
@@ -128,63 +129,87 @@ def _squeezed(orders: list[list[_Pass]], *, limit: int, ahead: int) -> list[Orde
     with that forward moved to the front still holds at most ``limit`` chunks, each ``W`` next to its ``I``.
     `search` squeezes patterns at any costs without this guarantee, and drops those that get stuck.
     """
-    num_positions, stages = len(orders), 2 * len(orders)
     done: dict[_Pass, int] = {}  # the slot after the one in which it ran
-    pending = [deque(order) for order in orders]
-    owed: list[deque[Action]] = [deque() for _ in orders]
-    live = [0] * num_positions
-    passed_up = [0] * num_positions  # microbatches whose upward forward ran
-    forwards_left = [sum(number < stages for number, _ in order) for order in orders]
-    warmup = [True] * num_positions
-    result: list[Order] = [[] for _ in orders]
+    positions = [_Position(deque(order), len(orders), limit, ahead) for order in orders]
+    slot = 0
 
     def ready(one: _Pass) -> bool:
         number, m = one
         return number == 0 or done.get((number - 1, m), slot + 1) <= slot
 
-    def early_forward(position: int) -> _Pass | None:
-        held = live[position] - len(owed[position])
-        for one in pending[position]:
+    while any(at.pending or at.owed for at in positions):
+        for at in positions:
+            chosen = at.next_pass(ready)
+            if chosen is not None:
+                at.run(chosen)
+                done[chosen] = slot + 1
+            elif at.owed:
+                at.run_weight()
+        slot += 1
+    return [at.order for at in positions]
+
+
+@define(eq=False)
+class _Position:
+    """What a position has left to do, and holds.
+
+    ``num_positions`` has the pipeline; ``limit`` and ``ahead``: see `_squeezed`. ``owed``: the ``W`` of the backwards
+    done. ``passed_up``: microbatches whose upward forward ran.
+    """
+
+    pending: deque[_Pass]
+    num_positions: int
+    limit: int
+    ahead: int
+    owed: deque[Action] = Factory(deque)
+    order: Order = Factory(list)
+    live: int = 0
+    passed_up: int = 0
+    warmup: bool = True
+    forwards_left: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.forwards_left = sum(number < 2 * self.num_positions for number, _ in self.pending)
+
+    def next_pass(self, ready: Callable[[_Pass], bool]) -> _Pass | None:
+        """The pass to run in this slot, in turn or out of it; None to wait."""
+        order, room = self.pending, self.live < self.limit
+        if order and ready(order[0]) and (room or order[0][0] >= 2 * self.num_positions):
+            return order[0]
+        if self.warmup and room:
+            return self._early_forward(ready)
+        return None if self.forwards_left else next(filter(ready, order), None)
+
+    def _early_forward(self, ready: Callable[[_Pass], bool]) -> _Pass | None:
+        held = self.live - len(self.owed)
+        for one in self.pending:
             number, m = one
-            if number >= stages:
+            if number >= 2 * self.num_positions:
                 held -= 1
-            elif ready(one) and m <= passed_up[position] + ahead:
+            elif ready(one) and m <= self.passed_up + self.ahead:
                 return one
             else:
                 held += 1
-                if held == limit:  # with another forward in front of it, it would not fit
+                if held == self.limit:  # with another forward in front of it, it would not fit
                     return None
         return None
 
-    def choose(position: int) -> _Pass | None:
-        order, room = pending[position], live[position] < limit
-        if order and ready(order[0]) and (room or order[0][0] >= stages):
-            return order[0]
-        if warmup[position] and room:
-            return early_forward(position)
-        return None if forwards_left[position] else next(filter(ready, order), None)
+    def run(self, one: _Pass) -> None:
+        """Run a forward, or the ``I`` of a backward."""
+        number, m = one
+        self.pending.remove(one)
+        if number < 2 * self.num_positions:
+            self.order.append(forward(number, m))
+            self.live += 1
+            self.passed_up += number >= self.num_positions
+            self.forwards_left -= 1
+        else:
+            stage = 4 * self.num_positions - 1 - number
+            self.order.append(input_backward(stage, m))
+            self.owed.append(weight_backward(stage, m))
+            self.warmup = False
 
-    slot = 0
-    while any(pending) or any(owed):
-        for position in range(num_positions):
-            chosen = choose(position)
-            if chosen is None:
-                if owed[position]:
-                    result[position].append(owed[position].popleft())
-                    live[position] -= 1
-                continue
-            pending[position].remove(chosen)
-            done[chosen] = slot + 1
-            number, m = chosen
-            if number < stages:
-                result[position].append(forward(number, m))
-                live[position] += 1
-                passed_up[position] += number >= num_positions
-                forwards_left[position] -= 1
-            else:
-                stage = 2 * stages - 1 - number
-                result[position].append(input_backward(stage, m))
-                owed[position].append(weight_backward(stage, m))
-                warmup[position] = False
-        slot += 1
-    return result
+    def run_weight(self) -> None:
+        """Run the oldest ``W`` that is owed."""
+        self.order.append(self.owed.popleft())
+        self.live -= 1

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.schedules.errors import ReductionFailedError
 from pipegrid.transport.collectives.gathering import gather_text
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, lost_ranks
+from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Waiting:
         """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``; ``host`` holds the host in any case.
 
         Raises:
-            ReductionFailedError: past the deadline; the backend lost a rank of the group; on a device, also that of a
+            CollectiveFailedError: past the deadline; the backend lost a rank of the group; on a device, also that of a
                 collective before.
             JobFailedError: with a monitor: another rank failed, or its deadline passed.
         """
@@ -47,12 +47,12 @@ class Waiting:
         if failed is None:
             return
         if failed.why == "late":
-            raise ReductionFailedError(
+            raise CollectiveFailedError(
                 f"{_REDUCTION} did not end within the deadline of {self.deadline:.3g} s: one of the other ranks of "
                 f"{_ranks(group)} has not joined it; rebuild the process groups before the next step"
             )
         who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
-        raise ReductionFailedError(f"{_REDUCTION} failed: {who}({failed.text})") from failed.error
+        raise CollectiveFailedError(f"{_REDUCTION} failed: {who}({failed.text})") from failed.error
 
     def _finish(
         self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool

@@ -59,7 +59,7 @@ def clip_grad_norm_(
     Raises:
         GradientError: a norm that is not positive; a missing group; a DTensor with partial gradients, or over some of
             the replicas.
-        ReductionFailedError: past the deadline.
+        CollectiveFailedError: past the deadline.
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)

@@ -37,7 +37,7 @@ def unscale_gradients_(
 
     Raises:
         LossError: a scale that is not positive and finite.
-        ReductionFailedError: past the deadline.
+        CollectiveFailedError: past the deadline.
     """
     scale = checked(scale, Positive, "scale", LossError)
     gradients = [local_of(g) for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]

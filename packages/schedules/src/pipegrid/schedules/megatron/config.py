@@ -15,7 +15,7 @@ from attrs import field, fields, frozen
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, instance, shown
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import P2PConfigError
+from pipegrid.transport.errors import P2PUsageError
 
 
 def _functions(value: Any) -> Any:
@@ -39,7 +39,7 @@ def _as_tuple(value: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(value)
 
 
-@frozen(kw_only=True, field_transformer=checked_fields(P2PConfigError))
+@frozen(kw_only=True, field_transformer=checked_fields(P2PUsageError))
 class PipelineConfig(P2PConfig):
     """Settings of a pipelined step, and (inherited) of the communicator that it runs on.
 
@@ -94,7 +94,7 @@ class PipelineConfig(P2PConfig):
             made with a function that makes the model, and for models of which a rank can hold two.
 
     Raises:
-        P2PConfigError: a count outside its range, a value for a function; or as `P2PConfig`.
+        P2PUsageError: a count outside its range, a value for a function; or as `P2PConfig`.
     """
 
     hidden_size: Count | None = None
@@ -137,7 +137,7 @@ def option(config: Any, name: str) -> Any:
 
 def checked_option(config: Any, name: str) -> Any:
     """`option`, with the check that a `PipelineConfig` makes when it is made, for a config of another class."""
-    return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PConfigError)
+    return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PUsageError)
 
 
 def config_of(model: Any) -> Any:

@@ -15,18 +15,8 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
-from pipegrid.schedules.megatron.place import (
-    Place,
-    Sharding,
-    Ties,
-    interleaved_proof,
-    one_module,
-    place_of,
-    routed_proof,
-    step_proof,
-)
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proof, one_module, place_of, step_proof
 from pipegrid.schedules.passes.lowering import Receives
-from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import describe
 from pipegrid.schedules.verify import Proof
 
@@ -50,19 +40,8 @@ class StepKind:
         """The argument ``data_iterator`` of a call by stage."""
         return place.by_stage(data_iterator, "data_iterator")
 
-    def proof(
-        self,
-        place: Place,
-        num_microbatches: int,
-        config: Any,
-        ties: Ties,
-        sharding: Sharding,
-        routes: Routes | None = None,
-    ) -> Proof:
-        """The plan with its proof; ``ties``: the names and stages of tied parameters.
-
-        ``num_microbatches``: the most that a replica has, where they differ by ``routes``.
-        """
+    def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
+        """The plan with its proof."""
         raise NotImplementedError
 
 
@@ -116,27 +95,10 @@ class Scheduled(StepKind):
         """Whether a rank has one stage of each module, so that a list of one is its item."""
         return not self.several or len(place.stages) == 1
 
-    def proof(
-        self,
-        place: Place,
-        num_microbatches: int,
-        config: Any,
-        ties: Ties,
-        sharding: Sharding,
-        routes: Routes | None = None,
-    ) -> Proof:
+    def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
         """Of the schedule over the graph of modules."""
         del config
-        prove = step_proof if routes is None else routed_proof
-        return prove(
-            evolve(place, stages=()),
-            num_microbatches,
-            ties,
-            schedule=self.schedule,
-            sharding=sharding,
-            num_slices=self.num_slices,
-            routes=routes,
-        )
+        return step_proof(evolve(place, stages=()), needs, self.schedule, self.num_slices)
 
 
 @frozen
@@ -181,19 +143,12 @@ class Interleaved(StepKind):
         ranks = job.total_stages
         return Place(one_module(ranks * chunks), tuple(range(job.current_stage, ranks * chunks, ranks)))
 
-    def proof(
-        self,
-        place: Place,
-        num_microbatches: int,
-        config: Any,
-        ties: Ties,
-        sharding: Sharding,
-        routes: Routes | None = None,
-    ) -> Proof:
+    def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
         """With the groups of microbatches, the receives and the warmup of ``config``."""
         chunks = len(place.stages)
         ranks = place.graph.num_stages // chunks
         group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
+        num_microbatches = needs.num_microbatches
         last = num_microbatches % group_size
         if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
             raise StepArgumentError(
@@ -203,9 +158,7 @@ class Interleaved(StepKind):
             )
         receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
         extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-        return interleaved_proof(
-            ranks, chunks, num_microbatches, group_size, receives, ties, extra_warmup, sharding, routes
-        )
+        return interleaved_proof(ranks, chunks, needs, group_size, receives, extra_warmup)
 
 
 def single(value: Any, name: str) -> Any:

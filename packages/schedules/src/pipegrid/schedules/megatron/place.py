@@ -35,6 +35,34 @@ def sharding_key(shard: Shard | None, prefetch: int) -> Sharding:
 
 
 @frozen
+class PlanNeeds:
+    """What the plan of a step has besides its schedule; compared and hashed by value, for the caches of proofs.
+
+    Attributes:
+        num_microbatches: the most that a replica has, where they differ by ``routes``.
+        ties: the name and the stages of each tied parameter.
+        sharding: see `sharding_key`.
+        routes: where replicas differ.
+    """
+
+    num_microbatches: int
+    ties: Ties = ()
+    sharding: Sharding = None
+    routes: Routes | None = None
+
+    def proof(self, computes: Plan, **options: Any) -> Proof:
+        """The proof of ``computes``, led along the routes and lowered with ``options``."""
+        if self.routes is not None:
+            computes = routed(computes, self.routes)
+        window = None
+        if self.sharding is not None:
+            shard, prefetch = self.sharding
+            options |= {"shard": shard if isinstance(shard, str) else dict(shard), "prefetch": prefetch}
+            window = prefetch + 1
+        return verify(lower(computes, tied=dict(self.ties), proved=True, **options), window=window)
+
+
+@frozen
 class Place:
     """The module graph of a job, and this rank's stages in it.
 
@@ -154,71 +182,46 @@ def step_plan(
         tuple(collectives),
         checked(frozen, tuple[Name, ...], "frozen", PlanError),
     )
-    prove = step_proof if routes is None else routed_proof
-    return prove(
-        place,
+    needs = PlanNeeds(
         checked(num_microbatches, Count, "num_microbatches", PlanError),
         tuple((name, tuple(stages)) for name, stages in tied),
-        schedule=find_schedule(schedule).name,
-        sharding=sharding_key(shard, prefetch),
-        num_slices=checked(num_slices, Count, "num_slices", PlanError),
-        routes=routes,
-    ).plan
+        sharding_key(shard, prefetch),
+        routes,
+    )
+    slices = checked(num_slices, Count, "num_slices", PlanError)
+    return step_proof(place, needs, find_schedule(schedule).name, slices).plan
 
 
-def _step_proof(
-    place: Place,
-    num_microbatches: int,
-    ties: Ties,
-    *,
-    schedule: str,
-    sharding: Sharding,
-    num_slices: int,
-    routes: Routes | None = None,
-) -> Proof:
+def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Proof:
     """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
+    prove = _step_proof if needs.routes is None else _routed_proof
+    return prove(place, needs, schedule, num_slices)
+
+
+def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Proof:
     computes = schedule_for(
         place.graph,
         schedule,
-        num_microbatches,
+        needs.num_microbatches,
         placement=place.placement,
         forward_only=place.frozen,
         num_slices=num_slices,
     )
-    names = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
-    return _proved(computes, ties, sharding, routes, collectives=names)
+    return needs.proof(
+        computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
+    )
 
 
-step_proof = lru_cache(maxsize=64)(_step_proof)
-routed_proof = lru_cache(maxsize=8)(_step_proof)  # with routes: a plan of all replicas is large, and data brings others
-
-
-def _proved(computes: Plan, tied: Ties, sharding: Sharding, routes: Routes | None, **options: Any) -> Proof:
-    """The proof of ``computes``, led along ``routes`` and lowered with ``options``."""
-    if routes is not None:
-        computes = routed(computes, routes)
-    window = None
-    if sharding is not None:
-        shard, prefetch = sharding
-        options |= {"shard": shard if isinstance(shard, str) else dict(shard), "prefetch": prefetch}
-        window = prefetch + 1
-    return verify(lower(computes, tied=dict(tied), proved=True, **options), window=window)
+_step_proof = lru_cache(maxsize=64)(_prove)
+_routed_proof = lru_cache(maxsize=8)(_prove)  # with routes: a plan of all replicas is large, and data brings others
 
 
 @lru_cache(maxsize=64)
 def interleaved_proof(
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    group_size: int,
-    receives: Receives,
-    tied: Ties,
-    extra_warmup: int,
-    sharding: Sharding = None,
-    routes: Routes | None = None,
+    num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, extra_warmup: int
 ) -> Proof:
     """The proof of the plan of the interleaved step function, cached. Pure."""
     computes = interleaved_1f1b(
-        num_ranks, num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
+        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
     )
-    return _proved(computes, tied, sharding, routes, receives=receives)
+    return needs.proof(computes, receives=receives)

@@ -8,7 +8,7 @@ config or a hook, so a deleted model is freed at once, with all this.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from pipegrid.schedules.gradients.reduction import (
     tied_stages,
 )
 from pipegrid.schedules.megatron.call import StepCall, flat, step_key
+from pipegrid.schedules.megatron.call_hooks import CallHooks
 from pipegrid.schedules.megatron.checks import (
     CHECKPOINTS,
     require_compatible,
@@ -37,13 +38,20 @@ from pipegrid.schedules.megatron.checks import (
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import Models, StepKind
-from pipegrid.schedules.megatron.place import Place, sharding_key
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
-from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
+from pipegrid.schedules.megatron.units.numbers import (
+    StageUnits,
+    chunk_numbers,
+    forwards_on,
+    planned_routes,
+    units_per_replica,
+    window_on,
+)
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
-from pipegrid.schedules.plan import Action, ActionKind, Plan
-from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
+from pipegrid.schedules.plan import ActionKind
+from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, Index, checked
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
@@ -125,7 +133,7 @@ class PreparedStep:
         self.replica = replica_of(call, self._place)
         planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
-        proof = kind.proof(self._place, most, config, tied_stages(ties), sharding, planned)
+        proof = kind.proof(self._place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
             held = {self._place.module_of(stage): model for stage, model in models.items()}
@@ -144,7 +152,7 @@ class PreparedStep:
         self._config: Any = None
         self._output_layers: Sequence[Callable[[], None]] = ()
         hooks = option(config, "hooks")
-        self._hooks = _CallMessageHooks() if any(isinstance(each, MessageHook) for each in hooks) else _CallHooks()
+        self._hooks = CallHooks.of(hooks)
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
@@ -186,10 +194,10 @@ class PreparedStep:
 
     def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
-        chunks = _chunk_numbers(plan, models)
+        chunks = chunk_numbers(plan, models)
         expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
-        orders = {stage: _forwards(plan, self.actor, stage) for stage in models}
+        orders = {stage: forwards_on(plan, self.actor, stage) for stage in models}
         return {
             stage: MegatronStage(
                 graph=plan.graph,
@@ -205,7 +213,7 @@ class PreparedStep:
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 loss_factor=factors.get(stage, 1.0),
                 partly_checkpointed=option(config, CHECKPOINTS),
-                window=_window(plan, self.actor),
+                window=window_on(plan, self.actor),
                 forwards=orders[stage],
                 vp_stage=chunks.get(stage),
             )
@@ -277,55 +285,6 @@ class PreparedStep:
 
 def _nothing() -> None:
     """A reduction that its hook begins."""
-
-
-class _CallHooks:
-    """The hooks of the running call, as one hook of the runtime."""
-
-    def __init__(self) -> None:
-        self.current: Sequence[Hook] = ()
-
-    def before(self, action: Action) -> None:
-        for hook in self.current:
-            hook.before(action)
-
-    def after(self, action: Action) -> None:
-        for hook in self.current:
-            hook.after(action)
-
-
-class _CallMessageHooks(_CallHooks):
-    """`_CallHooks` where at least one hook is a `MessageHook`."""
-
-    def completed(self, action: Action) -> None:
-        for hook in self.current:
-            if isinstance(hook, MessageHook):
-                hook.completed(action)
-
-
-def _chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
-    """The chunk number of each stage, for modules with several stages on this rank."""
-    by_module: dict[str, list[int]] = {}
-    for stage in stages:
-        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
-    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
-
-
-def _forwards(plan: Plan, position: int, stage: int) -> dict[int, int]:
-    """By microbatch of ``stage``, in order, the number of earlier forwards (of any stage) on ``position``."""
-    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
-    return {action.microbatch or 0: place for place, action in enumerate(forwards) if action.stage == stage}
-
-
-def _window(plan: Plan, position: int) -> int:
-    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
-    count = 0
-    for action in plan.actions(position):
-        if action.kind is ActionKind.F:
-            count += 1
-        elif action.kind.is_compute:
-            break
-    return count
 
 
 def _expected_shape(call: StepCall, place: Place, config: Any) -> ExpectedShape | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, frozen
 
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
     Control,
@@ -41,10 +42,6 @@ FIRST_STEP_SECONDS = 1800.0
 _LOOK_SECONDS = 0.1
 # Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
 _BRIEF_SECONDS = 0.5
-
-
-class MonitorError(ValueError):
-    """A monitor cannot watch what its arguments describe."""
 
 
 class JobFailedError(RuntimeError):
@@ -97,7 +94,7 @@ class Monitor:
         device: on CUDA, the device's own progress counts as well as the host's.
 
     Raises:
-        MonitorError: seconds that are not positive, or a rank that is not among ``ranks``.
+        StepArgumentError: seconds that are not positive, or a rank that is not among ``ranks``.
     """
 
     def __init__(
@@ -111,18 +108,20 @@ class Monitor:
         interval: float = 0.5,
         device: torch.device | None = None,
     ) -> None:
-        deadline = checked(deadline, Seconds | None, "deadline", MonitorError)
-        first_deadline = checked(first_deadline, Seconds | None, "first_deadline", MonitorError)
-        interval = checked(interval, Seconds, "interval", MonitorError)
+        deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
+        first_deadline = checked(first_deadline, Seconds | None, "first_deadline", StepArgumentError)
+        interval = checked(interval, Seconds, "interval", StepArgumentError)
         lacking = [verb for verb in STORE_VERBS if not callable(getattr(store, verb, None))]
         if lacking:
-            raise MonitorError(f"store is {shown(store)}, without {lacking[0]}(); give control_store('monitor')")
+            raise StepArgumentError(f"store is {shown(store)}, without {lacking[0]}(); give control_store('monitor')")
         if device is not None and not isinstance(getattr(device, "type", None), str):
-            raise MonitorError(f"device is {shown(device)}; give the torch.device that computes, or None")
-        rank = checked(rank, Index, "rank", MonitorError)
-        everyone: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", MonitorError)
+            raise StepArgumentError(f"device is {shown(device)}; give the torch.device that computes, or None")
+        rank = checked(rank, Index, "rank", StepArgumentError)
+        everyone: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", StepArgumentError)
         if rank not in everyone:
-            raise MonitorError(f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps")
+            raise StepArgumentError(
+                f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps"
+            )
         self.rank, self.deadline = rank, deadline
         least = _FIRST_DEADLINE if device is None or device.type == "cpu" else FIRST_STEP_SECONDS
         self.first_deadline = max(least, deadline or 0.0) if first_deadline is None else first_deadline
@@ -150,10 +149,10 @@ class Monitor:
         Raises:
             DisagreementError: ranks run different plans, or one did not come; nothing was sent.
             JobFailedError: the job has failed already, or its store does not answer.
-            MonitorError: the monitor was closed.
+            StepArgumentError: the monitor was closed.
         """
         if self._failure is None and self._stop.is_set():
-            raise MonitorError("this monitor was closed, so nothing would watch the step: make another one")
+            raise StepArgumentError("this monitor was closed, so nothing would watch the step: make another one")
         what = self._name(plan)
         changed = self._plan is None or self._plan[1] != what
         self._plan = plan, what

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.errors import GradientError, RuntimeArgumentError, StepArgumentError
+from pipegrid.schedules.errors import GradientError, StepArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stages.stage import modules_of
@@ -82,13 +82,13 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
     """Raise for a stage that the runtime cannot call.
 
     Raises:
-        RuntimeArgumentError: no ``forward`` of two arguments (three with slices), or slices through sharded modules.
+        StepArgumentError: no ``forward`` of two arguments (three with slices), or slices through sharded modules.
     """
     names = "microbatch, inputs" if num_slices == 1 else "microbatch, inputs, part"
     for number, stage in stages.items():
         sharded = [name for name, module in modules_of(stage) if is_fsdp(module)] if num_slices > 1 else []
         if sharded:  # gradients come by its keys and values too, past FSDP2's hooks
-            raise RuntimeArgumentError(
+            raise StepArgumentError(
                 f"stage {number} has a module that fully_shard has sharded ({sharded[0]}), and the plan cuts "
                 f"microbatches into {num_slices} slices, whose gradients FSDP2 would miss; use one of the two"
             )
@@ -97,7 +97,7 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
         except ValueError:  # a callable in C without a signature
             continue
         except (AttributeError, TypeError) as error:
-            raise RuntimeArgumentError(
+            raise StepArgumentError(
                 f"stage {number} is {shown(stage)}, and this plan calls its forward({names}): {error}"
             ) from None
 

@@ -18,7 +18,7 @@ import torch
 from attrs import evolve
 
 from pipegrid.schedules.autograd import compiled_modules
-from pipegrid.schedules.errors import RuntimeArgumentError
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.monitor import (
     FIRST_STEP_SECONDS,
     JobFailedError,
@@ -101,7 +101,7 @@ class PipelineRuntime:
             its lanes, versions), and torch's NCCL flight recorder beside it; None writes nothing.
 
     Raises:
-        RuntimeArgumentError: an argument cannot be used.
+        StepArgumentError: an argument cannot be used.
         StepArgumentError: stages, communicator or reducers that are not those of the plan, or a plan without messages.
         P2PError: ways to other replicas that the communicator does not have, or that could not be opened.
         PlanError: the plan has faults, all of which are listed.
@@ -123,10 +123,10 @@ class PipelineRuntime:
         monitor: Monitor | None = None,
         failure_dir: str | PathLike[str] | None = None,
     ) -> None:
-        stages = checked(stages, _Stages, "stages", RuntimeArgumentError)
-        hooks = checked(hooks, tuple[_Hook, ...], "hooks", RuntimeArgumentError)
-        loss_scale = checked(loss_scale, _Scale | None, "loss_scale", RuntimeArgumentError)
-        deadline = checked(deadline, Seconds | None, "deadline", RuntimeArgumentError)
+        stages = checked(stages, _Stages, "stages", StepArgumentError)
+        hooks = checked(hooks, tuple[_Hook, ...], "hooks", StepArgumentError)
+        loss_scale = checked(loss_scale, _Scale | None, "loss_scale", StepArgumentError)
+        deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         alone, communicator = communicator is None, as_communicator(communicator)
@@ -193,11 +193,11 @@ class PipelineRuntime:
 
         Raises:
             PlanError: not a kind of action.
-            RuntimeArgumentError: not a function.
+            StepArgumentError: not a function.
             PipelineError: called inside a step.
         """
         kind = ActionKind(kind)
-        function = checked(function, _Effect, "function", RuntimeArgumentError)
+        function = checked(function, _Effect, "function", StepArgumentError)
         with self._alone_in_time("register()"):
             before = self._effects.get(kind)
             self._effects[kind] = function if before is None else partial(_around, function, before)
@@ -263,7 +263,7 @@ class PipelineRuntime:
             payloads: what the stages receive, by edge: tensors of the shapes of a step, of any values.
 
         Raises:
-            RuntimeArgumentError: no payload for an edge to a stage of this rank; or a plan with slices or sharded
+            StepArgumentError: no payload for an edge to a stage of this rank; or a plan with slices or sharded
                 stages, for which `pipegrid.schedules.warm_up` takes a forward of the caller's own.
         """
         warm_up_stages(self.plan, self._bound, self._stages, payloads or {})

@@ -13,7 +13,7 @@ import cattrs
 import torch
 import torch.distributed as dist
 
-from pipegrid.schedules.errors import RuntimeArgumentError
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.monitor.slow_ranks import Planned, SlowRank, UnitSeconds, slow_ranks
 from pipegrid.schedules.plan import Action, ActionKind, Actor
 from pipegrid.topology.fields import Count, checked
@@ -55,7 +55,7 @@ class UnitTimes:
         steps: int = 10,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._steps = checked(steps, Count, "steps", RuntimeArgumentError)
+        self._steps = checked(steps, Count, "steps", StepArgumentError)
         self._actor, self._clock = actor, clock
         self._device = device if device is not None and streams.has_streams(device) else None
         self._spans: dict[tuple[ActionKind, int], list[tuple[Any, Any]]] = defaultdict(list)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipegrid.schedules.errors import RuntimeArgumentError
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
 
@@ -87,7 +87,7 @@ def warm_up_stages(
     """`warm_up` of a position's stages, which receive ``payloads``; see `PipelineRuntime.warm_up`."""
     if plan.num_slices > 1 or bound.sharded:
         what = "slices" if plan.num_slices > 1 else "sharded stages"
-        raise RuntimeArgumentError(
+        raise StepArgumentError(
             f"warm_up() of a plan with {what}; call warm_up(modules, forward) of pipegrid.schedules with a forward of "
             "your own"
         )
@@ -95,7 +95,7 @@ def warm_up_stages(
         needed = dict.fromkeys(edge for runner in runners for edge, _, _ in runner.incoming)
         lacking = [str(edge) for edge in needed if edge not in payloads]
         if lacking:
-            raise RuntimeArgumentError(f"no payload for edge {', '.join(lacking)}, which stage {number} receives")
+            raise StepArgumentError(f"no payload for edge {', '.join(lacking)}, which stage {number} receives")
     for number, runners in bound.runners.items():
         stage = stages[number]
         modules = [module for _, module in modules_of(stage)]

@@ -9,7 +9,7 @@ from typing import Any
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.errors import P2PConfigError, P2PUsageError
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.pipeline_lanes import direction_lane, pipeline_lanes
 
@@ -102,7 +102,7 @@ class NeighbourTransfers:
     def _require_receivable(self, shapes: Any, flag: str) -> None:
         """Raise for a receive without the dtype or shape that it needs, before anything is sent."""
         if self._config.pipeline_dtype is None:
-            raise P2PConfigError(f"pipeline_dtype must be provided if {flag} is True, or variable_seq_lengths=True")
+            raise P2PUsageError(f"pipeline_dtype must be provided if {flag} is True, or variable_seq_lengths=True")
         if shapes is None:
             common = "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
             raise P2PUsageError(f"tensor_shape must be specified if {flag} is True. {common}")

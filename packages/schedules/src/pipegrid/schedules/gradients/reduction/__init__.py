@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipegrid.schedules.errors import TyingError as TyingError
+from pipegrid.schedules.gradients.reduction.declared_ties import required_ties
 from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_backwards
-from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed, required_ties
+from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction, reduce_gradients
 from pipegrid.schedules.gradients.reduction.replicas import ReplicaError, require_equal_norms, require_equal_replicas
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters, tie_parameters, tied_stages, ties_among

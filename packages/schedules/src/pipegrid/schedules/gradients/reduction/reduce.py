@@ -69,7 +69,7 @@ def reduce_gradients(
         GradientError: the gradients could not come out right: sparse ones, a DTensor over some of the replicas,
             several modules without ``loss_lanes``, a group that is missing, a tied parameter that no ``REDUCE`` has
             summed. Nothing is sent then.
-        ReductionFailedError: past the deadline; gradients are undefined then, as partial sums may be among them.
+        CollectiveFailedError: past the deadline; gradients are undefined then, as partial sums may be among them.
     """
     reduction = GradientReduction.of(
         modules, collections, loss_lanes=loss_lanes, job_group=job_group, bucket_bytes=bucket_bytes

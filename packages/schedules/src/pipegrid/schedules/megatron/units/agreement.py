@@ -50,7 +50,7 @@ def agree_on_routes(
         DisagreementError: ranks of one replica contradict each other, or ``every`` differs; on all ranks.
         StepArgumentError: no rank of a replica knows its number of microbatches; on all ranks.
         PlanError: a number is out of range; on all ranks.
-        ReductionFailedError: past the deadline.
+        CollectiveFailedError: past the deadline.
     """
     replica = checked(replica, Index, "replica", StepArgumentError)
     deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)

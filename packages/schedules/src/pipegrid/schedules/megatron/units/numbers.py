@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
 from pipegrid.schedules.megatron.units.batches import Unit
-from pipegrid.schedules.plan import Routes
+from pipegrid.schedules.plan import ActionKind, Plan, Routes
 
 
 def units_per_replica(routes: Routes) -> float:
@@ -78,3 +78,28 @@ class StageUnits:
         assert home is not None  # checked as the step began
         served = (number,) if self.routes is None else self.routes.served(number, self.module)
         return [(home, self.microbatch(unit)) for unit in served]
+
+
+def chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
+    """The chunk number of each stage, for modules with several stages on this rank."""
+    by_module: dict[str, list[int]] = {}
+    for stage in stages:
+        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
+    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
+
+
+def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:
+    """By microbatch of ``stage``, in order, the number of earlier forwards (of any stage) on ``position``."""
+    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
+    return {action.microbatch or 0: place for place, action in enumerate(forwards) if action.stage == stage}
+
+
+def window_on(plan: Plan, position: int) -> int:
+    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
+    count = 0
+    for action in plan.actions(position):
+        if action.kind is ActionKind.F:
+            count += 1
+        elif action.kind.is_compute:
+            break
+    return count

@@ -33,11 +33,12 @@ from typing import Any
 
 from attrs import evolve
 
+from pipegrid.schedules.errors import MonitorError
 from pipegrid.schedules.monitor.control import DisagreementError, Failure, bounded_store
 from pipegrid.schedules.monitor.epochs.ledger import LEFT, EpochStore, Ledger
 from pipegrid.schedules.monitor.epochs.pulse import Pulse
 from pipegrid.schedules.monitor.epochs.records import Alarm, Ballot, Epoch, Tally, Verdict, decide
-from pipegrid.schedules.monitor.monitor import JobFailedError, MonitorError
+from pipegrid.schedules.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked
 from pipegrid.transport.collectives.differences import listed

@@ -19,7 +19,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.megatron import place, prepared
 
-from .kit.routed import Across, Job, OnRanks
+from .kit.routed import Across, Job, OneGrid, OnRanks
 
 CHAIN = Job(4, {"model": (0, {"dp": 2, "pp": 2})}, {})
 BESIDE = Job(4, {"images": (0, {"dp": 2}), "text": (2, {"dp": 2})}, {"images": ["text"]}, own_loss="images")
@@ -142,6 +142,57 @@ def test_survivors_have_the_gradients_of_all_units(ranks, job, dead):
         job.check(reroute(undisturbed, [Actor(position, replica)]), by_unit=True)
     ranks.barrier()
     job.communicator.close()
+
+
+WIDER = Job(6, {"images": (0, {"dp": 2}), "text": (2, {"tp": 2, "dp": 2})}, {"images": ["text"]})
+BRANCHED = Job(6, {"a": (0, {"dp": 2}), "b": (2, {"dp": 2}), "text": (4, {"dp": 2})}, {"a": ["text"], "b": ["text"]})
+
+
+def moved(ranks, job, kind, dead):
+    """Steps in which units move and skip the encoder, and one around ``dead``, over one communicator."""
+    job = kind(job, ranks)
+    first = job.graph.order[0]
+    last = job.graph.num_stages - 1
+    for moves, skips in (
+        ({(0, 0): 1, (4, last): 0}, {}),
+        ({}, {first: [1]}),
+        ({(5, 0): 0, (5, last): 0}, {first: [0, 4]}),
+    ):
+        job.check(Routes([4, 3], moves=moves, skips=skips), by_unit=True)
+    plan = step_plan(job.graph, 4, placement=job.communicator.job.placement)
+    routes = reroute(Routes([4, 3], skips={first: [2, 5]}), [Actor(*dead)], plan=plan)
+    offset, _ = [*job.job.places.values()][dead[0]]
+    grid = [*job.grids.values()][dead[0]]
+    gone = {rank for rank in grid.ranks if grid.coords(rank)["dp"] == dead[1]}
+    assert offset == grid.rank_offset
+    if job.bury(gone):
+        job.check(routes, by_unit=True)
+    ranks.barrier()
+    job.communicator.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dead", [(0, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("kind", [Across, OneGrid], ids=["a bridge", "one grid"])
+@pytest.mark.parametrize("job", [BESIDE, FROZEN, TOKENS], ids=["beside", "frozen", "per token"])
+def test_units_of_two_modules_move_between_replicas(ranks, job, kind, dead):
+    if kind is OneGrid and job.frozen:
+        pytest.skip("edges of one grid all have a backward")
+    moved(ranks, job, kind, dead)
+
+
+@pytest.mark.ranks(6)
+@pytest.mark.parametrize("dead", [(0, 1), pytest.param((1, 0), marks=pytest.mark.nightly)], ids=str)
+def test_units_move_over_a_bridge_to_more_tensor_parallel_ranks(ranks, dead):
+    moved(ranks, WIDER, Across, dead)
+
+
+@pytest.mark.ranks(6)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [Across, OneGrid], ids=["bridges", "one grid"])
+@pytest.mark.parametrize("dead", [(0, 1), (1, 0), (2, 0)], ids=str)
+def test_units_of_a_graph_that_branches_move_between_replicas(ranks, kind, dead):
+    moved(ranks, BRANCHED, kind, dead)
 
 
 NAMED = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]

@@ -33,12 +33,12 @@ def context():
     return made
 
 
-def play(context, case, folder):
-    """Run a case: outcomes by rank. The store lives here, in the launcher's place."""
+def play(context, case, folder, main=rank_main):
+    """Run a case, ``main`` on each rank: outcomes by rank. The store lives here, in the launcher's place."""
     folder.mkdir(parents=True)
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     ranks = [
-        context.Process(target=rank_main, args=(case, rank, store.port, str(folder))) for rank in range(case.world_size)
+        context.Process(target=main, args=(case, rank, store.port, str(folder))) for rank in range(case.world_size)
     ]
     for rank in ranks:
         rank.start()
@@ -61,9 +61,9 @@ def play(context, case, folder):
     return outcomes, logs
 
 
-def require_undisturbed(context, case, folder):
+def require_undisturbed(context, case, folder, main=rank_main):
     """Run a case whose ranks all are killed where it says; the others have what one process has."""
-    outcomes, logs = play(context, case, folder)
+    outcomes, logs = play(context, case, folder, main)
     dead = {kill.rank for kill in case.kills}
     wanted, faults = ALONE[case.job](case), []
     if outcomes.keys() != {*range(case.world_size)} - dead:

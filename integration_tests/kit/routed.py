@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import nn
 
-from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.bridges import EdgeOptions, ModuleGraph, MultiModulePipelineCommunicator
 from pipegrid.schedules import (
     PipelineConfig,
     UnitBatches,
@@ -19,7 +19,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.gradients.reduction import ties_among
 from pipegrid.schedules.megatron.step_functions import forward_backward_with_schedule
-from pipegrid.topology import ProcessGroupCollection
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
 from .grids import grids_of
@@ -129,7 +129,9 @@ def in_one_process(job, graph, routes):
 
 
 class OnRanks:
-    """This rank's part of a job; its replica is that of its first module."""
+    """This rank's part of a job; its replica is that of its first module. ``moves``: units may move over bridges."""
+
+    moves = False
 
     def __init__(self, job, ranks, **options):
         self.job = job
@@ -175,7 +177,9 @@ class OnRanks:
         flow = {name: self.job.flow.get(name, []) for name in self.grids}
         edges = {(name, other): EdgeOptions(backward=False) for name in self.job.frozen for other in flow[name]}
         places = {last: self.places}
-        made = MultiModulePipelineCommunicator(self.grids, flow, self.config, stage_placement=places, edges=edges)
+        made = MultiModulePipelineCommunicator(
+            self.grids, flow, self.config, stage_placement=places, edges=edges, replicas=self.moves
+        )
         return made, made.graph, made.stages
 
     def by_module(self, values):
@@ -271,9 +275,13 @@ class OnRanks:
 
 
 class Across(OnRanks):
-    """A job of one module, whose communicator has lanes between replicas."""
+    """A job whose communicator also leads to other replicas: of one module lanes, of several bridges as well."""
+
+    moves = True
 
     def connect(self, last):
+        if len(self.grids) > 1:
+            return super().connect(last)
         grid = self.grids[last]
         replicas = [list(row) for row in grid.get_rank_enum("pp")]
         pipeline = grid.get_pg("pp")
@@ -283,19 +291,31 @@ class Across(OnRanks):
 
     def bury(self, dead):
         """Groups of the ranks that are not ``dead``, made by all of them; whether this rank lives."""
-        grid = self.grids["model"]
-        rows = [[rank for rank in row if rank not in dead] for row in grid.get_rank_enum("dp")]
-        made = [dist.new_group(row) for row in rows]
-        everyone = dist.new_group([rank for row in rows for rank in row])
-        here = dist.get_rank()
-        for row, group in zip(rows, made, strict=True):
-            if here in row:
-                self.groups = {"model": Living(group)}
+        rows = {(name, tuple(row)) for name, grid in self.grids.items() for row in grid.get_rank_enum("dp")}
+        living = sorted({rank for _, row in rows for rank in row} - set(dead))
+        here, self.groups = dist.get_rank(), {}
+        for name, row in sorted(rows):
+            group = dist.new_group([rank for rank in row if rank not in dead])
+            if here in row and here not in dead:
+                self.groups[name] = Living(group)
+        everyone = dist.new_group(living)
         if here not in dead:
-            living = [rank for row in rows for rank in row]
             ties = ties_among(self.config.tied_parameters, living, label="after a death")
             self.configure(job_group=everyone, tied_parameters=ties)
         return here not in dead
+
+
+class OneGrid(Across):
+    """A job of several modules on the pipelines of one grid, in the order of the modules, under `P2PCommunicator`."""
+
+    def connect(self, last):
+        depths = {name: grid.dim_size("pp") for name, grid in self.grids.items()}
+        graph = ModuleGraph(depths, [(name, other) for name, others in self.job.flow.items() for other in others])
+        grid = HyperCommGrid([self.grids[last].dim_size("dp"), graph.num_stages], ["dp", "pp"])
+        pipeline = grid.create_pg("pp")
+        replicas = [list(row) for row in grid.get_rank_enum("pp")]
+        made = P2PCommunicator(pipeline, self.config, replicas=replicas, graph=graph)
+        return made, graph, made.job.stages
 
 
 @frozen

@@ -58,9 +58,19 @@ def test_a_fitting_schedule_has_a_proof_around_encoders(data, pp, num_chunks, mi
     graph, placement = encoders_before(stage_places(name, pp, num_chunks))
     without = ("encoder 0",) if frozen else ()
     verify(step_plan(graph, microbatches, placement=placement, frozen=without, schedule=name), lanes="shared")
-    shared = (placement[0], placement[1], placement[0], *placement[3:])  # both encoders on one position
-    if {place for (place,) in shared} == set(range(len(set(shared)))):
-        verify(step_plan(graph, microbatches, placement=shared, frozen=without, schedule=name))
+
+
+@given(st.data(), st.integers(1, 2), st.integers(1, 2), st.integers(1, 6), st.booleans())
+def test_stages_of_encoders_lie_on_positions_in_any_way(data, pp, num_chunks, microbatches, frozen):
+    name = data.draw(st.sampled_from(fitting_schedules(num_chunks)))
+    depths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    graph, placement = encoders_before(stage_places(name, pp, num_chunks), encoders=depths)
+    first = sum(depths)
+    places = data.draw(st.lists(st.integers(0, pp + 1), min_size=first, max_size=first))  # on the main module's as well
+    chosen = [*places, *(place - first for (place,) in placement[first:])]
+    number = {place: index for index, place in enumerate(sorted(set(chosen)))}
+    without = ("encoder 0",) if frozen else ()
+    verify(step_plan(graph, microbatches, placement=[number[c] for c in chosen], frozen=without, schedule=name))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v"])

@@ -18,7 +18,10 @@ from pipegrid.schedules import (
     compute_plan,
     lower,
     multi_module_1f1b,
+    reroute,
     routed,
+    schedule_for,
+    stage_places,
 )
 from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.plan import input_backward, parse_action, weight_backward
@@ -70,6 +73,37 @@ def test_random_routes_have_the_gradients_of_one_process(seed, options):
     replicas = Replicas(lower(computes, **lowering), options)
     replicas.run()
     assert_gradients_of_one_process(replicas)
+
+
+CHAINS = [name for name in NAMED if name != "u_shape"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_an_encoder_and_a_language_model_run_around_their_dead_actors(data):
+    """As in `PipelineJob`: one dead after the other, while units skip the encoder."""
+    name, pp, depth = data.draw(st.sampled_from(CHAINS)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    places = stage_places(name, pp)
+    graph = ModuleGraph({"images": depth, "text": len(places)}, {"images": ["text"]})
+    placement = [*range(depth), *(depth + place for place in places)]
+    home = schedule_for(graph, name, 3, placement=placement)
+    units = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3), st.just(3)))
+    skips = data.draw(st.sets(st.integers(0, sum(units) - 1)))
+    routes = Routes(units, skips={"images": skips})
+    for _ in range(data.draw(st.integers(1, 3))):
+        left = [
+            Actor(position, replica)
+            for position in range(home.num_positions)
+            for replica in routes.living(position)
+            if len(routes.living(position)) > 1
+        ]
+        routes = reroute(routes, [data.draw(st.sampled_from(left))] if left else [], plan=home)
+    replicas = Replicas(lower(routed(home, routes)))
+    replicas.run()
+    assert_gradients_of_one_process(replicas)
+    assert sorted(unit for held in replicas.stages if 0 in held for unit in held[0].seen) == sorted(
+        {*range(sum(units))} - skips
+    )
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -18,12 +18,18 @@ from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.control.replica_lanes import ReplicaLanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.graph import ModuleGraph
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
-from pipegrid.transport.messages.handle import ReceiveTransfer, Transfer
 from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.pipeline_lanes import checked_replicas, direction_lane, placed, planned_lanes, require_edge
+from pipegrid.transport.pipeline_lanes import (
+    checked_replicas,
+    direction_lane,
+    placed_stages,
+    planned_lanes,
+    require_edge,
+)
 from pipegrid.transport.spec import LaneSpec
 
 
@@ -47,6 +53,7 @@ class P2PCommunicator(LaneCommunicator):
             the ``communicators`` of the config are for.
         replicas: the global ranks of the pipeline of each replica, in order: for plans whose routes move units between
             them. Lanes to other replicas are opened when a plan first needs them.
+        graph: of the modules whose stages these are; None is a chain of one module, of any number of stages.
 
     Raises:
         P2PUsageError: settings that contradict each other, the group or the device; or a group that this rank is not
@@ -65,20 +72,22 @@ class P2PCommunicator(LaneCommunicator):
         device: torch.device | str | None = None,
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
         replicas: Sequence[Sequence[int]] | None = None,
+        graph: ModuleGraph | None = None,
     ) -> None:
         self.pp_group = group = _group(pp_group)
         self.config = as_config(config)
         self.rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-        self._placement = None if placement is None else placed(placement, len(self._ranks))
+        self._placement, self._graph = placed_stages(placement, len(self._ranks), graph), graph
+        self._edges = edges = None if graph is None else frozenset(graph.stage_edges)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         known = None if replicas is None else checked_replicas(replicas, self._ranks, self.config.communicators)
         backend, self.device = resolve_device(None, device, group)
-        specs, carried = planned_lanes(self._ranks, self._placement, traffic, self.config.communicators)
+        specs, carried = planned_lanes(self._ranks, self._placement, traffic, self.config.communicators, edges)
         example = None if tensor_shape is None else _example(tensor_shape, self.config)
         open_some = partial(_open, example, config=self.config, backend=backend, device=self.device)
         self.lanes = open_some(specs, carried=carried)
         if known is not None:
-            self.across = ReplicaLanes(self.rank, *known, self._placement, self.lanes, self.config, open_some)
+            self.across = ReplicaLanes(self.rank, *known, self._placement, edges, self.lanes, self.config, open_some)
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
         self._neighbours = NeighbourTransfers(
             self.lanes, self.config, ranks=self._ranks, place=self.current_stage, placement=self._placement
@@ -88,10 +97,13 @@ class P2PCommunicator(LaneCommunicator):
 
     @cached_property
     def job(self) -> JobTopology:
-        """The chain of stages, and this rank's place in it."""
+        """The stages, and this rank's place among them."""
+        here, graph = self.current_stage, self._graph
         return JobTopology(
             total_stages=self.total_stages,
-            current_stage=self.current_stage,
+            current_stage=here,
+            graph=graph,
+            stages=() if graph is None else tuple([s for s, at in enumerate(self._placement or ()) if at == here]),
             placement=None if self._placement is None else tuple((place,) for place in self._placement),
             num_chunks=self.virtual_pipeline_model_parallel_size,
             lanes=self.config.communicators,
@@ -140,14 +152,6 @@ class P2PCommunicator(LaneCommunicator):
 
     # ---- The asynchronous form
 
-    def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Transfer:
-        """Start sending along ``edge`` (forward) or against it (backward). See `Lane.isend`."""
-        return self.lane(edge, direction).isend(payload)
-
-    def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveTransfer:
-        """Start receiving the next message of ``edge`` in that direction. See `Lane.irecv`."""
-        return self.lane(edge, direction).irecv(shapes)
-
     def port(self, edge: Edge, direction: Direction) -> Lane:
         """The `lane` of an edge in a direction."""
         return self.lane(edge, direction)
@@ -164,7 +168,7 @@ class P2PCommunicator(LaneCommunicator):
         return found
 
     def _find(self, edge: Edge, direction: Direction) -> Lane:
-        require_edge(edge, self._placement)
+        require_edge(edge, self._placement, self._edges)
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
             left_out = "the argument traffic left out, or communicators"

@@ -12,7 +12,7 @@ from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.control.replica_lanes import ReplicaLanes
+from pipegrid.transport.control.replica_lanes import WaysAcross
 from pipegrid.transport.edge import Crossing, Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 
@@ -32,7 +32,7 @@ class LaneCommunicator(Communicator):
     rank: int
     device: torch.device
     lanes: Lanes
-    across: ReplicaLanes | None = None
+    across: WaysAcross | None = None
 
     def batch(self) -> AbstractContextManager[None]:
         """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
@@ -50,11 +50,12 @@ class LaneCommunicator(Communicator):
     # ---- To other replicas
 
     @property
-    def _to_others(self) -> ReplicaLanes:
+    def _to_others(self) -> WaysAcross:
         if self.across is None:
             raise P2PUsageError(
                 f"a unit moves to another replica, whose ranks this {type(self).__name__} does not know; give "
-                "P2PCommunicator(..., replicas=[[ranks of the pipeline of replica 0], ...])"
+                "P2PCommunicator(..., replicas=[[ranks of the pipeline of replica 0], ...]), or "
+                "MultiModulePipelineCommunicator(..., replicas=True)"
             )
         return self.across
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.graph import ModuleGraph
 from pipegrid.transport.sharing import Communicators, LaneSharing, PositionLane
 from pipegrid.transport.spec import LaneSpec
 
@@ -22,8 +23,12 @@ def direction_lane(source_stage_rank: int, destination_stage_rank: int, directio
     raise P2PUsageError(f"the direction is {direction!r}; it must be Direction.FORWARD or Direction.BACKWARD")
 
 
-def require_edge(edge: Any, placement: Sequence[int] | None) -> None:
-    """Raise unless ``edge`` is one of a chain of stages with this placement."""
+def require_edge(edge: Any, placement: Sequence[int] | None, edges: Collection[Edge] | None = None) -> None:
+    """Raise unless ``edge`` is one of ``edges``, by default of a chain of stages with this placement."""
+    if edges is not None:
+        if edge not in edges:
+            raise P2PUsageError(f"the edge is {edge}; those of the graph are {', '.join(map(str, sorted(edges)))}")
+        return
     last = math.inf if placement is None else len(placement) - 1
     if not isinstance(edge, Edge) or edge.destination != edge.source + 1 or not 0 <= edge.source < last:
         raise P2PUsageError(f"the edge is {edge}; it must be an Edge of this pipeline, such as Edge(0, 1)")
@@ -35,6 +40,22 @@ def placed(placement: Any, count: int) -> tuple[int, ...]:
     if len(stages) < 2 or max(stages) >= count:
         raise P2PUsageError(f"placement is {placement!r}; it must give two or more stages an index below {count} each")
     return stages
+
+
+def placed_stages(placement: Any, count: int, graph: ModuleGraph | None) -> tuple[int, ...] | None:
+    """The index among ``count`` ranks of each stage: as given, of a graph round and round, or None of a chain.
+
+    Raises:
+        P2PUsageError: as `placed`; or a placement of another number of stages than the graph has.
+    """
+    if graph is None:
+        return None if placement is None else placed(placement, count)
+    found = placed([s % count for s in range(graph.num_stages)] if placement is None else placement, count)
+    if len(found) != graph.num_stages:
+        raise P2PUsageError(
+            f"placement is {placement!r}; it must give the {graph.num_stages} stages of the graph a rank"
+        )
+    return found
 
 
 def pipeline_lanes(
@@ -105,15 +126,17 @@ def planned_lanes(
     placement: Sequence[int] | None,
     traffic: Iterable[tuple[Edge, Direction]] | None,
     communicators: Communicators,
+    edges: Collection[Edge] | None = None,
 ) -> tuple[Sequence[LaneSpec], Mapping[LaneSpec, PositionLane]]:
-    """The lanes to open, and the lane of a plan that each carries.
+    """The lanes to open, and the lane of a plan that each carries. ``edges`` are those of a graph; None: of a chain.
 
     Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given.
 
     Raises:
         P2PUsageError: the plan has a lane that the pipeline does not have.
     """
-    lanes = pipeline_lanes(ranks, placement=placement, traffic=traffic)
+    every = None if edges is None else [(edge, direction) for edge in edges for direction in Direction]
+    lanes = pipeline_lanes(ranks, placement=placement, traffic=every if traffic is None else traffic)
     carried = carried_lanes(ranks, lanes)
     if traffic is not None or not isinstance(communicators, LaneSharing):
         return lanes, carried

@@ -83,6 +83,8 @@ class BridgeCommunicator(BridgeEnds):
         stage_dim: the grids' pipeline dim.
         src_stage: place of the source's last stage along ``stage_dim``; None is the last.
         dest_stage: place of the destination's first stage along ``stage_dim``; None is the first.
+        replicas: of the source and of the destination (``dp``): from the one to the other alone goes what crosses. None
+            is from all to all.
         open: False leaves the lanes to the caller, who opens ``lane_specs`` with ``lane_config`` together with
             others, so that one batch can span them, and gives them to `attach`.
 
@@ -111,6 +113,7 @@ class BridgeCommunicator(BridgeEnds):
         stage_dim: str = "pp",
         src_stage: int | None = None,
         dest_stage: int | None = None,
+        replicas: tuple[int, int] | None = None,
         open: bool = True,  # noqa: A002 -- reads as what it does
         **edge: Unpack[EdgeArguments],
     ) -> None:
@@ -130,6 +133,7 @@ class BridgeCommunicator(BridgeEnds):
             directions=directions,
             stage_dim=stage_dim,
             stages=(src_stage, dest_stage),
+            replicas=replicas,
         )
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"

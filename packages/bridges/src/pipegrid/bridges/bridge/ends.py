@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from attrs import evolve
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
-from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.reshard import End, GridLike, as_grid, axis_names
+from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.reshard import BATCH, AxisNames, End, GridLike, as_grid, axis_names, replica_side
 from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.errors import P2PLaneDeadError
@@ -48,6 +50,7 @@ class BridgeEnds:
         directions: Iterable[Direction] | None,
         stage_dim: str,
         stages: tuple[int | None, int | None],
+        replicas: tuple[int, int] | None = None,
     ) -> None:
         self.rank, self.options = rank, options
         self.tensor_ndim, self.axes = tensor_ndim, axis_names(tensor_ndim, options.dim_mapping)
@@ -56,7 +59,7 @@ class BridgeEnds:
         self.src_grid, self.dest_grid = grids
         self.src_module_name, self.dest_module_name = names[0] or "src", names[1] or "dest"
         self.label = label or f"{self.src_module_name}>{self.dest_module_name}"
-        self.src, self.dst = sides = boundary_sides(
+        sides = boundary_sides(
             grids,
             names=(self.src_module_name, self.dest_module_name),
             placements=(options.src_placements, options.dest_placements),
@@ -64,6 +67,11 @@ class BridgeEnds:
             lanes=(options.src_lanes, options.dest_lanes),
             stage_dim=stage_dim,
         )
+        if replicas is not None:
+            self.label = f"{self.label}@{replicas[0]}>{replicas[1]}"
+            self.options = options = evolve(options, shape=_of_replica(options.shape, self.axes, sides[0].num_lanes))
+            sides = replica_side(sides[0], replicas[0]), replica_side(sides[1], replicas[1])
+        self.src, self.dst = sides
         self.is_source, self.is_destination = rank in self.src.coords_of, rank in self.dst.coords_of
         has = tuple(Direction) if self.backward else (_FORWARD,)
         used = tuple(way for way in has if directions is None or way in set(directions))
@@ -109,3 +117,22 @@ class BridgeEnds:
             f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
             f"on {elsewhere}"
         )
+
+
+def _of_replica(shape: Sequence[int | None] | None, axes: AxisNames, replicas: int) -> tuple[int | None, ...] | None:
+    """The declared extents of the tensor of all ``replicas`` as those of one.
+
+    Raises:
+        BridgeError: the batch has no equal parts.
+    """
+    if shape is None:
+        return None
+    found = list(shape)
+    for axis, (names, extent) in enumerate(zip(axes, shape, strict=True)):
+        if BATCH in names and extent is not None:
+            if extent % replicas:
+                raise BridgeError(
+                    f"shape is {tuple(shape)}; its batch, {extent}, is to be shared by {replicas} replicas"
+                )
+            found[axis] = extent // replicas
+    return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,17 @@ from pipegrid.bridges.bridge import (
     BridgeCommunicator,
     EdgeCommunicator,
     EdgeOptions,
+    Traffic,
+    directions_of,
     lane_config,
 )
 from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
+from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline
 from pipegrid.bridges.multimodule.positions import edge_between
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
+from pipegrid.bridges.multimodule.replicas import ModuleReplicas
 from pipegrid.bridges.reshard import (
     GridLike,
     Placement,
@@ -33,6 +37,8 @@ from pipegrid.transport.job import JobTopology
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+_Send: TypeAlias = Callable[[], list[Handle]]
+_Receive: TypeAlias = Callable[[], Mapping[str, Sequence[ReceiveHandle]]]
 
 
 class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
@@ -64,6 +70,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             ``(0, 1, 0, 1)`` for two chunks on two places.
         traffic: the edges and directions that the plan uses (`Plan.traffic`), the same on every rank; other lanes are
             not opened. None opens all.
+        replicas: units may move between replicas (``dp``) by the routes of a plan. Each module has as many, each of
+            them its own bridges and ``traffic``; ways between them open when a plan first needs them.
         backend: as for `BridgeCommunicator`.
         device: as for `BridgeCommunicator`.
 
@@ -89,6 +97,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         placements: Mapping[str, Mapping[str, Placement]] | None = None,
         stage_placement: Mapping[str, Sequence[int]] | None = None,
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
+        replicas: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -105,10 +114,10 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             stage_placement=stage_placement,
             traffic=traffic,
         )
+        self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
         self._backend, self.device = resolve_device(backend or self._backend_of_grids(), device)
-        self.bridge_comms: list[BridgeCommunicator] = []
+        self.bridge_comms, self.rank_module_map = list[BridgeCommunicator](), dict[str, RankModuleInfo]()
         self._build_bridge_comms()
-        self.rank_module_map: dict[str, RankModuleInfo] = {}
         self._build_rank_module_info_map()
         self._open()
 
@@ -116,58 +125,58 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
 
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
+        own = None if self._replica is None else (self._replica, self._replica)
         for ends in self._edges.in_order():
-            src, dst = ends
-            grids = self.module_to_grid_map[src], self.module_to_grid_map[dst]
-            if not any(self.is_current_rank_in_grid(grid) for grid in grids):
-                continue
-            options = self._options(ends)
-            last, first = self._edges.stages(ends)
-            bridge = BridgeCommunicator(
-                *grids,
-                src_module_name=src,
-                dest_module_name=dst,
-                options=options,
-                directions=self._edges.directions(edge_between(self.graph, src, dst), backward=options.backward),
-                config=self.config,
-                backend=self._backend,
-                device=self.device,
-                src_stage=last,
-                dest_stage=first,
-                open=False,
-            )
-            self.bridge_comms.append(bridge)
+            if any(self.is_current_rank_in_grid(self.module_to_grid_map[name]) for name in ends):
+                self.bridge_comms.append(self._bridge(ends, own, self._edges.traffic))
+
+    def _bridge(self, ends: Ends, replicas: tuple[int, int] | None, traffic: Traffic | None) -> BridgeCommunicator:
+        """The bridge of an edge between all replicas, or from one to one, without its lanes."""
+        (src, dst), options, grids = ends, self._options(ends), self.module_to_grid_map
+        last, first = self._edges.stages(ends)
+        return BridgeCommunicator(
+            grids[src],
+            grids[dst],
+            src_module_name=src,
+            dest_module_name=dst,
+            options=options,
+            directions=directions_of(edge_between(self.graph, src, dst), backward=options.backward, traffic=traffic),
+            config=self.config,
+            backend=self._backend,
+            device=self.device,
+            src_stage=last,
+            dest_stage=first,
+            replicas=replicas,
+            open=False,
+        )
 
     def _build_rank_module_info_map(self) -> None:
-        for name, here in self.places.items():
-            grid = self.module_to_grid_map[name]
-            first, last = self._holds_end(name, 0), self._holds_end(name, -1)
-            self.rank_module_map[name] = RankModuleInfo(
-                pp_rank=here,
-                pp_size=as_grid(grid).length("pp"),
-                p2p_communicator=ModuleChain(
-                    name,
-                    grid,
-                    self.stage_placement[name],
-                    self.rank,
-                    directions={
-                        Edge(index, index + 1): self._edges.directions(edge, backward=self._has_backward[name])
-                        for index, edge in enumerate(self.graph.edges_inside(name))
-                    },
-                ),
-                bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
-                bridge_comms_as_dest_module=[b for b in self.bridge_comms if b.dest_module_name == name and first],
-                is_source_stage=first and self._is_source_module(name),
-                is_terminal_stage=last and self._is_sink_module(name),
-            )
+        self.rank_module_map |= {name: self._rank_module(name) for name in self.places}
+
+    def _rank_module(self, name: str) -> RankModuleInfo:
+        first, last, grid = self._holds_end(name, 0), self._holds_end(name, -1), self.module_to_grid_map[name]
+        backward, inner = self._has_backward[name], self.graph.edges_inside(name)
+        ways = {Edge(at, at + 1): self._edges.directions(edge, backward=backward) for at, edge in enumerate(inner)}
+        return RankModuleInfo(
+            pp_rank=self.places[name],
+            pp_size=as_grid(grid).length("pp"),
+            p2p_communicator=ModuleChain(name, grid, self.stage_placement[name], self.rank, directions=ways),
+            bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
+            bridge_comms_as_dest_module=[b for b in self.bridge_comms if b.dest_module_name == name and first],
+            is_source_stage=first and self._is_source_module(name),
+            is_terminal_stage=last and self._is_sink_module(name),
+        )
 
     def _open(self) -> None:
         users: list[ModuleChain | BridgeCommunicator] = [*self._chains.values(), *self.bridge_comms]
-        self.lanes = open_lanes(
-            [spec for user in users for spec in user.lane_specs],
+        open_some = partial(
+            open_lanes,
             config=lane_config(self.config, variable=self.config.shape_mode == "header"),
             backend=self._backend,
             device=self.device,
+        )
+        self.lanes = open_some(
+            [spec for user in users for spec in user.lane_specs],
             declared={spec: text for bridge in self.bridge_comms for spec, text in bridge.declared.items()},
         )
         for user in users:
@@ -176,12 +185,12 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
         self.crossings = [bridge.exchange for bridge in self.bridge_comms]
-        self._inner = {
-            edge: (chain, Edge(index, index + 1))
-            for name, chain in self._chains.items()
-            for index, edge in enumerate(self.graph.edges_inside(name))
-        }
+        chains = [(chain, self.graph.edges_inside(name)) for name, chain in self._chains.items()]
+        self._inner = {edge: (chain, Edge(at, at + 1)) for chain, own in chains for at, edge in enumerate(own)}
         self._sends, self._receives, self._neighbours = {}, {}, {}
+        if self._replica is not None:
+            place, edges = (self.rank, self._replica, self._replicas), self._edges.by_stages()
+            self.across = ModuleReplicas(*place, self.lanes, self._inner, edges, self._bridge_across, open_some)
         for edge, bridge in self._bridge_of.items():
             self._add_bridge(edge, bridge)
         for edge, (chain, inner) in self._inner.items():
@@ -190,6 +199,11 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
                 lane = chain.find(inner, direction)
                 if lane is not None:
                     self._sends[edge, direction], self._receives[edge, direction] = lane.isend, lane.irecv
+
+    def _bridge_across(self, ends: Ends, replicas: tuple[int, int]) -> BridgeCommunicator:
+        self.bridge_comms.append(bridge := self._bridge(ends, replicas, None))
+        self.crossings = [one.exchange for one in self.bridge_comms]
+        return bridge
 
     def _add_bridge(self, edge: Edge, bridge: BridgeCommunicator) -> None:
         """The ends of a bridge on this rank."""
@@ -226,6 +240,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             frozen_modules=self.frozen_modules,
             dims={name: dims_of(grid) for name, grid in self.module_to_grid_map.items()},
             lanes=self.config.communicators,
+            replica=self._replica,
         )
 
     # -- the asynchronous form --------------------------------------------------------------------------
@@ -254,12 +269,11 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         bridge = self._bridge_of.get(edge)
         if bridge is None or not (bridge.is_source or bridge.is_destination):
             raise self._not_on(edge)
+        forward = direction is _FORWARD
+        gives, takes = (bridge.is_source, bridge.is_destination)[:: 1 if forward else -1]
         with self.lanes.batch(by_lane=True):  # ranks that hold both stages would all send first
-            if direction is Direction.FORWARD:
-                sending = bridge.isend_forward(payload) if bridge.is_source else None
-                return sending, bridge.irecv_forward() if bridge.is_destination else None
-            sending = bridge.isend_backward(payload) if bridge.is_destination else None
-            return sending, bridge.irecv_backward() if bridge.is_source else None
+            sending = (bridge.isend_forward if forward else bridge.isend_backward)(payload) if gives else None
+            return sending, (bridge.irecv_forward if forward else bridge.irecv_backward)() if takes else None
 
     def close(self) -> None:
         """Close all lanes and destroy all groups. A second call does nothing."""
@@ -313,12 +327,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         return self._exchange(partial(send, grad_dict), partial(receive, tensor_shape), first=is_first_stage)
 
     def _exchange(
-        self,
-        send: Callable[[], list[Handle]] | None = None,
-        receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] | None = None,
-        *,
-        first: bool = False,
-        last: bool = False,
+        self, send: _Send | None = None, receive: _Receive | None = None, *, first: bool = False, last: bool = False
     ) -> Tensors:
         """What `receive` starts, by module, once what `send` starts is on its way."""
         self._require_alive()

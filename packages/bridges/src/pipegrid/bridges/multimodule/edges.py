@@ -8,10 +8,10 @@ from typing import Annotated
 from attrs import frozen
 
 from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError, StageError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.multimodule.positions import alike, edge_between
-from pipegrid.bridges.reshard import GridLike, Placement, Side, as_grid
+from pipegrid.bridges.reshard import REPLICAS, GridLike, Placement, Side, as_grid
 from pipegrid.topology.fields import checked, instance
 from pipegrid.transport.edge import Direction, Edge
 
@@ -65,6 +65,10 @@ class ModuleEdges:
         """The edges in the order of the graph: that of their bridges on every rank."""
         return sorted(self.graph.edges, key=lambda edge: tuple(map(self.graph.order.index, edge)))
 
+    def by_stages(self) -> dict[Edge, Ends]:
+        """The modules of each edge between their stages."""
+        return {edge_between(self.graph, *ends): ends for ends in self.in_order()}
+
     def placements_at(self, ends: Ends) -> tuple[dict[str, Placement], dict[str, Placement]]:
         """The placements of the source's and the destination's dims at an edge: the module's, and the edge's own."""
         (src, dst), option = ends, self.options[ends]
@@ -81,17 +85,51 @@ class ModuleEdges:
         """The directions of an edge between stages that need lanes."""
         return directions_of(edge, backward=backward, traffic=self.traffic)
 
+    def boundary(self, ends: Ends) -> tuple[Side, Side]:
+        """The source's and the destination's side of an edge."""
+        option = self.options[ends]
+        return boundary_sides(
+            (self.grids[ends[0]], self.grids[ends[1]]),
+            names=ends,
+            placements=self.placements_at(ends),
+            stages=self.stages(ends),
+            lanes=(option.src_lanes, option.dest_lanes),
+        )
+
+    def replica_of(self, rank: int, *, wanted: bool) -> tuple[int | None, int]:
+        """The replica of ``rank``, and their number, where units move between replicas (``wanted``), else None and 0.
+
+        Raises:
+            BridgeError: on every rank alike: modules with other numbers of replicas, or a rank in two of them; or a
+                boundary that replicas share otherwise than in equal parts.
+        """
+        if not wanted:
+            return None, 0
+        boxes = {name: as_grid(grid) for name, grid in self.grids.items()}
+        sizes = {name: box.length(REPLICAS) for name, box in boxes.items()}
+        if len({*sizes.values()}) > 1:
+            raise BridgeError(
+                f"replicas=True, and the modules have dp {sizes}: units move where each has as many replicas"
+            )
+        for ends in self.options:
+            for side in self.boundary(ends):
+                side.replica_dim  # noqa: B018 -- raises where replicas are not parts of the batch
+        places: dict[int, set[int]] = {}
+        for box in boxes.values():
+            for one in box.ranks:
+                places.setdefault(one, set()).add(box.place(one, REPLICAS))
+        for one, found in places.items():
+            if len(found) > 1:
+                raise BridgeError(
+                    f"rank {one} is in replicas {sorted(found)} of its modules; where units move it is in one"
+                )
+        return min(places.get(rank, {0})), max(sizes.values())
+
     def sides(self) -> Iterator[tuple[str, str, Side, Side]]:
         """Both sides of every edge; of a payload that moves, those of each of its leaves."""
         for ends, option in self.options.items():
             src, dst = ends
-            both = boundary_sides(
-                (self.grids[src], self.grids[dst]),
-                names=ends,
-                placements=self.placements_at(ends),
-                stages=self.stages(ends),
-                lanes=(option.src_lanes, option.dest_lanes),
-            )
+            both = self.boundary(ends)
             structure = option.structure
             for sides in (
                 [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]

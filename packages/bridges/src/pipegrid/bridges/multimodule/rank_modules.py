@@ -9,7 +9,7 @@ from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.reshard import GridLike, as_grid
+from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.lane.lane import Lane
@@ -35,6 +35,7 @@ class ModuleChain:
         self.name, self.placement, self.directions = name, tuple(placement), directions
         box = as_grid(grid)
         self._here, self._stride, self._rank = box.place(rank, "pp"), box.stride("pp"), rank
+        self._replica, self._replica_stride = box.place(rank, REPLICAS), box.stride(REPLICAS)
         self._lanes: Lanes | None = None
 
     def _rank_of(self, stage: int) -> int:
@@ -44,6 +45,25 @@ class ModuleChain:
         """The lane of one of the module's own edges, between this rank's copy of both stages."""
         ends = self._rank_of(edge.source), self._rank_of(edge.destination)
         first, second = ends if direction is Direction.FORWARD else ends[::-1]
+        return LaneSpec(first, second, f"{self.name}/{edge}/{direction.value}")
+
+    def holds(self, edge: Edge, direction: Direction, *, sends: bool) -> bool:
+        """Whether this rank sends, or receives, along one of the module's own edges."""
+        return (
+            self._rank_of(edge.source if (direction is Direction.FORWARD) is sends else edge.destination) == self._rank
+        )
+
+    def spec_across(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> LaneSpec:
+        """The lane of one of the module's own edges to, or from, ``replica``.
+
+        Raises:
+            StageError: this rank is not at that end of the edge.
+        """
+        if not self.holds(edge, direction, sends=sends):
+            raise self.lacks(edge, direction)
+        stage = edge.destination if (direction is Direction.FORWARD) is sends else edge.source
+        other = self._rank_of(stage) + (replica - self._replica) * self._replica_stride
+        first, second = (self._rank, other) if sends else (other, self._rank)
         return LaneSpec(first, second, f"{self.name}/{edge}/{direction.value}")
 
     @property

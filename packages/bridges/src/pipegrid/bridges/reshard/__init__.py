@@ -9,6 +9,7 @@ from pipegrid.bridges.reshard.plan import Completion, Message, ReshardPlan, plan
 from pipegrid.bridges.reshard.prove import check_plan
 from pipegrid.bridges.reshard.side import (
     BATCH,
+    REPLICAS,
     End,
     GridLike,
     Partial,
@@ -20,12 +21,14 @@ from pipegrid.bridges.reshard.side import (
     Side,
     as_grid,
     boundary_side,
+    replica_side,
 )
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes, as_axis_of, axis_names
 
 __all__ = [
     "AUTO_LEADER_BYTES",
     "BATCH",
+    "REPLICAS",
     "AxisNames",
     "Box",
     "Choice",
@@ -51,5 +54,6 @@ __all__ = [
     "boundary_side",
     "check_plan",
     "plan_reshard",
+    "replica_side",
     "routes",
 ]

@@ -19,6 +19,9 @@ from pipegrid.topology.grid import Grid
 BATCH = "b"
 """The name of the batch axis. The shards of a side along it are its replicas."""
 
+REPLICAS = "dp"
+"""The dim of replicas that routes name."""
+
 Order = Literal["contiguous", "zigzag"]
 End = Literal["source", "destination"]
 Interval = tuple[Fraction, Fraction]
@@ -177,6 +180,24 @@ class Side:
         """The replica of the rank; `StageError` where it is not on the side."""
         return self.shard_of(rank, BATCH)
 
+    @property
+    def replica_dim(self) -> SideDim | None:
+        """The dim of replicas, ``dp``, where it alone shares out the batch, in equal parts; None where none does.
+
+        Raises:
+            BridgeError: the batch is shared out otherwise: by another dim, or unequally.
+        """
+        own = [dim for dim in self.dims if dim.name == REPLICAS or dim.placement == Shard(BATCH)]
+        if (
+            any(dim.name != REPLICAS or dim.placement != Shard(BATCH) for dim in own)
+            or len({*(self.lane_weights or ())}) > 1
+        ):
+            raise BridgeError(
+                f"side {self.name!r} ({self}) has no replicas that make the same: only {REPLICAS!r} may share out the "
+                "batch, in equal parts"
+            )
+        return own[0] if own else None
+
     def _coords_at(self, rank: int) -> tuple[int, ...]:
         if rank not in self.coords_of:
             raise StageError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
@@ -271,6 +292,19 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
             offset += b - a
         pieces.append(tuple(piece))
     return pieces
+
+
+def replica_side(side: Side, replica: int) -> Side:
+    """The ranks of one replica of ``side``, as a side of their own.
+
+    Raises:
+        BridgeError: as `Side.replica_dim`; or there is no such replica.
+    """
+    own = side.replica_dim
+    if replica not in range(own.size if own else 1):
+        raise BridgeError(f"side {side.name!r} has replicas 0..{(own.size if own else 1) - 1}, not {replica}")
+    base = side.base + replica * (own.stride if own else 0)
+    return Side(side.name, base, tuple([dim for dim in side.dims if dim is not own]), members=side.members)
 
 
 def as_grid(grid: Any, what: str = "the grid") -> Grid:

@@ -28,6 +28,8 @@ from pipegrid.schedules.plan import (
     require_graph,
     require_placed,
 )
+from pipegrid.schedules.simulate import Costs
+from pipegrid.schedules.simulate.engine import play
 from pipegrid.topology.fields import Count, checked_arguments
 
 ANY_GRAPH = "1f1b"
@@ -151,18 +153,47 @@ class _Around:
                 of_stage[stage] = self._one_ahead(stage, of_stage[fed[0]])
             else:
                 of_stage[stage] = [action for action in orders[position] if action.stage == stage]
-        for position, stages in self._held.items():
-            if position not in orders:
-                turns = itertools.zip_longest(*(of_stage[stage] for stage in stages))
-                orders[position] = [action for turn in turns for action in turn if action is not None]
+        orders |= self._merged(of_stage, orders)
+        return self._plan_of([orders[position] for position in range(max(orders) + 1)], self._placement)
+
+    def _plan_of(self, orders: Sequence[Iterable[Action]], placement: Iterable[Iterable[int]]) -> Plan:
         return compute_plan(
-            [orders[position] for position in range(max(orders) + 1)],
+            orders,
             graph=self._graph,
-            placement=self._placement,
+            placement=placement,
             num_microbatches=self._count,
             forward_only=self._frozen,
             num_slices=self._num_slices,
         )
+
+    def _merged(self, of_stage: Mapping[int, Order], orders: Mapping[int, Order]) -> dict[int, Order]:
+        """The orders of the positions without a stage of the main module, each out of those of its stages.
+
+        They are merged by the dates of a simulation in which each of these stages has a position of its own. All that a
+        compute waits for has an earlier date, so no position waits in a cycle. Of equal dates that nearest to the loss
+        is first, whose result others wait for.
+        """
+        beside = {position: stages for position, stages in self._held.items() if position not in orders}
+        if all(len(stages) == 1 for stages in beside.values()):
+            return {position: of_stage[stages[0]] for position, stages in beside.items()}
+        rows, placement = [*orders.values()], [*self._placement]
+        number = {position: row for row, position in enumerate(orders)}
+        for stage, places in enumerate(self._placement):
+            if places[0] in orders:
+                placement[stage] = tuple([number[place] for place in places if place in number])
+            else:
+                placement[stage] = (len(rows),)
+                rows.append(of_stage[stage])
+        starts = play(self._plan_of(rows, placement), Costs())[0]
+        dates = {
+            action: date for row, own in zip(rows, starts, strict=True) for action, date in zip(row, own, strict=True)
+        }
+        return {
+            position: sorted(
+                (action for stage in stages for action in of_stage[stage]), key=lambda one: (dates[one], -one.stage)
+            )
+            for position, stages in beside.items()
+        }
 
     def _main_orders(self) -> dict[int, Order]:
         """The orders of the positions with stages of the main module."""

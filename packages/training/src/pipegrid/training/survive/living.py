@@ -1,9 +1,10 @@
-"""Who takes part in an epoch: the actors of a grid all of whose ranks live. No torch."""
+"""Who takes part in an epoch: the actors of a job's grids all of whose ranks live. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from typing import TypeAlias
 
 from attrs import field, frozen
 
@@ -13,6 +14,14 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Dims
 
 _POSITION, _REPLICA = "pp", "dp"
+
+Grids: TypeAlias = HyperCommGrid | Mapping[str, HyperCommGrid]
+"""One grid of all positions, or one per module."""
+
+
+def grids_of(grids: Grids) -> tuple[HyperCommGrid, ...]:
+    """The grids, of one or several."""
+    return tuple(grids.values()) if isinstance(grids, Mapping) else (grids,)
 
 
 def _ascending(ranks: Collection[int]) -> tuple[int, ...]:
@@ -24,45 +33,59 @@ class Living:
     """The part of ``grid`` that computes while only ``members`` live.
 
     An actor is the ranks of one place along ``pp`` and ``dp``; of one with a dead rank all retire, since they hold the
-    stage only together.
+    stage only together. ``positions_of``: the position of each rank, where modules have grids of their own.
     """
 
-    grid: HyperCommGrid = field(eq=False)
+    grid: Grids = field(eq=False)
     members: tuple[int, ...] = field(converter=_ascending)
+    positions_of: Mapping[int, int] | None = field(default=None, eq=False)
+
+    @cached_property
+    def actors(self) -> dict[int, Actor]:
+        """The actor of each rank of the job."""
+        found: dict[int, Actor] = {}
+        for grid in grids_of(self.grid):
+            for rank in grid.ranks:
+                at = grid.coords(rank)
+                position = at.get(_POSITION, 0) if self.positions_of is None else self.positions_of[rank]
+                found[rank] = Actor(position, at.get(_REPLICA, 0))
+        return found
 
     def actor(self, rank: int) -> Actor:
         """The actor that ``rank`` is of."""
-        at = self.grid.coords(rank)
-        return Actor(at.get(_POSITION, 0), at.get(_REPLICA, 0))
+        return self.actors[rank]
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """Positions of a pipeline."""
-        return self._size(_POSITION)
+        return 1 + max(actor.position for actor in self.actors.values())
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Replicas, dead actors included."""
-        return self._size(_REPLICA)
-
-    def _size(self, dim: str) -> int:
-        return self.grid.dim_size(dim) if dim in self.grid.dim_names else 1
+        return 1 + max(actor.replica for actor in self.actors.values())
 
     @cached_property
     def dead(self) -> tuple[Actor, ...]:
         """The actors with a dead rank, ascending."""
-        return tuple(sorted({self.actor(rank) for rank in self.grid.ranks if rank not in set(self.members)}))
+        living = set(self.members)
+        return tuple(sorted({actor for rank, actor in self.actors.items() if rank not in living}))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
         dead = set(self.dead)
-        return tuple([rank for rank in self.members if rank in self.grid.ranks and self.actor(rank) not in dead])
+        return tuple([rank for rank in self.members if rank in self.actors and self.actors[rank] not in dead])
 
-    def group(self, dims: Dims, rank: int) -> tuple[int, ...]:
-        """Those of the grid's group of ``rank`` over ``dims`` that take part, ascending."""
+    def group(self, dims: Dims, rank: int, module: str | None = None) -> tuple[int, ...]:
+        """Those of the group of ``rank`` over ``dims`` that take part, ascending; ``module``: in whose grid."""
+        grid = self.grid[module or ""] if isinstance(self.grid, Mapping) else self.grid
+        return self.among(grid.group_ranks(dims, rank))
+
+    def among(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those of ``ranks`` that take part, in their order."""
         taking_part = set(self.ranks)
-        return tuple([other for other in self.grid.group_ranks(dims, rank) if other in taking_part])
+        return tuple([rank for rank in ranks if rank in taking_part])
 
     def require_every_position(self) -> None:
         """Raise unless each position lives in a replica.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,21 @@ from pipegrid.schedules import Actor, Plan, Proof, Routes, lower, reroute, verif
 from pipegrid.schedules.generators.routed import routed
 from pipegrid.topology import (
     GroupSpec,
-    HyperCommGrid,
     ProcessGroupCollection,
     create_groups,
     destroy_groups,
     discard_groups,
 )
 from pipegrid.training.survive.connections import end_connections
-from pipegrid.training.survive.living import Living
-from pipegrid.transport import Direction, P2PCommunicator
+from pipegrid.training.survive.errors import SurviveError
+from pipegrid.training.survive.living import Grids, Living, grids_of
+from pipegrid.training.survive.pipelines import connect_chain, connect_modules, module_positions
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.epochs import Epoch
+    from pipegrid.transport.lane_communicator import LaneCommunicator
 
-# Of a collection's groups: those that a step of one module uses, by the grid's dims.
+# Of a collection's groups: those that a step uses, by the dims of a module's grid.
 _GROUPS = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -47,7 +48,7 @@ class PipelineWorld:
         living: who takes part.
         actor: the position and the replica of this rank.
         routes: of all units, around the dead actors.
-        groups: this rank's, of the ranks that take part.
+        groups: this rank's, of the ranks that take part; by module, where modules have grids of their own.
         job_group: all that take part.
         communicator: between positions, and across replicas where units move.
     """
@@ -56,9 +57,9 @@ class PipelineWorld:
     living: Living
     actor: Actor
     routes: Routes
-    groups: ProcessGroupCollection
+    groups: ProcessGroupCollection | Mapping[str, ProcessGroupCollection]
     job_group: dist.ProcessGroup
-    communicator: P2PCommunicator
+    communicator: LaneCommunicator
     _computes: Callable[[], Plan] = field(alias="computes")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _aborted: bool = field(default=False, init=False)
@@ -93,21 +94,39 @@ class PipelineJob:
     """Makes the `PipelineWorld` of each epoch: a ``build`` of `Survivors`.
 
     Attributes:
-        grid: of the job's one module, with ``pp`` and ``dp`` among its dims, and its ``pp`` groups made.
-        plan: what a replica runs while all ranks live, of computes.
-        config: of the `P2PCommunicator`.
+        grid: with ``pp`` and ``dp`` among its dims. One for all positions, with its ``pp`` groups made: their ranks
+            have a `P2PCommunicator`. Or one per module, all with as many replicas (``dp``): their ranks have a
+            `MultiModulePipelineCommunicator`.
+        plan: what a replica runs while all ranks live, of computes; of one module, or of a graph (`schedule_for`).
+        config: of the communicator.
         routes: while all ranks live; None: each replica computes its own microbatches.
         schedule: the plan along routes.
         timeout: seconds for the ranks to come to each group: how long others wait for one that dies while the world is
             made.
+        options: of the `MultiModulePipelineCommunicator`, by name: ``edges``, ``placements``, ...
+
+    Raises:
+        SurviveError: the grids do not fit the plan, or each other.
     """
 
-    grid: HyperCommGrid
+    grid: Grids
     plan: Plan
     config: Any = None
     routes: Routes | None = None
     schedule: Callable[[Plan, Routes], Plan] = routed
     timeout: float = 30.0
+    options: Mapping[str, Any] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self._living(())  # raises where the grids do not fit
+        if self.options and not isinstance(self.grid, Mapping):
+            raise SurviveError(
+                f"options {list(self.options)} are those of bridges; give PipelineJob one grid per module"
+            )
+
+    def _living(self, members: Collection[int]) -> Living:
+        positions = module_positions(self.plan, self.grid) if isinstance(self.grid, Mapping) else None
+        return Living(self.grid, members, positions)
 
     def __call__(self, epoch: Epoch) -> PipelineWorld:
         """The world of ``epoch``, made together with its other members.
@@ -115,7 +134,7 @@ class PipelineJob:
         Raises:
             JobFailedError: a position lives in no replica.
         """
-        living, rank = Living(self.grid, epoch.members), dist.get_rank()
+        living, rank = self._living(epoch.members), dist.get_rank()
         living.require_every_position()
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
@@ -127,16 +146,13 @@ class PipelineJob:
             end_connections(made.values(), "the communicator was not made")
             discard_groups(made.values())
             raise
-        job_group = made[specs.pop("job")]
-        groups: dict[str, Any] = {name: made[spec] for name, spec in specs.items()}
-        groups["pp"] = self.grid.get_pg("pp")  # also with dead ranks, for their places
         return PipelineWorld(
             epoch=epoch.number,
             living=living,
             actor=living.actor(rank),
             routes=routes,
-            groups=ProcessGroupCollection(**groups, grid=self.grid),
-            job_group=job_group,
+            groups=self._groups(specs, made),
+            job_group=made[specs["", "job"]],
             communicator=communicator,
             computes=partial(self.schedule, self.plan, routes),
             made=list(made.values()),
@@ -144,32 +160,36 @@ class PipelineJob:
 
     def retire(self, dead: frozenset[int]) -> tuple[int, ...]:
         """The living ranks that compute only together with one of ``dead``: their tp and cp peers."""
-        living = Living(self.grid, [rank for rank in self.grid.ranks if rank not in dead])
+        every = {rank for grid in grids_of(self.grid) for rank in grid.ranks}
+        living = self._living(every - dead)
         return tuple([rank for rank in living.members if rank not in living.ranks])
 
-    def _specs(self, living: Living, rank: int, epoch: int) -> dict[str, GroupSpec]:
-        found = {"job": GroupSpec(living.ranks, f"job of epoch {epoch}")}
-        for name, wanted in _GROUPS.items():
-            dims = [dim for dim in wanted if dim in self.grid.dim_names]
-            if dims:
-                found[name] = GroupSpec(living.group(dims, rank), f"{'+'.join(dims)} of epoch {epoch}")
+    def _specs(self, living: Living, rank: int, epoch: int) -> dict[tuple[str, str], GroupSpec]:
+        """The groups of this rank by module and name; those of one grid have no module."""
+        found = {("", "job"): GroupSpec(living.ranks, f"job of epoch {epoch}")}
+        grids = self.grid if isinstance(self.grid, Mapping) else {"": self.grid}
+        for module, grid in grids.items():
+            for name, wanted in _GROUPS.items() if rank in grid.ranks else ():
+                dims = [dim for dim in wanted if dim in grid.dim_names]
+                if dims:
+                    label = f"{module and f'{module} '}{'+'.join(dims)} of epoch {epoch}"
+                    found[module, name] = GroupSpec(living.group(dims, rank, module), label)
         return found
 
-    def _connect(self, living: Living, rank: int) -> P2PCommunicator:
-        """A communicator without lanes to dead ranks, which opens those to other replicas when a plan needs them."""
-        at, each = self.grid.coords(rank), self.plan.num_positions
-        replicas = [
-            [self.grid.rank_at(**{**at, "pp": position, "dp": replica}) for position in range(each)]
-            for replica in range(self.grid.dim_size("dp"))
-        ]
-        places = tuple([positions[0] for positions in self.plan.placement])
-        here = {stage for stage, place in enumerate(places) if Actor(place, at["dp"]) not in living.dead}
-        edges = [edge for edge in self.plan.graph.stage_edges if {edge.source, edge.destination} <= here]
-        cyclic = all(place == stage % each for stage, place in enumerate(places))
-        return P2PCommunicator(
-            self.grid.get_pg("pp"),
-            self.config,
-            placement=None if cyclic else places,
-            traffic=[(edge, direction) for edge in edges for direction in Direction],
-            replicas=replicas,
-        )
+    def _groups(
+        self, specs: Mapping[tuple[str, str], GroupSpec], made: Mapping[GroupSpec, Any]
+    ) -> ProcessGroupCollection | Mapping[str, ProcessGroupCollection]:
+        by_module: dict[str, dict[str, Any]] = {}
+        for (module, name), spec in specs.items():
+            if name != "job":
+                by_module.setdefault(module, {})[name] = made[spec]
+        if not isinstance(self.grid, Mapping):
+            pipeline = self.grid.get_pg("pp")  # also with dead ranks, for their places
+            return ProcessGroupCollection(**by_module[""], pp=pipeline, grid=self.grid)
+        grids = self.grid
+        return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in by_module.items()}
+
+    def _connect(self, living: Living, rank: int) -> LaneCommunicator:
+        if isinstance(self.grid, Mapping):
+            return connect_modules(self.grid, self.plan, living, rank, self.config, self.options)
+        return connect_chain(self.grid, self.plan, living, rank, self.config)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from attrs import define
 
@@ -16,6 +16,27 @@ from pipegrid.transport.pipeline_lanes import pair_lanes, require_edge
 from pipegrid.transport.spec import LaneSpec
 
 
+class WaysAcross(Protocol):
+    """One rank's ways to other replicas: see `ReplicaLanes`, whose methods these are."""
+
+    @property
+    def replica(self) -> int:
+        """Of this rank."""
+        ...
+
+    def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
+        """Open these ways."""
+        ...
+
+    def verbs(self, edge: Edge, direction: Direction, replica: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """``isend`` and ``irecv`` of a way."""
+        ...
+
+    def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
+        """The ranks at the other ends."""
+        ...
+
+
 @define(eq=False)
 class ReplicaLanes:
     """The lanes of ``rank`` to other replicas, among all ``lanes`` of its communicator.
@@ -24,6 +45,7 @@ class ReplicaLanes:
         replicas: the ranks of the pipeline of each replica, in order.
         replica: of this rank.
         placement: the place in them of each stage; None is cyclic.
+        edges: between the stages; None is a chain.
         config: of all of them.
         open_beside: `open_lanes` with the settings of the communicator.
     """
@@ -32,6 +54,7 @@ class ReplicaLanes:
     replicas: tuple[tuple[int, ...], ...]
     replica: int
     placement: tuple[int, ...] | None
+    edges: Collection[Edge] | None
     lanes: Lanes
     config: P2PConfig
     open_beside: Callable[..., Lanes]
@@ -67,7 +90,7 @@ class ReplicaLanes:
         }
 
     def _spec(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> LaneSpec:
-        require_edge(edge, self.placement)
+        require_edge(edge, self.placement, self.edges)
         if replica not in range(len(self.replicas)) or replica == self.replica:
             raise P2PUsageError(
                 f"edge {edge} goes to replica {replica}; the others than this rank's, {self.replica}, are in "

@@ -1,0 +1,207 @@
+"""A rank of an encoder and a language model that survive deaths: on one grid, or on one grid each over a bridge."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+
+sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
+
+from integration_tests import survive_ranks
+from integration_tests.survive_ranks import (
+    ALONE,
+    JOBS,
+    MICROBATCHES,
+    PLACES,
+    WIDTH,
+    Case,
+    Kill,
+    Places,
+    loss_of,
+    module,
+    optimizer_of,
+)
+
+from pipegrid.bridges import ModuleGraph
+from pipegrid.schedules import PipelineRuntime, Routes, clip_grad_norm_, schedule_for
+from pipegrid.schedules.runtime import Forwarded
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training.survive import PipelineJob, Survivors
+from pipegrid.transport import P2PConfig
+
+GRAPH = ModuleGraph({"images": 1, "text": 2}, [("images", "text")])
+STAGES = GRAPH.num_stages
+
+
+@frozen
+class ModulesCase(Case):
+    """An encoder of one position and a language model of two, ``replicas`` each; rank ``p * replicas + r`` is ``p@r``.
+
+    ``bridge``: each module has a grid of its own. ``skips``: units without an image.
+    """
+
+    job: str = "modules"
+    positions: int = STAGES
+    bridge: bool = False
+    skips: tuple[int, ...] = ()
+    strict: bool = False
+
+
+def read(what: str, step: int, unit: int) -> torch.Tensor:
+    seed = 1000 * step + 10 * unit + len(what)
+    return torch.randn(2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def output_of(stage: int, model, step: int, unit: int, arrived) -> torch.Tensor:
+    """What a stage makes of ``unit``: the first of each module reads data; what arrives is added."""
+    name, index = GRAPH.module_of(stage)
+    parts = list(arrived) if index else [read(name, step, unit), *arrived]
+    return model(sum(parts[1:], parts[0]))
+
+
+def modules(case: ModulesCase, places: Places, store) -> dict[str, object]:
+    rank, replicas = dist.get_rank(), case.replicas
+    stage, replica = divmod(rank, replicas)
+    if case.bridge:
+        grid = {
+            name: HyperCommGrid(
+                [replicas, GRAPH.depth(name)], ["dp", "pp"], rank_offset=replicas * GRAPH.stage(name, 0)
+            )
+            for name in GRAPH.order
+        }
+    else:
+        grid = HyperCommGrid([replicas, STAGES], ["dp", "pp"])
+        grid.create_pg("pp")
+    units, step, model = replicas * MICROBATCHES, 0, module(stage)
+    optimizer, losses = optimizer_of(model), list[torch.Tensor]()
+    plan = schedule_for(GRAPH, case.schedule, MICROBATCHES)
+    config = P2PConfig(deadline=20.0, open_deadline=8.0, strict=case.strict)
+    routes = Routes((MICROBATCHES,) * replicas, skips={"images": case.skips})
+    options = {"module_output_ndim": {"images": 2}} if case.bridge else {}
+    job = PipelineJob(grid, plan, config, routes=routes, timeout=8.0, options=options)
+    outgoing = [edge for edge in GRAPH.stage_edges if edge.source == stage]
+
+    class Stage:
+        def forward(self, number, inputs):
+            places.reach("forward")
+            unit = number if world_of[0].plan.routes else number + replica * MICROBATCHES
+            output = output_of(stage, model, step, unit, inputs.values())
+            if outgoing:
+                return Forwarded(dict.fromkeys(outgoing, output))
+            loss = loss_of(output, units)
+            losses.append(loss.detach())
+            return Forwarded({}, loss)
+
+    def reduce(world):
+        places.reach("REDUCE")
+        group = (world.groups[GRAPH.module_of(stage)[0]] if case.bridge else world.groups).dp
+        for parameter in model.parameters():
+            if parameter.grad is None:  # of a stage whose units are all elsewhere
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+        places.reach("after REDUCE")
+
+    world_of = [None]
+
+    def train(world):
+        losses.clear()
+        world_of[0] = world
+        differ = world.plan.routes is not None
+        if getattr(world, "runtime", None) is None:
+            world.runtime = PipelineRuntime(
+                world.proof,
+                {stage: Stage()},
+                world.communicator,
+                replica=world.actor.replica if differ else None,
+                reducers={stage: partial(reduce, world)} if differ else {},
+                hooks=[places],
+            )
+        optimizer.zero_grad()
+        world.runtime.step(finish=None if differ else partial(reduce, world))
+        total = sum(losses, torch.zeros((), dtype=torch.float64))
+        dist.all_reduce(total, group=world.job_group)
+        places.reach("after step")
+        return total
+
+    def norm_of(world):
+        places.reach("norm")
+        by_module = {GRAPH.module_of(stage)[0]: model} if case.bridge else model
+        norm = clip_grad_norm_(by_module, world.groups, math.inf, job_group=world.job_group)
+        places.reach("after norm")
+        return norm
+
+    survivors = Survivors(
+        store, job, modules=model, heartbeat=case.heartbeat, deadline=case.deadline, retire=job.retire
+    )
+    norms, totals = [], []
+    with places.around(survivors):
+        for step in range(case.steps):
+            places.begin(step)
+            places.reach("between")
+            totals.append(survivors.run(f"step {step}", train))
+            places.reach("in between")
+            norms.append(survivors.run(f"norm {step}", norm_of, keep_gradients=False))
+            places.reach("optimizer")
+            for parameter in model.parameters():
+                parameter.grad.mul_(1.0 / norms[-1])
+            optimizer.step()
+            places.reach("after optimizer")
+    weights = {f"{stage}.{name}": value for name, value in model.state_dict().items()}
+    weights |= {"norms": torch.stack(norms), "losses": torch.stack(totals)}
+    return {"weights": weights, "events": [str(event) for event in survivors.events]}
+
+
+def modules_alone(case: ModulesCase) -> dict[str, torch.Tensor]:
+    models = [module(number) for number in range(STAGES)]
+    optimizers, units, norms, totals = [optimizer_of(model) for model in models], case.replicas * MICROBATCHES, [], []
+    for step in range(case.steps):
+        totals.append(torch.zeros((), dtype=torch.float64))
+        for unit in range(units):
+            values = [output_of(0, models[0], step, unit, [])] if unit not in case.skips else []
+            for stage in range(1, STAGES):
+                values = [output_of(stage, models[stage], step, unit, values)]
+            loss = loss_of(values[0], units)
+            loss.backward()
+            totals[-1] += loss.detach()
+        gradients = [parameter.grad for model in models for parameter in model.parameters()]
+        norms.append(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])))
+        for gradient in gradients:
+            gradient.mul_(1.0 / norms[-1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {f"{n}.{name}": value for n, model in enumerate(models) for name, value in model.state_dict().items()}
+    return {**weights, "norms": torch.stack(norms), "losses": torch.stack(totals)}
+
+
+JOBS["modules"], ALONE["modules"] = modules, modules_alone
+MESSAGES = {
+    0: ("SEND_F", "after SEND_F", "RECV_B", "after RECV_B"),
+    1: ("RECV_F", "after RECV_F", "SEND_F", "after SEND_F", "RECV_B", "after RECV_B", "SEND_B", "after SEND_B"),
+    2: ("RECV_F", "after RECV_F", "SEND_B", "after SEND_B"),
+}
+
+
+def rank_main(case: ModulesCase, rank: int, port: int, folder: str) -> None:
+    """`survive_ranks.rank_main`, with the jobs of this file."""
+    survive_ranks.rank_main(case, rank, port, folder)
+
+
+def whole_matrix(case: ModulesCase) -> list[ModulesCase]:
+    """Every rank at every place of its own, in as few runs as leave one replica of each position."""
+    left = {rank: [*PLACES["pipeline"], *MESSAGES[rank // case.replicas]] for rank in range(case.world_size)}
+    cases = []
+    while any(left.values()):
+        chosen = []
+        for position in range(STAGES):
+            ranks = sorted(range(position * case.replicas, (position + 1) * case.replicas), key=lambda r: -len(left[r]))
+            chosen += [rank for rank in ranks[: case.replicas - 1] if left[rank]]
+        kills = [Kill(rank, left[rank].pop(), step) for step, rank in enumerate(chosen, start=1)]
+        cases.append(evolve(case, kills=tuple(kills)))
+    return cases

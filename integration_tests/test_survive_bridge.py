@@ -1,0 +1,53 @@
+"""Ranks of an encoder or of a language model killed with -9, on one grid and over a bridge: the others go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from . import test_survive
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
+
+from integration_tests.survive_bridge_ranks import Kill, ModulesCase, rank_main, whole_matrix
+
+require_undisturbed = partial(test_survive.require_undisturbed, main=rank_main)
+
+
+@pytest.fixture(scope="module")
+def context():
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_bridge_ranks"])
+    return made
+
+
+# Ranks: 0 and 1 are the encoder's, 2 and 3 the first of the language model, 4 and 5 the second.
+KILLS = (Kill(0, "SEND_F", 1, 1), Kill(3, "RECV_B", 2), Kill(4, "B", 3, 2))
+BRIDGES = pytest.mark.parametrize("bridge", [False, True], ids=["one grid", "a bridge"])
+
+
+@BRIDGES
+def test_an_encoder_and_a_language_model_go_on_wherever_ranks_are_killed(context, tmp_path, bridge):
+    case = ModulesCase(replicas=2, kills=KILLS, bridge=bridge, skips=(1, 6), strict=True)
+    require_undisturbed(context, case, tmp_path / "case")
+
+
+@pytest.mark.nightly
+@BRIDGES
+@pytest.mark.parametrize(
+    ("schedule", "skips", "strict"),
+    [("1f1b", (), False), ("1f1b", (1, 6), True), ("zero_bubble_h1", (0, 5), True)],
+    ids=["1f1b", "skips", "split backwards"],
+)
+def test_any_rank_of_two_modules_may_be_killed_anywhere(context, tmp_path, bridge, schedule, skips, strict, capsys):
+    case = ModulesCase(replicas=2, schedule=schedule, bridge=bridge, skips=skips, strict=strict)
+    cases = whole_matrix(case)
+    for number, one in enumerate(cases):
+        require_undisturbed(context, one, tmp_path / str(number))
+    kills = sum(len(one.kills) for one in cases)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{kills} kills in {len(cases)} runs: weights, norms and losses within 1e-12\n")

@@ -56,24 +56,31 @@ def play(context, case, folder):
     logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log.*")))
     assert stuck == [], f"ranks {stuck} had not ended after {SECONDS} s\n{logs}"
     outcomes = {
-        number: torch.load(path) for number in range(case.world_size) if (path := folder / f"outcome.{number}").exists()
+        number: torch.load(path) | {"code": ranks[number].exitcode}
+        for number in range(case.world_size)
+        if (path := folder / f"outcome.{number}").exists()
     }
     return outcomes, logs
 
 
-def require_undisturbed(context, case, folder):
-    """Run a case whose ranks all are killed where it says; the others have what one process has."""
+def require_undisturbed(context, case, folder, *, within=1e-12):
+    """Run a case whose ranks all are killed where it says; the others have what one process has, or they retire."""
     outcomes, logs = play(context, case, folder)
     dead = {kill.rank for kill in case.kills}
     wanted, faults = ALONE[case.job](case), []
     if outcomes.keys() != {*range(case.world_size)} - dead:
         faults.append(f"outcomes of ranks {sorted(outcomes)}")
     for rank, outcome in outcomes.items():
+        if rank in case.retiring:
+            said = outcome.get("error", "no error")
+            if (outcome["code"], said.split(":")[0]) != (0, "RankRetiredError"):
+                faults.append(f"rank {rank} ended with code {outcome['code']}: {said}")
+            continue
         if "error" in outcome:
             faults.append(f"rank {rank}: {outcome['error']}")
             continue
         far = {name: (value - wanted[name]).abs().max().item() for name, value in outcome["weights"].items()}
-        faults += [f"rank {rank}: {name} differs by {by}" for name, by in far.items() if not by <= 1e-12]
+        faults += [f"rank {rank}: {name} differs by {by}" for name, by in far.items() if not by <= within]
         named = {int(number) for event in outcome["events"] for number in re.findall(r"rank (\d+) is dead", event)}
         if named != dead:
             faults.append(f"rank {rank}: events {outcome['events']}")

@@ -6,11 +6,12 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, instance, shown
@@ -153,6 +154,25 @@ def config_of(model: Any) -> Any:
             "as attributes, such as PipelineConfig(pipeline_dtype=torch.bfloat16)"
         )
     return config
+
+
+def config_owner(model: Any) -> Any:
+    """The model, or the first module that it wraps, with settings of a step as ``config``; None where none has."""
+    while model is not None and getattr(model, "config", None) is None:
+        model = getattr(model, "module", None)
+    return None if model is None or isinstance(model.config, dict) else model
+
+
+def with_options(config: Any, **options: Any) -> Any:
+    """A copy of ``config`` with other ``options``; of a class that cannot have them, the config itself."""
+    if isinstance(config, PipelineConfig):
+        return evolve(config, **options)
+    if not hasattr(config, "__dict__"):
+        return config
+    changed = copy.copy(config)
+    for name, value in options.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def unwrapped_attribute(model: Any, name: str) -> Any:

@@ -47,6 +47,7 @@ class ModelCase(Case):
 
     traits: tuple[str, ...] = ()
     microbatches: int = MICROBATCHES
+    add: str = "as_computed"
 
     @property
     def tp(self) -> int:
@@ -139,6 +140,7 @@ class OnRank:
             pipeline_dtype=torch.float64,
             calculate_per_token_loss="per_token" in case.traits,
             grad_scale_func=self.scaler,
+            grad_add=case.add,
             hooks=(places,),
             deadline=20.0,
             open_deadline=8.0,
@@ -171,7 +173,8 @@ class OnRank:
 
         def loss_func(output):
             loss, count, noted = loss_of(self.case, self.step, unit, output)
-            return (loss, noted) if count is None else (loss, count, noted)
+            info = unit[0] * self.case.microbatches + unit[1], noted
+            return (loss, info) if count is None else (loss, count, info)
 
         return y, loss_func
 
@@ -189,10 +192,12 @@ class OnRank:
             pg_collection=world.groups,
             routes=world.routes,
         )
-        total = torch.stack([torch.zeros((), dtype=torch.float64), *losses]).sum()
-        dist.all_reduce(total, group=world.job_group)
+        every = torch.zeros(self.case.units, dtype=torch.float64)
+        for unit, loss in losses if self.at["tp"] == 0 else ():
+            every[unit] = loss
+        dist.all_reduce(every, group=world.job_group)
         self.places.reach("after step")
-        return total / self.case.tp
+        return every.sum()
 
     def unscale(self, world):
         self.places.reach("unscale")
@@ -202,7 +207,7 @@ class OnRank:
 
     def clip(self, world):
         self.places.reach("clip")
-        norm = clip_grad_norm_(self.model, world.groups, CLIP, job_group=world.job_group)
+        norm = clip_grad_norm_(self.model, world.groups, CLIP, job_group=world.job_group, add=self.case.add)
         self.places.reach("after clip")
         return norm
 

@@ -73,7 +73,7 @@ class Case:
     @property
     def retiring(self) -> tuple[int, ...]:
         """The ranks that retire when others die: with ``pairs`` the other ones of each pair."""
-        dead = {kill.rank for kill in self.kills if self.pairs}
+        dead = {kill.rank for kill in self.kills if self.pairs and kill.place != "never"}
         return tuple([rank for rank in (one ^ 1 for one in dead) if rank not in dead])
 
 

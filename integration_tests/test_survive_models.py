@@ -7,11 +7,12 @@ import random
 import sys
 
 import pytest
+import torch
 from attrs import evolve
 
 from .survive_models_ranks import IN_HALVES, PLACES, TRAITS, ModelCase
 from .survive_ranks import Kill
-from .test_survive import require_undisturbed
+from .test_survive import play, require_undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,38 @@ PAIRS = ModelCase("models", 2, 2, traits=("tied", "dropout", "scaled", "per_toke
 )
 def test_a_step_is_that_of_an_undisturbed_run_whatever_the_model_has(context, tmp_path, case):
     require_undisturbed(context, case, tmp_path / "case")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        evolve(ALL, add="by_unit", kills=(Kill(4, "I", 1), Kill(0, "after all_reduce", 2, 9))),
+        pytest.param(evolve(PAIRS, add="by_unit", kills=(Kill(3, "B", 1, 1),)), marks=pytest.mark.nightly),
+    ],
+    ids=["all of it", "tensor-parallel peers retire"],
+)
+def test_gradients_added_by_unit_have_the_bits_of_an_undisturbed_run(context, tmp_path, case):
+    require_equal_bits(context, tmp_path, case)
+
+
+def require_equal_bits(context, folder, *cases):
+    """Runs with kills, each with the bits of one without; these have the values of one process."""
+    steps = max(kill.step for case in cases for kill in case.kills)
+    wanted, logs = play(context, evolve(cases[0], kills=(Kill(0, "never", steps),)), folder / "undisturbed")
+    assert all("error" not in outcome for outcome in wanted.values()), logs
+    for number, case in enumerate(cases):
+        case = evolve(case, kills=(*case.kills, Kill(0, "never", steps)))
+        found, logs = play(context, case, folder / str(number))
+        killed = {kill.rank for kill in case.kills if kill.place != "never"}
+        assert found.keys() == wanted.keys() - killed, logs
+        for rank in found.keys() - {*case.retiring}:
+            assert "error" not in found[rank], logs
+            unlike = [
+                name
+                for name, value in found[rank]["weights"].items()
+                if not torch.equal(value, wanted[rank]["weights"][name])
+            ]
+            assert unlike == [], (rank, case)
 
 
 def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:

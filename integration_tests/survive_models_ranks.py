@@ -32,9 +32,11 @@ from pipegrid.schedules import (
     zero_main_grads,
 )
 from pipegrid.schedules.gradients import accumulate_in_main_grad
+from pipegrid.schedules.megatron import prepared
+from pipegrid.schedules.runtime import actions
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import DropoutMasks
-from pipegrid.training.survive import PipelineJob, Survivors
+from pipegrid.training.survive import PipelineJob, Survivors, kept
 
 MICROBATCHES, WIDTH, WORDS, SAMPLES, LENGTH, CLIP = 3, 4, 7, 2, 3, 0.5
 OVERFLOWS = 2  # the step in which the loss of a unit is infinite
@@ -48,6 +50,7 @@ class ModelCase(Case):
     traits: tuple[str, ...] = ()
     microbatches: int = MICROBATCHES
     add: str = "as_computed"
+    mistake: str | None = None
 
     @property
     def tp(self) -> int:
@@ -248,6 +251,8 @@ def zero(model, optimizer):
 def models(case: ModelCase, places: Places, store) -> dict[str, object]:
     """The job of a rank, which may also be killed as it comes to a collective of gradients."""
     dist.all_reduce = places.within("all_reduce", dist.all_reduce)
+    if case.mistake is not None:
+        MISTAKES[case.mistake]()
     rank = OnRank(case, places)
     totals, norms = rank.steps(store)
     weights = named(case, rank.model, rank.scaler, totals, norms, tp=rank.at["tp"], replica=rank.at["dp"])
@@ -309,6 +314,25 @@ def models_alone(case: ModelCase) -> dict[str, torch.Tensor]:
                 found |= shown
     return found
 
+
+def masks_of_the_computing_rank():
+    base = DropoutMasks.base
+    DropoutMasks.base = lambda self, microbatch, replica=None: base(self, microbatch)
+
+
+# What each promise would be silently false by. Each is planted in the processes of one job alone.
+MISTAKES = {
+    "a divisor of those that live": lambda: setattr(
+        prepared, "units_per_replica", lambda routes: routes.num_units / (routes.num_replicas - 1)
+    ),
+    "masks of the rank that computes": masks_of_the_computing_rank,
+    "statistics of the rank that computes": lambda: setattr(
+        actions, "for_another_replica", lambda stage, forward: forward()
+    ),
+    "buffers as they are": lambda: setattr(kept._Buffer, "restore", lambda self: None),
+    "gradients as they are": lambda: setattr(kept._Gradient, "restore", lambda self: None),
+    "loss scales as they are": lambda: setattr(kept, "LossScaler", kept.KeptState),
+}
 
 PLACES = ("forward", "F", "after F", "B", "after B", "all_reduce", "after all_reduce", "after step", "vote", "done")
 PLACES += ("clip", "after clip", "optimizer", "after optimizer", "between", "after done")

@@ -410,10 +410,8 @@ PLACES = {
         "after optimizer",
     ),
 }
-MESSAGES = {
-    0: ("SEND_F", "after SEND_F", "RECV_B", "after RECV_B"),
-    1: ("RECV_F", "after RECV_F", "SEND_B", "after SEND_B"),
-}
+TO_THE_NEXT = ("SEND_F", "after SEND_F", "RECV_B", "after RECV_B")
+TO_THE_ONE_BEFORE = ("RECV_F", "after RECV_F", "SEND_B", "after SEND_B")
 HALVES = ("I", "after I", "W", "after W")  # of the backwards of a schedule that splits them
 
 
@@ -421,7 +419,11 @@ def whole_matrix(case: Case) -> list[Case]:
     """Every rank at every place of its own, in as few runs as leave one replica of each position."""
     places = [place for place in PLACES["pipeline"] if case.schedule == "1f1b" or place not in ("B", "after B")]
     places += () if case.schedule == "1f1b" else HALVES
-    left = {rank: [*places, *MESSAGES[rank // case.replicas]] for rank in range(case.world_size)}
+    left = {}
+    for rank in range(case.world_size):
+        position = rank // case.replicas
+        before, after = position > 0, position < case.positions - 1
+        left[rank] = [*places, *(TO_THE_NEXT if after else ()), *(TO_THE_ONE_BEFORE if before else ())]
     cases = []
     while any(left.values()):
         chosen = []

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as wel
 from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, module, rank_main, whole_matrix
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 60.0  # for a case, whose ranks take a second or two of a machine that may do other work
+SECONDS = 60.0  # for a case of up to 8 ranks, which take a second or two of a machine that may do other work
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def play(context, case, folder):
     ]
     for rank in ranks:
         rank.start()
-    stop, stuck = time.monotonic() + SECONDS, []
+    seconds = SECONDS * max(1.0, case.world_size / 8)
+    stop, stuck = time.monotonic() + seconds, []
     for number, rank in enumerate(ranks):
         rank.join(max(0.0, stop - time.monotonic()))
         if rank.exitcode is None:
@@ -54,7 +55,7 @@ def play(context, case, folder):
         ranks[number].kill()
         ranks[number].join()
     logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log.*")))
-    assert stuck == [], f"ranks {stuck} had not ended after {SECONDS} s\n{logs}"
+    assert stuck == [], f"ranks {stuck} had not ended after {seconds} s\n{logs}"
     outcomes = {
         number: torch.load(path) | {"code": ranks[number].exitcode}
         for number in range(case.world_size)
@@ -210,8 +211,10 @@ def test_an_error_without_a_death_ends_all_ranks(context, tmp_path, error, other
         Case("pipeline", 2, 2),
         Case("pipeline", 2, 2, schedule="zero_bubble"),
         Case("pipeline", 2, 4),
+        Case("pipeline", 2, 4, schedule="zero_bubble"),
+        Case("pipeline", 4, 4, heartbeat=10.0, deadline=40.0),
     ],
-    ids=["2 x 2", "2 x 2, split backwards", "2 x 4"],
+    ids=["2 x 2", "2 x 2, split backwards", "2 x 4", "2 x 4, split backwards", "4 x 4"],
 )
 def test_a_pipeline_goes_on_wherever_any_rank_is_killed(context, tmp_path, case, capsys):
     cases = whole_matrix(case)

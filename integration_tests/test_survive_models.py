@@ -95,6 +95,32 @@ def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("mistake", "traits", "place"),
+    [
+        ("a divisor of those that live", (), "F"),
+        ("masks of the rank that computes", ("dropout",), "F"),
+        ("statistics of the rank that computes", ("norm",), "F"),
+        ("buffers as they are", ("norm",), "B"),
+        ("gradients as they are", (), "after clip"),
+        ("loss scales as they are", ("scaled",), "after unscale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_a_planted_mistake_is_found(context, tmp_path, mistake, traits, place):
+    case = ModelCase("models", 2, 2, (Kill(0, place),), traits=traits)
+    require_undisturbed(context, case, tmp_path / "right")
+    with pytest.raises(pytest.fail.Exception, match="differs by"):
+        require_undisturbed(context, evolve(case, mistake=mistake), tmp_path / "mistaken")
+
+
+@pytest.mark.nightly
+def test_gradients_added_as_they_come_have_other_bits(context, tmp_path):
+    with pytest.raises(AssertionError, match=r"words"):
+        require_equal_bits(context, tmp_path, evolve(ALL, kills=(Kill(4, "I", 1), Kill(0, "F", 2))))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
 @pytest.mark.parametrize("traits", [*((trait,) for trait in (*TRAITS, "frozen_stage")), TRAITS], ids="+".join)
 def test_each_model_goes_on_wherever_ranks_are_killed(context, tmp_path, traits, schedule, capsys):

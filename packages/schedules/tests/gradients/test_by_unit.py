@@ -75,6 +75,8 @@ def step(model, **options):
         data_iterator=iter(map(batch, range(2))),
         model=model,
         num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
         **options,
     )
 

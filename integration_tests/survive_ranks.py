@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 from kit.stages import Stage
 from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups, destroy_groups, discard_groups
-from pipegrid.training.survive import PipelineJob, Survivors
+from pipegrid.training.survive import PipelineJob, RankRetiredError, Survivors
 from pipegrid.training.survive.connections import end_connections
 from pipegrid.transport import P2PConfig
 
@@ -70,6 +70,12 @@ class Case:
     def world_size(self) -> int:
         return self.positions * self.replicas
 
+    @property
+    def retiring(self) -> tuple[int, ...]:
+        """The ranks that retire when others die: with ``pairs`` the other ones of each pair."""
+        dead = {kill.rank for kill in self.kills if self.pairs and kill.place != "never"}
+        return tuple([rank for rank in (one ^ 1 for one in dead) if rank not in dead])
+
 
 @define
 class Places:
@@ -105,14 +111,14 @@ class Places:
     def around(self, survivors: Survivors) -> Survivors:
         """Places in what the survivors do between functions."""
         for name in ("vote", "done"):
-            setattr(survivors.epochs, name, self._within(name, getattr(survivors.epochs, name)))
-        survivors._build = self._within("build", survivors._build)
+            setattr(survivors.epochs, name, self.within(name, getattr(survivors.epochs, name)))
+        survivors._build = self.within("build", survivors._build)
         return survivors
 
-    def _within(self, name, function):
-        def wrapped(*arguments):
+    def within(self, name, function):
+        def wrapped(*arguments, **options):
             self.reach(name)
-            result = function(*arguments)
+            result = function(*arguments, **options)
             self.reach(f"after {name}")
             return result
 
@@ -132,16 +138,19 @@ def rank_main(case: Case, rank: int, port: int, folder: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=60))
     places = Places(case, rank, path)
-    outcome: dict[str, object] = {}
+    outcome, retired = dict[str, object](), False
     try:
         outcome = JOBS[case.job](case, places, dist.PrefixStore("epochs", store.clone()))
     except BaseException as error:  # noqa: BLE001 -- written down for the test
         traceback.print_exc()
-        outcome = {"error": f"{type(error).__name__}: {error}", "code": getattr(error, "code", None)}
+        outcome = {"error": f"{type(error).__name__}: {error}"}
+        retired = isinstance(error, RankRetiredError)
     outcome["at"] = time.monotonic()
     torch.save(outcome, path / f"outcome.{rank}.part")
     (path / f"outcome.{rank}.part").rename(path / f"outcome.{rank}")
-    os._exit(0)  # the store's process may end first
+    if retired:
+        raise RankRetiredError(outcome["error"])
+    os._exit(1 if "error" in outcome else 0)  # the store's process may end first
 
 
 # ---- Sums of shares, which the ranks that live divide among themselves.
@@ -401,10 +410,8 @@ PLACES = {
         "after optimizer",
     ),
 }
-MESSAGES = {
-    0: ("SEND_F", "after SEND_F", "RECV_B", "after RECV_B"),
-    1: ("RECV_F", "after RECV_F", "SEND_B", "after SEND_B"),
-}
+TO_THE_NEXT = ("SEND_F", "after SEND_F", "RECV_B", "after RECV_B")
+TO_THE_ONE_BEFORE = ("RECV_F", "after RECV_F", "SEND_B", "after SEND_B")
 HALVES = ("I", "after I", "W", "after W")  # of the backwards of a schedule that splits them
 
 
@@ -412,7 +419,11 @@ def whole_matrix(case: Case) -> list[Case]:
     """Every rank at every place of its own, in as few runs as leave one replica of each position."""
     places = [place for place in PLACES["pipeline"] if case.schedule == "1f1b" or place not in ("B", "after B")]
     places += () if case.schedule == "1f1b" else HALVES
-    left = {rank: [*places, *MESSAGES[rank // case.replicas]] for rank in range(case.world_size)}
+    left = {}
+    for rank in range(case.world_size):
+        position = rank // case.replicas
+        before, after = position > 0, position < case.positions - 1
+        left[rank] = [*places, *(TO_THE_NEXT if after else ()), *(TO_THE_ONE_BEFORE if before else ())]
     cases = []
     while any(left.values()):
         chosen = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules import Actor
+from pipegrid.schedules import Actor, LossScale, LossScaler, PipelineConfig
 from pipegrid.schedules.gradients import accumulate_in_main_grad
 from pipegrid.schedules.gradients.layout import TieMark
 from pipegrid.schedules.monitor import JobFailedError
@@ -101,6 +101,17 @@ class TestKeptState:
         kept.restore()
         assert equal([p.grad for p in stage.parameters()], changed)
 
+    def test_a_loss_scaler_of_a_config_is_as_before(self):
+        stage, scaler = model(), LossScaler(LossScale(growth_interval=1))
+        stage.config = PipelineConfig(grad_scale_func=scaler)
+        kept = KeptState(stage)
+        kept.keep()
+        before = scaler.state_dict()
+        scaler.unscale(stage)
+        scaler.state, scaler.skipped = LossScale(scale=2.0), 3
+        kept.restore()
+        assert scaler.state_dict() == before
+
     def test_a_buffer_that_a_forward_replaces_is_put_back(self):
         stage = nn.Linear(2, 2)
         stage.register_buffer("count", torch.zeros(()))
@@ -150,11 +161,17 @@ class TestRequireRedoable:
         with pytest.raises(SurviveError, match=r"'0\.weight' has .* noted"):
             require_redoable(stage, [0, 1])
 
-    def test_a_tied_parameter_is_named(self):
+    def test_a_parameter_tied_within_a_replica_is_named_and_one_over_all_replicas_is_not(self):
         stage = model()
         stage[0].weight.tied = TieMark("embedding", over_lanes=True)
-        with pytest.raises(SurviveError, match=r"'0\.weight' is tied"):
+        require_redoable(stage, [0, 1])
+        stage[0].weight.tied = TieMark("embedding", over_lanes=False)
+        with pytest.raises(SurviveError, match=r"'0\.weight' is tied as 'embedding' among the ranks of one replica"):
             require_redoable(stage, [0, 1])
+
+    def test_allow_is_a_list_of_names(self):
+        with pytest.raises(SurviveError, match=r"allow is 'layers'; it must be a list of names, such as \['layers'\]"):
+            require_redoable(model(), [0, 1], allow="layers")
 
     def test_a_config_with_a_monitor_is_named(self):
         stage = model()

@@ -94,7 +94,7 @@ def survivors(monkeypatch):
     monkeypatch.setattr("pipegrid.training.survive.survivors.Neighbours", Ring)
     monkeypatch.setattr(Ring, "made", ())
 
-    def make(*script, stage=None, build=World):
+    def make(*script, stage=None, build=World, **options):
         worlds, events = [], []
         monkeypatch.setattr("pipegrid.training.survive.survivors.Epochs", lambda store, **_: Epochs(script))
 
@@ -102,12 +102,45 @@ def survivors(monkeypatch):
             worlds.append(build(epoch))
             return worlds[-1]
 
-        return Survivors(None, built, modules=stage or nn.Linear(1, 1), on_event=events.append), worlds, events
+        return (
+            Survivors(None, built, modules=stage or nn.Linear(1, 1), on_event=events.append, **options),
+            worlds,
+            events,
+        )
 
     return make
 
 
 class TestSurvivors:
+    def test_what_cannot_be_done_again_is_found_before_the_first_function(self, survivors):
+        stage = nn.Linear(1, 1)
+        stage.register_forward_hook(lambda *_: None)
+        with pytest.raises(SurviveError, match=r"the stage has a forward hook .*<lambda>"):
+            survivors(YES, stage=stage)
+        with survivors(YES, stage=stage, allow=[""])[0] as made:
+            made.run("a", lambda world: None)
+
+    def test_ranks_that_do_not_retire_with_this_one_are_its_peers(self, survivors, monkeypatch):
+        found = []
+        monkeypatch.setattr(
+            "pipegrid.training.survive.survivors.require_redoable", lambda *given, **_: found.append(given[1])
+        )
+        survivors(YES)
+        survivors(YES, retire=lambda dead: [rank ^ 1 for rank in dead])
+        assert found == [{0, 1}, {0}]
+
+    def test_a_world_configures_the_modules_before_the_first_function_of_each_epoch(self, survivors):
+        class Configuring(World):
+            def configure(self, modules):
+                modules.config = self.epoch.number
+
+        stage = nn.Linear(1, 1)
+        made, _, _ = survivors(dies(1), YES, stage=stage, build=Configuring)
+        seen = []
+        with made:
+            made.run("a", lambda world: seen.append(stage.config))
+        assert seen == [0, 1]
+
     def test_an_undisturbed_function_runs_once(self, survivors):
         made, worlds, events = survivors(YES, YES)
         with made:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ def _above_zero(value: Any) -> float:
     return number
 
 
+_Add = Literal["as_computed", "by_unit"]
 Bound = Annotated[float, Rule(_above_zero, "a number above 0, or infinity")]
 
 
@@ -37,6 +38,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     job_group: dist.ProcessGroup | None = None,
     deadline: float | None = None,
+    add: Literal["as_computed", "by_unit"] = "as_computed",
 ) -> torch.Tensor:
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
 
@@ -52,6 +54,8 @@ def clip_grad_norm_(
         norm_type: 2, any positive p, or infinity.
         job_group: all ranks of the job; default: the default process group.
         deadline: seconds that the host waits for the all-reduce; None leaves it to the group's timeout.
+        add: ``"by_unit"`` rounds the sum over ranks once, so that it does not depend on which ranks there are; the host
+            waits for it. For tests, with `PipelineConfig` of the same ``grad_add``.
 
     Returns:
         The norm before clipping, a float64 scalar on the gradients' device.
@@ -83,11 +87,23 @@ def clip_grad_norm_(
         whole = parts.nan_to_num(nan=0.0, posinf=math.inf)
         total[0] = whole.max() if infinite else whole.pow(norm_type).sum()
         total[1] = parts.isnan().any()
-    all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(Waiting(deadline))
+    if checked(add, _Add, "add", GradientError) == "by_unit" and not infinite:
+        total = _rounded_once(total, job_group, Waiting(deadline))
+    else:
+        all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(Waiting(deadline))
     norm = total[0] if infinite else total[0] ** (1.0 / norm_type)
     norm = torch.where(total[1] > 0, torch.full_like(norm, math.nan), norm)
     foreach.scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def _rounded_once(parts: torch.Tensor, group: dist.ProcessGroup | None, waiting: Waiting) -> torch.Tensor:
+    """The sums of ``parts`` over ranks, as if added exactly."""
+    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
+    every = parts.new_zeros(ranks, len(parts))
+    every[rank] = parts
+    all_reduce(every, group)(waiting)
+    return parts.new_tensor([math.fsum(column) for column in every.T.tolist()])
 
 
 def _counts(layout: ParameterGradient, gradient: torch.Tensor) -> bool:

@@ -121,6 +121,7 @@ _VALUES = (
     "defer_embedding_wgrad_compute",
     "enable_autocast",
     "failure_dir",
+    "grad_add",
     "hidden_size",
     "microbatch_group_size_per_vp_stage",
     "monitor",

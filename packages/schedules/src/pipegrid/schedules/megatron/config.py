@@ -6,11 +6,12 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, instance, shown
@@ -85,6 +86,10 @@ class PipelineConfig(P2PConfig):
         failure_dir: a directory for what each failing rank leaves behind (see `PipelineRuntime`); None: nothing.
         overlap_grad_reduce: start the reduction of a bucket in the last backward that touches it, where the step
             function reduces; False starts all after the last backward.
+        grad_add: in which order the step function adds gradients. ``"by_unit"`` keeps those of each microbatch apart,
+            and adds them in the order of home replicas and microbatches: a step then has the same bits whichever ranks
+            compute its microbatches. It needs ``routes=``, a copy of the gradients per microbatch and as many
+            reductions: for tests. ``"as_computed"``: as backwards and all-reduces come.
         grad_bucket_bytes: about the bytes of gradients that are reduced together, where the step function reduces.
         check_replicas: False compares the parameters of replicas by checksum before the first step. True compares the
             norms of parameters and gradients after each reduction as well (`require_equal_replicas`), for debug runs.
@@ -121,6 +126,7 @@ class PipelineConfig(P2PConfig):
     monitor: Any = None
     failure_dir: Any = None
     overlap_grad_reduce: bool = True
+    grad_add: Literal["as_computed", "by_unit"] = "as_computed"
     grad_bucket_bytes: Count = 32 * 2**20
     check_replicas: bool | None = False
     check: bool = False
@@ -153,6 +159,25 @@ def config_of(model: Any) -> Any:
             "as attributes, such as PipelineConfig(pipeline_dtype=torch.bfloat16)"
         )
     return config
+
+
+def config_owner(model: Any) -> Any:
+    """The model, or the first module that it wraps, with settings of a step as ``config``; None where none has."""
+    while model is not None and getattr(model, "config", None) is None:
+        model = getattr(model, "module", None)
+    return None if model is None or isinstance(model.config, dict) else model
+
+
+def with_options(config: Any, **options: Any) -> Any:
+    """A copy of ``config`` with other ``options``; of a class that cannot have them, the config itself."""
+    if isinstance(config, PipelineConfig):
+        return evolve(config, **options)
+    if not hasattr(config, "__dict__"):
+        return config
+    changed = copy.copy(config)
+    for name, value in options.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def unwrapped_attribute(model: Any, name: str) -> Any:

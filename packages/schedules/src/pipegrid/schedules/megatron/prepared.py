@@ -21,6 +21,7 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.lanes import collection_of
 from pipegrid.schedules.gradients.reduction import (
     GradientPolicy,
+    UnitGradients,
     gradient_policy,
     last_backwards,
     required_ties,
@@ -112,6 +113,7 @@ class PreparedStep:
         actor: the row of the plan that this rank runs.
         policy: of gradients; None in an evaluation.
         early: reductions begin in the last backwards.
+        by_unit: gradients are added in the order of units.
         syncs: the config has a ``no_sync_func``.
     """
 
@@ -145,12 +147,14 @@ class PreparedStep:
         self.actor = position_of(plan, models, number)
         self.policy = self._policy(call, models, config)
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
-        self.early = self._starts_early(call, models, config)
+        self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
+        self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
         self.stages = self._stages(call, models, config)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
         self._output_layers: Sequence[Callable[[], None]] = ()
+        self._units: UnitGradients | None = None
         hooks = option(config, "hooks")
         self._hooks = CallHooks.of(hooks)
         self.runtime = PipelineRuntime(
@@ -158,7 +162,7 @@ class PreparedStep:
             self.stages,
             call.p2p_communicator,
             replica=number,
-            hooks=[self._hooks] if hooks or self.syncs or self.early else [],
+            hooks=[self._hooks] if hooks or self.syncs or self.early or self.by_unit else [],
             reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
@@ -256,10 +260,13 @@ class PreparedStep:
             for stage in self.stages.values():
                 stage.end()
             state.running, self._config, self._hooks.current, self._output_layers = None, None, (), ()
+            self._units = None
 
-    def begin(self, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]]) -> None:
-        """Store the hooks of a call, and what computes its deferred weight gradients."""
-        self._hooks.current, self._output_layers = hooks, output_layers
+    def begin(
+        self, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]], units: UnitGradients | None
+    ) -> None:
+        """Store the hooks of a call, what computes its deferred weight gradients, and gradients that are kept apart."""
+        self._hooks.current, self._output_layers, self._units = hooks, output_layers, units
 
     def finish_output_layers(self) -> None:
         """Compute the deferred weight gradients of output layers; idempotent."""
@@ -276,7 +283,11 @@ class PreparedStep:
 
     def _reduce(self, name: str) -> None:
         self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
-        next(tie for tie in option(self._config, "tied_parameters") if tie.name == name).reduce(self.waiting)
+        tie = next(tie for tie in option(self._config, "tied_parameters") if tie.name == name)
+        if self._units is None:
+            tie.reduce(self.waiting)
+        else:
+            self._units.reduce_tie(tie, self.waiting)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
 from pipegrid.schedules.gradients.reduction import (
     EarlyReduction,
     GradientPolicy,
     GradientReduction,
+    UnitGradients,
     require_equal_norms,
 )
 from pipegrid.schedules.megatron.call import StepCall
@@ -36,13 +38,14 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
     with prepared.running(config), contextlib.ExitStack() as outside:
         deferred: Sequence[Callable[[], None]] = ()
-        reduction = None
+        reduction = units = None
         if policy is not None:
             if option(config, "defer_embedding_wgrad_compute"):
                 deferred = _deferrals(prepared.plan, config, models, call.pg_collection)
             sync_parameters(config, models)
             reduction = policy.reduction(models, config, call.pg_collection)
-        prepared.begin(_hooks(prepared, config, models, reduction, outside), deferred)
+            units = _unit_gradients(prepared, models, call, reduction) if prepared.by_unit else None
+        prepared.begin(_hooks(prepared, config, models, reduction, units, outside), deferred, units)
         if reduction is None and prepared.ties:  # a REDUCE sums what this call adds
             copies = [copy for tie in option(config, "tied_parameters") for copy in tie.copies]
             outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
@@ -53,7 +56,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
         if policy is None:
             prepared.runtime.eval()
         else:
-            _train(prepared, policy, reduction, config, models, call, leave=outside.close)
+            _train(prepared, policy, reduction, units, config, models, call, leave=outside.close)
         return [info for stage in prepared.stages.values() for _, info in sorted(stage.infos, key=itemgetter(0))]
 
 
@@ -62,6 +65,7 @@ def _hooks(
     config: Any,
     models: Mapping[int, Any],
     reduction: GradientReduction | None,
+    units: UnitGradients | None,
     outside: contextlib.ExitStack,
 ) -> Sequence[Hook]:
     """The hooks of one call; ``outside`` closes what they have opened."""
@@ -72,13 +76,46 @@ def _hooks(
         early = EarlyReduction(reduction, prepared.last_backwards, models)
         outside.callback(early.close)
         hooks = [*hooks, early]
-    return hooks
+    return hooks if units is None else [*hooks, units]
+
+
+def _unit_gradients(
+    prepared: PreparedStep, models: Mapping[int, Any], call: StepCall, reduction: GradientReduction | None
+) -> UnitGradients:
+    """What adds the gradients of one call in the order of units.
+
+    Raises:
+        GradientError: the step function does not know the units, or does not reduce their gradients.
+    """
+    if call.routes is None:
+        raise GradientError("config.grad_add is 'by_unit', and without routes= units have no numbers: pass routes")
+    if reduction is None or any(each.by_fsdp for each in reduction.layout.gradients):
+        raise GradientError(
+            "config.grad_add is 'by_unit', which adds where the step function reduces; here a wrapper does, or a "
+            "finalize_model_grads_func"
+        )
+    if option(config_of(next(iter(models.values()))), "defer_embedding_wgrad_compute"):
+        raise GradientError(
+            "config.grad_add is 'by_unit', and defer_embedding_wgrad_compute makes one of several units"
+        )
+    if any(each.marks.tie is not None and not each.marks.tie.over_lanes for each in reduction.layout.trained):
+        raise GradientError(
+            "config.grad_add is 'by_unit', and a parameter is tied within each replica (group=): tie it with grids="
+        )
+
+    def unit_of(stage: int, number: int) -> tuple[int, int]:
+        units = prepared.stages[stage].units
+        return units.home(number) or 0, units.microbatch(number)
+
+    units = [(replica, number) for replica, count in enumerate(call.routes.units) for number in range(count)]
+    return UnitGradients(models, units, unit_of)
 
 
 def _train(
     prepared: PreparedStep,
     policy: GradientPolicy,
     reduction: GradientReduction | None,
+    units: UnitGradients | None,
     config: Any,
     models: Mapping[int, Any],
     call: StepCall,
@@ -95,6 +132,8 @@ def _train(
         leave()
         prepared.finish_output_layers()
         sync_gradients(prepared.plan, config, models)
+        if units is not None and reduction is not None:
+            units.reduce(reduction, prepared.waiting)
         policy.finish(
             {number: stage.num_tokens for number, stage in prepared.stages.items()},
             reduction,

@@ -19,6 +19,7 @@ from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
+from pipegrid.schedules.runtime.stages.statistics import for_another_replica
 
 Call: TypeAlias = Callable[[], None]
 Effect: TypeAlias = Callable[[Action, Call], None]
@@ -45,7 +46,10 @@ class Bound:
 def forward(at: BoundPosition, action: Action) -> Bound:
     """``F``: the stage's forward, on what has arrived."""
     runner, piece = at.runner(action), at.plan.piece_of(action)
-    return Bound(action, partial(StageRunner.forward, runner, piece), _arrivals(runner.arriving, piece))
+    run: Call = partial(StageRunner.forward, runner, piece)
+    if at.is_of_another_replica(piece):
+        run = partial(for_another_replica, runner.stage, run)
+    return Bound(action, run, _arrivals(runner.arriving, piece))
 
 
 def backward(at: BoundPosition, action: Action) -> Bound:

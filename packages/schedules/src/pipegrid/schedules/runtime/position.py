@@ -178,6 +178,13 @@ class BoundPosition:
         """The computes of an action's stage, for its piece."""
         return self._runner_of[action.stage, self.plan.piece_of(action) if self._flows.flows.routed else 0]
 
+    def is_of_another_replica(self, piece: int) -> bool:
+        """Whether a piece is of a microbatch that has moved here."""
+        routes = self.plan.routes
+        if routes is None or routes.num_replicas == 1:
+            return False
+        return routes.home(piece) != self.number // self.plan.positions_each
+
     def sends_of(self, action: Action) -> list[SendQueue]:
         """The queues of what an action sends, one per partner in another replica or in its own."""
         return [self.sends[way] for way in self._flows.ways_of(action, sends=True)]

@@ -1,4 +1,4 @@
-"""What a run of a function keeps, so that it can run again: gradients, buffers, random generators.
+"""What a run of a function keeps, so that it can run again: gradients, buffers, loss scales, random generators.
 
 Parameters are not kept: only the optimizer changes them, between two runs.
 """
@@ -12,7 +12,10 @@ from attrs import frozen
 
 from pipegrid.schedules.gradients.dtensors import local_of
 from pipegrid.schedules.gradients.layout import TieMark
+from pipegrid.schedules.gradients.loss_scale import LossScale
+from pipegrid.schedules.gradients.loss_scaler import LossScaler
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
+from pipegrid.schedules.megatron.config import config_owner, option
 from pipegrid.training.generators import States, capture, restore
 
 _PLACES = ("grad", "main_grad")
@@ -57,7 +60,7 @@ class _Buffer:
 
 
 class KeptState:
-    """The state of ``modules`` at the last `keep`, and of this process's random generators.
+    """The state of ``modules`` at the last `keep`, of their loss scalers, and of this process's random generators.
 
     A gradient that is None costs nothing (``zero_grad(set_to_none=True)``, torch's default); one that is a tensor is
     copied, and so is every buffer, such as the running statistics of a batch norm. A buffer that a forward replaces by
@@ -69,6 +72,7 @@ class KeptState:
         self._gradients: list[_Gradient] = []
         self._buffers: list[_Buffer] = []
         self._sums: list[tuple[TieMark, bool]] = []
+        self._scales: list[tuple[LossScaler, LossScale, int]] = []
         self._states: States = {}
 
     @torch.no_grad()
@@ -83,6 +87,9 @@ class KeptState:
         ]
         marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
         self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
+        configs = [getattr(config_owner(stage), "config", None) for _, stage in named_modules(self._modules)]
+        scalers = {id(scaler): scaler for scaler in (option(config, "grad_scale_func") for config in configs)}
+        self._scales = [(one, one.state, one.skipped) for one in scalers.values() if isinstance(one, LossScaler)]
         values = {id(kept.tensor): kept.value for kept in self._buffers}
         self._buffers = [
             _Buffer(module, name, buffer, _copy(buffer, values.get(id(buffer))))
@@ -99,6 +106,8 @@ class KeptState:
             gradient.restore()
         for mark, summed in self._sums:
             mark.summed = summed
+        for scaler, state, skipped in self._scales:
+            scaler.state, scaler.skipped = state, skipped
         for buffer in self._buffers:
             buffer.restore()
         restore(self._states)

@@ -29,17 +29,20 @@ _KNOWN = ("torch", "pipegrid")  # packages whose hooks change only what is kept
 def require_redoable(modules: Modules, peers: Collection[int], *, allow: Collection[str] = ()) -> None:
     """Raise unless a step of ``modules`` can be done again by other ranks: with the same result, and no trace.
 
-    Buffers and random numbers are no fault, since they are restored (`KeptState`).
+    `Survivors` calls it. Buffers and random numbers are no fault, since they are restored (`KeptState`).
 
     Args:
         modules: of this rank.
-        peers: the ranks that compute the same stages for other replicas.
+        peers: the ranks that go on when this one dies, and itself: those of other replicas, among them all that compute
+            the same stages.
         allow: hooks of the script's own that may run twice for a microbatch, by the name of the module (``layers.3``,
             or ``""`` for the stage itself) or of the function.
 
     Raises:
-        SurviveError: with all that cannot, by name.
+        SurviveError: with all that cannot, by name; or ``allow`` is one string.
     """
+    if isinstance(allow, str):
+        raise SurviveError(f"allow is {allow!r}; it must be a list of names, such as [{allow!r}]")
     faults = [
         fault
         for module, stage in named_modules(modules)
@@ -59,15 +62,20 @@ def _of_groups(stage: nn.Module, module: str, peers: set[int]) -> Iterator[str]:
     if getattr(getattr(stage, "config", None), "monitor", None) is not None:
         yield f"the config of {_at(module, '')} has a monitor, which ends with the first failure: Survivors needs none"
     for name, parameter in stage.named_parameters():
-        if marks_of(parameter).tie is not None:
-            yield f"{_at(module, name)} is tied, and the group of a tie is made once"
+        tie = marks_of(parameter).tie
+        if tie is not None and not tie.over_lanes:
+            yield (
+                f"{_at(module, name)} is tied as {tie.name!r} among the ranks of one replica (group=), from which "
+                "microbatches move: tie it over all replicas, by tie_parameters(..., grids=grid)"
+            )
     sharded = {name for name, _ in fsdp_modules(stage)}
     for name, parameter in stage.named_parameters():
         if is_dtensor(parameter) and _shared_out(parameter, peers):
             inside = name in sharded or any(name.startswith(f"{each}.") or not each for each in sharded)
             yield (
                 f"{_at(module, name)} is sharded over replicas{' by fully_shard' * inside}, so a dead rank's shard is "
-                "on no other rank: keep replicas whole, or restart from a checkpoint"
+                "on no other rank, only in a checkpoint: shard over the ranks of one replica, or train without "
+                "Survivors, and restart"
             )
             return
 

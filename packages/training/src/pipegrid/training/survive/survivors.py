@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from attrs import frozen
 
@@ -18,6 +18,7 @@ from pipegrid.topology.world import require_default_group
 from pipegrid.training.restart.neighbours import Neighbours
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
 from pipegrid.training.survive.kept import KeptState
+from pipegrid.training.survive.redoable import require_redoable
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.main_grad import Modules
@@ -36,6 +37,15 @@ class World(Protocol):
 
     def close(self) -> None:
         """Free everything: together with the other ranks, or alone after `abort`."""
+        ...
+
+
+@runtime_checkable
+class ConfiguringWorld(World, Protocol):
+    """A world with groups that modules find in their ``config``, such as those of tied parameters."""
+
+    def configure(self, modules: Modules) -> None:
+        """Set the configs of ``modules``, until `close`. Called once, before the first function of the epoch."""
         ...
 
 
@@ -98,6 +108,7 @@ class Survivors(Generic[W]):
         build: makes the world of an epoch, together with its other members; called when the block is entered, and after
             each death. Raises `JobFailedError` where the ranks that live cannot go on.
         modules: whose state is kept, this rank's stages.
+        allow: as of `require_redoable`: hooks that may run twice, such as ``["layers.3"]``.
         heartbeat: as of `Epochs`.
         deadline: likewise.
         retire: likewise.
@@ -106,6 +117,9 @@ class Survivors(Generic[W]):
     Attributes:
         epochs: who lives, and what is done.
         events: the deaths so far.
+
+    Raises:
+        SurviveError: a step of ``modules`` cannot be done again (`require_redoable`); before anything is sent.
     """
 
     def __init__(
@@ -114,15 +128,17 @@ class Survivors(Generic[W]):
         build: Callable[[Epoch], W],
         *,
         modules: Modules,
+        allow: Collection[str] = (),
         heartbeat: float = 5.0,
         deadline: float = 60.0,
         retire: Callable[[frozenset[int]], Iterable[int]] = lambda _: (),
         on_event: Callable[[Survived], object] = _print,
     ) -> None:
         rank, size = require_default_group()
+        require_redoable(modules, {*range(size)}.difference(retire(frozenset({rank}))), allow=allow)
         self.events: list[Survived] = []
         self._build, self._on_event = build, on_event
-        self._kept = KeptState(modules)
+        self._modules, self._kept = modules, KeptState(modules)
         self._world: W | None = None
         self._ring: Neighbours | None = None
         self._watching = False
@@ -186,6 +202,8 @@ class Survivors(Generic[W]):
                 self._ring = Neighbours(
                     self._lost, members=epoch.members, name=f"epoch {epoch.number}", timeout=self._timeout
                 )
+                if isinstance(world, ConfiguringWorld):
+                    world.configure(self._modules)
             except BaseException:
                 world.abort("the ranks do not watch each other")
                 world.close()

@@ -12,6 +12,10 @@ from attrs import define, field, frozen
 
 from pipegrid.schedules import Actor, Plan, Proof, Routes, lower, reroute, verify
 from pipegrid.schedules.generators.routed import routed
+from pipegrid.schedules.gradients.loss_scaler import LossScaler
+from pipegrid.schedules.gradients.main_grad import Modules, named_modules
+from pipegrid.schedules.gradients.reduction import ties_among
+from pipegrid.schedules.megatron.config import config_owner, option, with_options
 from pipegrid.topology import (
     GroupSpec,
     ProcessGroupCollection,
@@ -62,6 +66,8 @@ class PipelineWorld:
     communicator: LaneCommunicator
     _computes: Callable[[], Plan] = field(alias="computes")
     _made: list[dist.ProcessGroup] = field(alias="made")
+    _timeout: timedelta = field(alias="timeout")
+    _configs: list[tuple[Any, Any]] = field(factory=list, init=False)
     _aborted: bool = field(default=False, init=False)
 
     @cached_property
@@ -74,6 +80,25 @@ class PipelineWorld:
         """The plan of a step, with its messages."""
         return self.proof.plan
 
+    def configure(self, modules: Modules) -> None:
+        """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks."""
+        owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
+        ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
+        label = f"epoch {self.epoch}"
+        living = ties_among(ties.values(), self.living.ranks, label=label, timeout=self._timeout)
+        self._made += [tie.group for tie in living if tie.group is not None]
+        for owner in owners:
+            here = {tie.name for tie in option(owner.config, "tied_parameters")}
+            self._configs.append((owner, owner.config))
+            scaler = option(owner.config, "grad_scale_func")
+            if isinstance(scaler, LossScaler):
+                scaler.job_group = self.job_group
+            owner.config = with_options(
+                owner.config,
+                job_group=self.job_group,
+                tied_parameters=tuple([tie for tie in living if tie.name in here]),
+            )
+
     def abort(self, cause: str) -> None:
         """See `World.abort`."""
         self._aborted = True
@@ -82,6 +107,9 @@ class PipelineWorld:
 
     def close(self) -> None:
         """See `World.close`."""
+        while self._configs:
+            owner, config = self._configs.pop()
+            owner.config = config
         self.communicator.close()
         if self._aborted:
             discard_groups(self._made)
@@ -156,6 +184,7 @@ class PipelineJob:
             communicator=communicator,
             computes=partial(self.schedule, self.plan, routes),
             made=list(made.values()),
+            timeout=timedelta(seconds=self.timeout),
         )
 
     def retire(self, dead: frozenset[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipegrid.schedules.errors import TyingError as TyingError
+from pipegrid.schedules.gradients.reduction.by_unit import UnitGradients
 from pipegrid.schedules.gradients.reduction.declared_ties import required_ties
 from pipegrid.schedules.gradients.reduction.overlap import EarlyReduction, last_backwards
 from pipegrid.schedules.gradients.reduction.policy import GradientPolicy, gradient_policy, observed
@@ -16,6 +17,7 @@ __all__ = [
     "GradientReduction",
     "ReplicaError",
     "TiedParameters",
+    "UnitGradients",
     "gradient_policy",
     "last_backwards",
     "observed",

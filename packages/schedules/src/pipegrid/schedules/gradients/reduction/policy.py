@@ -92,7 +92,8 @@ class GradientPolicy:
             elements, form = (0, 0) if reduction is None else reduction.summed_over(group)
             summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
             unchecked = "" if compared else ", and check_replicas=None"
-            own = f"{self.losses} losses and {finisher}{summed}{unchecked}"
+            added = " by unit" if getattr(config, "grad_add", "") == "by_unit" else ""
+            own = f"{self.losses} losses and {finisher}{summed}{added}{unchecked}"
             found = difference(texts_of_ranks(own, group, device_of(models[stage], group), waiting))
             if found is not None:
                 raise DisagreementError(

@@ -1,0 +1,139 @@
+"""Models with what is hard to do again, with ranks killed: losses, parameters and statistics as undisturbed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+
+import pytest
+import torch
+from attrs import evolve
+
+from .survive_models_ranks import IN_HALVES, PLACES, TRAITS, ModelCase
+from .survive_ranks import Kill
+from .test_survive import play, require_undisturbed
+
+
+@pytest.fixture(scope="module")
+def context():
+    """As in `test_survive`; the job of these ranks imports more."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_models_ranks"])
+    return made
+
+
+ALL = ModelCase("models", 2, 3, schedule="zero_bubble_h1", traits=TRAITS)
+PAIRS = ModelCase("models", 2, 2, traits=("tied", "dropout", "scaled", "per_token", "norm"), pairs=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        evolve(
+            ALL, kills=(Kill(4, "I", 1), Kill(0, "after all_reduce", 2, 1), Kill(5, "clip", 3), Kill(1, "optimizer", 4))
+        ),
+        evolve(PAIRS, kills=(Kill(3, "B", 1, 1),)),
+    ],
+    ids=["all of it", "tensor-parallel peers retire"],
+)
+def test_a_step_is_that_of_an_undisturbed_run_whatever_the_model_has(context, tmp_path, case):
+    require_undisturbed(context, case, tmp_path / "case")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        evolve(ALL, add="by_unit", kills=(Kill(4, "I", 1), Kill(0, "after all_reduce", 2, 9))),
+        pytest.param(evolve(PAIRS, add="by_unit", kills=(Kill(3, "B", 1, 1),)), marks=pytest.mark.nightly),
+    ],
+    ids=["all of it", "tensor-parallel peers retire"],
+)
+def test_gradients_added_by_unit_have_the_bits_of_an_undisturbed_run(context, tmp_path, case):
+    require_equal_bits(context, tmp_path, case)
+
+
+def require_equal_bits(context, folder, *cases):
+    """Runs with kills, each with the bits of one without; these have the values of one process."""
+    steps = max(kill.step for case in cases for kill in case.kills)
+    wanted, logs = play(context, evolve(cases[0], kills=(Kill(0, "never", steps),)), folder / "undisturbed")
+    assert all("error" not in outcome for outcome in wanted.values()), logs
+    for number, case in enumerate(cases):
+        case = evolve(case, kills=(*case.kills, Kill(0, "never", steps)))
+        found, logs = play(context, case, folder / str(number))
+        killed = {kill.rank for kill in case.kills if kill.place != "never"}
+        assert found.keys() == wanted.keys() - killed, logs
+        for rank in found.keys() - {*case.retiring}:
+            assert "error" not in found[rank], logs
+            unlike = [
+                name
+                for name, value in found[rank]["weights"].items()
+                if not torch.equal(value, wanted[rank]["weights"][name])
+            ]
+            assert unlike == [], (rank, case)
+
+
+def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:
+    """Runs in which ranks are killed at each place of a step, until one replica of each position is left."""
+    chance, cases = random.Random(seed), []
+    places = list(PLACES if case.schedule == "1f1b" else IN_HALVES)
+    chance.shuffle(places)
+    while places:
+        actors = [
+            position * case.replicas + replica
+            for position in range(case.positions)
+            for replica in chance.sample(range(case.replicas), k=case.replicas - 1)
+        ]
+        chance.shuffle(actors)
+        ranks = [actor * case.tp + chance.randrange(case.tp) for actor in actors]
+        kills = [Kill(rank, places.pop(), step) for step, rank in enumerate(ranks, start=1) if places]
+        votes = [kill.step for kill in kills if kill.place == "vote"]
+        if votes:  # there is one where another rank has died
+            kills = [evolve(kill, step=votes[0]) if kill.step == votes[0] - 1 else kill for kill in kills]
+        cases.append(evolve(case, kills=tuple(kills)))
+    return cases
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("mistake", "traits", "place"),
+    [
+        ("a divisor of those that live", (), "F"),
+        ("masks of the rank that computes", ("dropout",), "F"),
+        ("statistics of the rank that computes", ("norm",), "F"),
+        ("buffers as they are", ("norm",), "B"),
+        ("gradients as they are", (), "after clip"),
+        ("loss scales as they are", ("scaled",), "after unscale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_a_planted_mistake_is_found(context, tmp_path, mistake, traits, place):
+    case = ModelCase("models", 2, 2, (Kill(0, place),), traits=traits)
+    require_undisturbed(context, case, tmp_path / "right")
+    with pytest.raises(pytest.fail.Exception, match="differs by"):
+        require_undisturbed(context, evolve(case, mistake=mistake), tmp_path / "mistaken")
+
+
+@pytest.mark.nightly
+def test_gradients_added_as_they_come_have_other_bits(context, tmp_path):
+    with pytest.raises(AssertionError, match=r"words"):
+        require_equal_bits(context, tmp_path, evolve(ALL, kills=(Kill(4, "I", 1), Kill(0, "F", 2))))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize("traits", [*((trait,) for trait in (*TRAITS, "frozen_stage")), TRAITS], ids="+".join)
+def test_each_model_goes_on_wherever_ranks_are_killed(context, tmp_path, traits, schedule, capsys):
+    require_all(context, tmp_path, in_turn(evolve(ALL, traits=traits, schedule=schedule), len(traits)), capsys)
+
+
+@pytest.mark.nightly
+def test_tensor_parallel_replicas_go_on_wherever_ranks_are_killed(context, tmp_path, capsys):
+    require_all(context, tmp_path, in_turn(PAIRS, 0), capsys)
+
+
+def require_all(context, folder, cases, capsys):
+    for number, case in enumerate(cases):
+        require_undisturbed(context, case, folder / str(number))
+    with capsys.disabled():
+        sys.stdout.write(f"\n{sum(len(case.kills) for case in cases)} kills in {len(cases)} runs: within 1e-12\n")

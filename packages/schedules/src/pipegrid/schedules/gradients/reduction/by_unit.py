@@ -1,0 +1,119 @@
+"""Gradients of a step added in the order of its units: the same bits whichever ranks compute them.
+
+Floating-point addition is not associative. A rank adds the gradients of microbatches in the order of its backwards, and
+an all-reduce adds those of ranks in an order of its own; both change where a unit moves to another replica. Here each
+unit's gradient is kept apart, and summed over ranks alone: of the terms of that sum all are zero but the one of the
+rank that has computed it, so its order does not matter. What is left is a sum over units, in their order.
+
+One copy of the gradients per unit, and as many all-reduces as units: for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from attrs import define, field
+
+from pipegrid.schedules.gradients.all_reduce import Waiting
+from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, keeps_main_grad, replace_accumulated
+from pipegrid.schedules.gradients.reduction.buckets import Bucket
+from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
+from pipegrid.schedules.gradients.reduction.tied import TiedParameters
+from pipegrid.schedules.plan import Action, ActionKind
+
+Unit: TypeAlias = tuple[int, int]
+"""The home replica of a microbatch, and its number there; in this order units are added."""
+
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
+
+
+@define(eq=False)
+class UnitGradients:
+    """A hook of the runtime that takes the gradients of each backward away, and adds them when all are there.
+
+    It serves one step.
+
+    Attributes:
+        models: of this rank, by stage.
+        units: all of the step, ascending.
+        unit_of: the unit of a stage's microbatch, as the plan numbers it.
+    """
+
+    models: Mapping[int, torch.nn.Module]
+    units: Sequence[Unit]
+    unit_of: Callable[[int, int], Unit]
+    _held: dict[tuple[Unit, int], dict[int, torch.Tensor]] = field(factory=dict, init=False)
+
+    def before(self, action: Action) -> None:
+        """Nothing."""
+
+    def after(self, action: Action) -> None:
+        """Take what a backward has added; of two halves both are one sum."""
+        if action.kind not in _BACKWARDS:
+            return
+        assert action.microbatch is not None  # of every compute
+        held = self._held.setdefault((self.unit_of(action.stage, action.microbatch), action.stage), {})
+        for parameter in self.models[action.stage].parameters():
+            gradient = _taken(parameter)
+            if gradient is not None:
+                before = held.get(id(parameter))
+                held[id(parameter)] = gradient if before is None else before + gradient
+
+    def reduce_tie(self, tie: TiedParameters, waiting: Waiting) -> None:
+        """The ``REDUCE`` of a tied parameter."""
+        with torch.no_grad():
+            self._sum(tie.copies, tie.stages, lambda: tie.reduce(waiting))
+
+    def reduce(self, reduction: GradientReduction, waiting: Waiting) -> None:
+        """Sum all other gradients over ranks; what is left for ``reduction`` is to divide."""
+        done = [bucket.tie is not None and bucket.tie.over_lanes for bucket in reduction.buckets]
+        left = [bucket.layouts for bucket, summed in zip(reduction.buckets, done, strict=True) if not summed]
+
+        def sum_over_ranks() -> None:
+            GradientReduction(reduction.layout, tuple(map(Bucket, left)), 1, None).finish(None, waiting)
+
+        parameters = [each.parameter for layouts in left for each in layouts]
+        self._sum(parameters, sorted(self.models), sum_over_ranks)
+        for bucket in reduction.buckets:
+            bucket.tensor = bucket.lanes = None
+
+    def _sum(
+        self, parameters: Collection[torch.nn.Parameter], stages: Iterable[int], sum_over_ranks: Callable[[], None]
+    ) -> None:
+        totals: dict[int, torch.Tensor] = {}
+        for key in self._keys(stages):
+            held = self._held.get(key, {})
+            for parameter in parameters:
+                gradient = held.get(id(parameter))
+                if gradient is not None:
+                    add_gradient(parameter, gradient)
+            sum_over_ranks()
+            for parameter in parameters:
+                gradient = _taken(parameter)
+                if gradient is not None:
+                    before = totals.get(id(parameter))
+                    totals[id(parameter)] = gradient if before is None else before + gradient
+        for parameter in parameters:
+            if id(parameter) in totals:
+                add_gradient(parameter, totals[id(parameter)])
+
+    def _keys(self, stages: Iterable[int]) -> Iterator[tuple[Unit, int]]:
+        """A stage of a unit at a time: of a parameter on several stages, the order of their ranks does not matter."""
+        stages = tuple(stages)
+        return ((unit, stage) for unit in self.units for stage in stages)
+
+
+@torch.no_grad()
+def _taken(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The gradient, which the parameter then has no more."""
+    gradient = accumulated(parameter)
+    if gradient is None:
+        return None
+    if keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype"):  # another library's buffer
+        taken = gradient.clone()
+        gradient.zero_()
+        return taken
+    replace_accumulated(parameter, None)
+    return gradient

@@ -109,8 +109,8 @@ class World:
         true: the same, after a done that was True.
         verdicts: (process, epoch that ended, number of the key voted on, whether the process had the state, verdict).
         joins: (process, verdict) of those that came in.
-        applied: by process, the numbers of the keys that were done or committed, in order; of one that has come in, with
-            those that the state has that it got.
+        applied: by process, the numbers of the keys that were done or committed, in order; also those of the
+            state that a process got when it came in.
         ends: by process: "finished", "fenced", "failed".
     """
 

@@ -16,10 +16,10 @@ is written once, by ``compare_set``, so all who read it read the same:
    never complete: no rank, not even one that sleeps through the vote, sees the key as done.
 5. A rank that the verdict counts as dead, and that lives, is fenced: it can neither complete a counter of a later epoch
    nor vote there. A failure of the job is a verdict too: either all leave a vote, or none does.
-6. A new process of a dead rank asks to come in, and a verdict names it as a member. The next key is one that it may begin
-   with, and the state before that key is on members that were there before. The processes of a rank have numbers,
-   incarnations, and a member is a rank with its incarnation. So an old process of the rank that wakes up is in no epoch
-   of a later one, and writes nothing there.
+6. A new process of a dead rank asks to come in, and a verdict names it as a member. The next key is one that it may
+   begin with, and the state before that key is on members that were there before. The processes of a rank have
+   numbers, incarnations, and a member is a rank with its incarnation. So an old process of the rank that wakes up is in
+   no epoch of a later one, and writes nothing there.
 7. A loss that is recorded while a verdict is proposed without it is found either by its recorder, which sees the
    verdict and records it in the next epoch, or by the members, which read the alarm again after the verdict.
 """
@@ -184,7 +184,8 @@ class Epochs:
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
         """Record for all that the process of ``rank`` has ended that is a member of ``epoch``. From any thread.
 
-        A rank that lives and closes a lane, after a failure of its own, is not lost. Without ``epoch``: the current one.
+        A rank that lives and closes a lane, after a failure of its own, is not lost. ``epoch``: None is the current
+        one.
         """
         try:
             self._pulse.lost(rank, why, epoch)

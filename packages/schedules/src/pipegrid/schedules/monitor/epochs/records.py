@@ -99,10 +99,8 @@ class Alarm:
 
     def merged(self, other: Alarm) -> Alarm:
         """With what ``other`` says besides."""
-        asking = {
-            rank: max(self.asking.get(rank, 0), other.asking.get(rank, 0)) for rank in {*self.asking, *other.asking}
-        }
-        return Alarm({**other.lost, **self.lost}, self.why or other.why, asking)
+        asking = {rank: max(each, other.asking.get(rank, 0)) for rank, each in self.asking.items()}
+        return Alarm({**other.lost, **self.lost}, self.why or other.why, {**other.asking, **asking})
 
     def to_text(self) -> str:
         """As text."""
@@ -216,9 +214,8 @@ def decide(
         without = dict.fromkeys(sorted(joining), "it has not got the state of the job")
         return decide(epoch, ballots, evolve(alarm, lost=without), retire, rank=rank)
     if going_on and len(joining) == len(going_on):
-        return Failure(
-            rank, "no rank with the state of the job is left: start all ranks again, from the last checkpoint"
-        )
+        text = "no rank with the state of the job is left: start all ranks again, from the last checkpoint"
+        return Failure(rank, text)
     members = tuple(sorted({*going_on, *joined}))
     following_epoch = Epoch(
         epoch.number + 1, members, {**epoch.incarnations, **joined}, tuple(sorted({*joining, *joined}))

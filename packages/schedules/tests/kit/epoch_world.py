@@ -2,22 +2,28 @@
 
 Each rank has two actors, its program and its heartbeat, in threads of which one runs at a time. An actor stops before
 each operation of the store until the scheduler picks it. The ranks call the code itself; only the clock is the world's.
+
+A process is a number: its rank, and `LATER` more for each process of that rank before it.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
 from pipegrid.schedules.monitor import Epochs, FencedError, JobFailedError
 from pipegrid.schedules.monitor.epochs import epochs as module
+from pipegrid.schedules.monitor.epochs import joining as joining_module
 from pipegrid.schedules.monitor.epochs import pulse as pulse_module
 from pipegrid.schedules.monitor.epochs.ledger import LEFT
 
 SMALL_STEP = 0.04
+LATER = 100
+EDGE = 2  # new processes come in before each key of a number that this divides
 
 
 class Crashed(BaseException):
@@ -30,7 +36,7 @@ class WaitsForeverError(AssertionError):
 
 @define(eq=False)
 class Actor:
-    rank: int
+    process: int
     body: Callable[[Actor], None]
     go: threading.Semaphore = field(factory=lambda: threading.Semaphore(0))
     ready: Callable[[], bool] = bool
@@ -99,11 +105,13 @@ class World:
     """Ranks, their store, the clock and the scheduler.
 
     Attributes:
-        said: (rank, epoch, key number) before the call of done.
+        said: (process, epoch, key number) before the call of done.
         true: the same, after a done that was True.
-        verdicts: (rank, epoch that ended, number of the key voted on, verdict).
-        applied: by rank, the numbers of the keys that were done or committed, in order.
-        ends: by rank: "finished", "fenced", "failed".
+        verdicts: (process, epoch that ended, number of the key voted on, whether the process had the state, verdict).
+        joins: (process, verdict) of those that came in.
+        applied: by process, the numbers of the keys that were done or committed, in order; also those of the
+            state that a process got when it came in.
+        ends: by process: "finished", "fenced", "failed".
     """
 
     ranks: int
@@ -116,7 +124,10 @@ class World:
     accuse: float = 0.0  # of the looks of a heartbeat: a rank that lives is said to be lost
     gives_up: tuple[int, int] | None = None  # rank and turn of its program
     deadline: float = 1e6
+    patience: float = 10.0  # the deadline of those that come later
     retire: Callable[[frozenset[int]], set[int]] = lambda _: set()
+    comers: Sequence[int] = ()  # processes that are started when the one of their rank before them has crashed
+    early: float = 0.0  # of the looks at whether it has: the process is started all the same
     fair: int = 20000
     values: dict[str, str] = field(factory=dict)
     clock: float = 0.0
@@ -129,7 +140,8 @@ class World:
     epochs: dict[int, Epochs] = field(factory=dict)
     said: set[tuple[int, int, int]] = field(factory=set)
     true: set[tuple[int, int, int]] = field(factory=set)
-    verdicts: list[tuple[int, int, int, object]] = field(factory=list)
+    verdicts: list[tuple[int, int, int, bool, object]] = field(factory=list)
+    joins: list[tuple[int, object]] = field(factory=list)
     applied: dict[int, list[int]] = field(factory=dict)
     ends: dict[int, str] = field(factory=dict)
     faults: list[str] = field(factory=list)
@@ -150,20 +162,20 @@ class World:
             return verb()
         self.park(ready)
         actor = self.acting
-        here = actor.rank, self.operations.get(actor.rank, 0)
-        self.operations[actor.rank] = here[1] + 1
+        here = actor.process, self.operations.get(actor.process, 0)
+        self.operations[actor.process] = here[1] + 1
         crash = self.crashes.get(here)
         if crash == "before":
-            self.crash(actor.rank)
+            self.crash(actor.process)
         result = verb()
         if crash == "after":
-            self.crash(actor.rank)
+            self.crash(actor.process)
         return result
 
-    def crash(self, rank):
-        self.crashed.add(rank)
-        if rank not in self.ends:
-            self.died.add(rank)
+    def crash(self, process):
+        self.crashed.add(process)
+        if process not in self.ends:
+            self.died.add(process)
         raise Crashed
 
     def park(self, ready):
@@ -171,94 +183,146 @@ class World:
         actor.ready = ready
         self.back.release()
         actor.go.acquire()
-        if actor.rank in self.crashed:
+        if actor.process in self.crashed:
             raise Crashed
 
     # Actors
 
     def program(self, actor):
-        rank, number, turns = actor.rank, 0, 0
-        epochs, self.applied[rank] = self.epochs[rank], []
+        process = actor.process
+        if process >= LATER:
+            self.come(process)
+        epochs, self.applied[process] = self.epochs[process], []
+        number, turns = 0, 0
+        if process >= LATER:
+            verdict = epochs.join()
+            self.joins.append((process, verdict))
+            number = verdict.keys
+            if verdict.next_key != f"key {number}":
+                self.faults.append(f"{process} begins with {verdict.next_key!r} as key {number}")
         while number < self.keys:
             self.park(lambda: True)  # the work
             turns += 1
-            if self.gives_up is not None and self.gives_up[0] == rank and turns > self.gives_up[1]:
+            if self.gives_up is not None and self.gives_up[0] == process and turns > self.gives_up[1]:
                 epochs.give_up("out of memory")
-            here = rank, epochs.current.number, number
-            failed = self.random.random() < (0.5 if self.crashed & set(epochs.current.members) else self.fails)
+            here, edge = (process, epochs.current.number, number), number % EDGE == 0
+            dead = any(self.is_member(one, epochs.current) for one in self.crashed)
+            failed = self.random.random() < (0.5 if dead else self.fails) or (edge and bool(epochs.asking))
+            if not failed and not epochs.ready:
+                self.get_state(process, number)
             if not failed:
                 self.said.add(here)
                 if epochs.done(f"key {number}"):
                     self.true.add(here)
-                    absent = [each for each in epochs.current.members if (each, *here[1:]) not in self.said]
+                    absent = [
+                        one
+                        for one in self.epochs
+                        if self.is_member(one, epochs.current) and (one, *here[1:]) not in self.said
+                    ]
                     if absent:
                         self.faults.append(f"{here} is done by all, and ranks {absent} have not said so")
-                    self.applied[rank].append(number)
+                    self.applied[process].append(number)
                     number += 1
                     continue
-            verdict = epochs.vote(f"key {number}", "it failed" if failed else "")
-            self.verdicts.append((*here, verdict))
-            if rank in verdict.retired:
-                self.ends[rank] = "retired"
+            verdict = epochs.vote(f"key {number}", "it failed" if failed else "", edge=edge)
+            self.verdicts.append((*here, epochs.ready, verdict))
+            if process % LATER in verdict.retired:
+                self.ends[process] = "retired"
                 return
             if verdict.committed:
-                self.applied[rank].append(number)
+                self.applied[process].append(number)
                 number += 1
-        self.ends[rank] = "finished"
+        self.ends[process] = "finished"
+
+    def come(self, process):
+        """The start of a later process of a rank."""
+
+        def due():
+            over = all(one in self.ends or one in self.crashed for one in range(self.ranks))
+            gone = process - LATER in self.crashed or self.ends.get(process - LATER) in ("fenced", "retired")
+            return gone or over or self.random.random() < self.early
+
+        self.park(due)
+        self.make(process)
+
+    def get_state(self, process, number):
+        """From a member that has it, which may die meanwhile."""
+        epochs = self.epochs[process]
+        epoch, self.applied[process] = epochs.current, list(range(number))
+        if not set(epoch.members) - set(epoch.joining):
+            self.faults.append(f"{process} finds the state of the job on no member of {epoch}")
+        self.park(lambda: True)
+        epochs.ready = True
+
+    def is_member(self, process, epoch):
+        epochs = self.epochs.get(process)
+        return epochs is not None and epoch.has(process % LATER, epochs.incarnation)
 
     def run_program(self, actor):
         try:
             self.program(actor)
         except FencedError:
-            self.ends[actor.rank] = "fenced"
+            self.ends[actor.process] = "fenced"
         except JobFailedError as error:
-            self.ends[actor.rank] = f"failed: {error}"
+            self.ends[actor.process] = f"failed: {error}"
 
     def run_heartbeat(self, actor):
-        rank, pulse = actor.rank, self.epochs[actor.rank]._pulse
-        while True:
+        process = actor.process
+        self.park(lambda: process in self.epochs or process in self.ends)
+        pulse = self.epochs[process]._pulse if process in self.epochs else None
+        while pulse is not None:
             pulse.beat(self.clock)
             pulse.look()
             for dead in sorted(self.crashed):
-                if self.random.random() < self.told:
-                    pulse.lost(dead, "its connection closed")
+                epoch = pulse.epoch
+                if self.is_member(dead, epoch) and self.random.random() < self.told:
+                    self.park(lambda: True)  # the news may be late
+                    pulse.lost(dead % LATER, "its connection closed", epoch)
             if self.scheduling and self.random.random() < self.accuse:
                 other = self.random.randrange(self.ranks)
                 self.accused.add(other)
                 pulse.lost(other, "a mistake")
-            if rank in self.ends:  # as `Epochs.close` does
-                pulse.ledger.beats(rank, LEFT)
+            if process in self.ends:  # as `Epochs.close` does
+                pulse.ledger.beats(process % LATER, pulse.incarnation, LEFT)
                 return
             self.sleep(pulse.interval)
+
+    def make(self, process):
+        epochs = Epochs(
+            Store(self),
+            rank=process % LATER,
+            ranks=range(self.ranks),
+            heartbeat=1.0,
+            deadline=self.deadline if process < LATER else self.patience,
+            retire=self.retire,
+            on_alarm=lambda text: self.alarms.append((process, text)),
+        )
+        self.epochs[process] = epochs
 
     # The scheduler
 
     def run(self):
         """Run all ranks to their ends, or raise."""
-        saved = module.time, pulse_module.time, module.BoundedCalls, module._started
-        module.time = pulse_module.time = self
+        clocked = module, pulse_module, joining_module
+        saved = module.BoundedCalls, module._started
         module.BoundedCalls, module._started = DirectCalls, lambda _: (threading.Event(), threading.current_thread())
+        for each in clocked:
+            each.time = self
         try:
             for rank in range(self.ranks):
-                self.epochs[rank] = Epochs(
-                    Store(self),
-                    rank=rank,
-                    ranks=range(self.ranks),
-                    heartbeat=1.0,
-                    deadline=self.deadline,
-                    retire=self.retire,
-                    on_alarm=lambda text, rank=rank: self.alarms.append((rank, text)),
-                )
+                self.make(rank)
             self._run()
         finally:
             self.scheduling = False
             for epochs in self.epochs.values():
                 epochs.close()
-            module.time, pulse_module.time, module.BoundedCalls, module._started = saved
+            module.BoundedCalls, module._started = saved
+            for each in clocked:
+                each.time = time
 
     def _run(self):
         bodies = (self.run_program, self.run_heartbeat)
-        actors = [Actor(rank, body) for rank in range(self.ranks) for body in bodies]
+        actors = [Actor(one, body) for one in (*range(self.ranks), *self.comers) for body in bodies]
         threads = [threading.Thread(target=self._act, args=(actor,), daemon=True) for actor in actors]
         self.scheduling = True
         for actor, thread in zip(actors, threads, strict=True):
@@ -272,9 +336,11 @@ class World:
             weights = {actor: self.random.random() for actor in actors}
             coins, turn = self.random.random() < 0.5, 0
             while not all(actor.ended for actor in programs):
-                able = [actor for actor in actors if not actor.ended and (actor.rank in self.crashed or actor.ready())]
+                able = [
+                    actor for actor in actors if not actor.ended and (actor.process in self.crashed or actor.ready())
+                ]
                 if not able or turn > self.chaos + self.fair:
-                    waiting = [actor.rank for actor in programs if not actor.ended]
+                    waiting = [actor.process for actor in programs if not actor.ended]
                     raise WaitsForeverError(f"ranks {waiting} wait; {self.values}")
                 if turn >= self.chaos:
                     actor = able[turn % len(able)]
@@ -287,7 +353,7 @@ class World:
                 self._turn(actor)
                 turn += 1
         finally:
-            self.crashed.update(range(self.ranks))
+            self.crashed.update([*range(self.ranks), *self.comers])
             for actor in actors:
                 while not actor.ended:
                     self._turn(actor)
@@ -314,17 +380,31 @@ class World:
     def check(self):
         """Agreement, commitment and progress."""
         assert not self.faults, self.faults
-        by_epoch = {}
-        for rank, epoch, number, verdict in self.verdicts:
-            seen = verdict.epoch, verdict.dead, verdict.retired, verdict.keys
-            assert by_epoch.setdefault(epoch, seen) == seen, f"rank {rank} left epoch {epoch} with another verdict"
+        by_epoch, acting = {}, {}
+        for process, epoch, number, ready, verdict in self.verdicts:
+            seen = verdict.epoch, verdict.dead, verdict.retired, verdict.keys, verdict.joined
+            assert by_epoch.setdefault(epoch, seen) == seen, f"{process} left epoch {epoch} with another verdict"
+            rank = process % LATER
             assert rank not in verdict.dead
-            if verdict.keys > number:  # committed: everyone that goes on has done it
-                assert all((each, epoch, number) in self.said for each in verdict.epoch.members), (epoch, number)
-        for rank, epoch, number in self.true:
+            if self.is_member(process, verdict.epoch):
+                assert (rank in verdict.epoch.joining) == (not ready), (process, verdict)
+            if verdict.keys > number:  # committed: every process that goes on has done it
+                going_on = [one for one in self.epochs if self.is_member(one, verdict.epoch)]
+                old = [one for one in going_on if one % LATER not in verdict.joined]
+                assert all((one, epoch, number) in self.said for one in old), (epoch, number)
+            assert not verdict.joined or verdict.keys % EDGE == 0
+        for process, verdict in self.joins:
+            if verdict.epoch.number - 1 in by_epoch:
+                assert by_epoch[verdict.epoch.number - 1][3:] == (verdict.keys, verdict.joined)
+            assert self.is_member(process, verdict.epoch)
+        for process, epoch, *_ in (*self.said, *self.true, *self.verdicts):
+            one = acting.setdefault((process % LATER, epoch), process)
+            assert one == process, f"processes {one} and {process} are both in epoch {epoch}"
+        for process, epoch, number in self.true:
             if epoch in by_epoch:
-                assert by_epoch[epoch][3] > number, f"rank {rank} saw key {number} of epoch {epoch} done; it is redone"
-        for rank, end in self.ends.items():
+                assert by_epoch[epoch][3] > number, f"{process} saw key {number} of epoch {epoch} done; it is redone"
+        for process, end in self.ends.items():
+            applied = self.applied.get(process, [])
             if end == "finished":
-                assert self.applied[rank] == list(range(self.keys))
-            assert self.applied[rank] == list(range(len(self.applied[rank])))
+                assert applied == list(range(self.keys))
+            assert applied == list(range(len(applied)))

@@ -110,7 +110,7 @@ def test_tensor_parallel_peers_retire_with_the_dead():
 
 def test_a_living_rank_watches_past_the_dead_ones_behind_it(monkeypatch):
     """With one rank to watch each, and no other news of deaths than silence."""
-    monkeypatch.setattr(pulse, "_WATCHED", 1)
+    monkeypatch.setattr(pulse, "WATCHED", 1)
     for seed in range(30):
         rng = random.Random(seed)
         dying = {

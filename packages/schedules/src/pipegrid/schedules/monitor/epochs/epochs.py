@@ -16,7 +16,11 @@ is written once, by ``compare_set``, so all who read it read the same:
    never complete: no rank, not even one that sleeps through the vote, sees the key as done.
 5. A rank that the verdict counts as dead, and that lives, is fenced: it can neither complete a counter of a later epoch
    nor vote there. A failure of the job is a verdict too: either all leave a vote, or none does.
-6. A loss that is recorded while a verdict is proposed without it is found either by its recorder, which sees the
+6. A new process of a dead rank asks to come in, and a verdict names it as a member. The next key is one that it may
+   begin with, and the state before that key is on members that were there before. The processes of a rank have
+   numbers, incarnations, and a member is a rank with its incarnation. So an old process of the rank that wakes up is in
+   no epoch of a later one, and writes nothing there.
+7. A loss that is recorded while a verdict is proposed without it is found either by its recorder, which sees the
    verdict and records it in the next epoch, or by the members, which read the alarm again after the verdict.
 """
 
@@ -25,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from threading import Event, Thread, current_thread
@@ -35,42 +39,34 @@ from attrs import evolve
 
 from pipegrid.schedules.errors import MonitorError
 from pipegrid.schedules.monitor.control import DisagreementError, Failure, bounded_store
+from pipegrid.schedules.monitor.epochs.errors import FencedError, RankLostError
+from pipegrid.schedules.monitor.epochs.joining import admission
 from pipegrid.schedules.monitor.epochs.ledger import LEFT, EpochStore, Ledger
 from pipegrid.schedules.monitor.epochs.pulse import Pulse
-from pipegrid.schedules.monitor.epochs.records import Alarm, Ballot, Epoch, Tally, Verdict, decide
+from pipegrid.schedules.monitor.epochs.records import (
+    Alarm,
+    Ballot,
+    Epoch,
+    Retire,
+    Tally,
+    Verdict,
+    admissible,
+    decide,
+)
 from pipegrid.schedules.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked
 from pipegrid.transport.collectives.differences import listed
 
+_OUTSIDE = Epoch(-1, ())  # of a process that has not joined yet
 _AGAIN = timedelta(minutes=20)  # of a wait in the store, which the pulse of this rank ends; then it looks again
-
-
-class RankLostError(RuntimeError):
-    """The current epoch ends: ranks are lost, or a rank calls for a vote.
-
-    Attributes:
-        dead: the lost ranks, with reasons; empty where a rank calls for a vote for another reason.
-        where: what this rank did.
-    """
-
-    def __init__(self, dead: Mapping[int, str], where: str, why: str = "") -> None:
-        self.dead, self.where, self.why = dict(dead), where, why
-        super().__init__(f"{where}: {Alarm(self.dead, why)}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by the arguments."""
-        return type(self), (self.dead, self.where, self.why)
-
-
-class FencedError(JobFailedError):
-    """The other ranks go on without this one, which they took for dead, or which has retired."""
 
 
 class Epochs:
     """One rank's end of the agreement. Every rank makes one, with a store that lives on none of them.
 
-    `done` and `vote` are called by one thread, for the same keys in the same order on all members.
+    `done` and `vote` are called by one thread, for the same keys in the same order on all members. The first process of
+    a rank is a member from the start; a later one calls `join` first.
 
     Args:
         store: for this attempt of the job alone; reached in a process that outlives the ranks.
@@ -88,7 +84,9 @@ class Epochs:
         MonitorError: a rank that is not among ``ranks``, or seconds that are not positive.
 
     Attributes:
+        incarnation: the number of this process among those of its rank, from 1.
         current: the epoch that this rank is in.
+        ready: whether this rank has the state of the job; the caller says so of a process that has joined.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class Epochs:
         ranks: Sequence[int],
         heartbeat: float = 5.0,
         deadline: float = 60.0,
-        retire: Callable[[frozenset[int]], Iterable[int]] = lambda _: (),
+        retire: Retire = lambda _: (),
         on_alarm: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.rank = checked(rank, Index, "rank", MonitorError)
@@ -108,7 +106,7 @@ class Epochs:
             raise MonitorError(f"rank is {rank} and ranks are {list(ranks)}: give all ranks of the job, each once")
         heartbeat = checked(heartbeat, Seconds, "heartbeat", MonitorError)
         self._deadline = checked(deadline, Seconds, "deadline", MonitorError)
-        self.current = Epoch(0, members)
+        self._first = Epoch(0, members)
         self._retire = retire
         self._number, self._said, self._voted = 0, -1, -1  # keys done; the last that was said; the last epoch voted in
         self._failed = ""
@@ -118,10 +116,39 @@ class Epochs:
         beside: EpochStore = store.clone() if hasattr(store, "clone") else store
         calls = BoundedCalls("pipegrid-heartbeat")
         ledger = Ledger(bounded_store(beside, calls, self._deadline))
-        self._pulse = Pulse(ledger, rank, self.current, heartbeat, self._deadline, on_alarm)
+        self._pulse = Pulse(ledger, rank, 0, _OUTSIDE, heartbeat, self._deadline, on_alarm)
         with self._answering("the first heartbeat"):
-            ledger.beats(rank, 1)
+            self._pulse.incarnation = self.incarnation = ledger.incarnation(rank)
+            ledger.beats(rank, self.incarnation, 1)
+        self.ready = self.incarnation == 1
+        self.current = self._pulse.epoch = self._first if self.ready else _OUTSIDE
         self._close = weakref.finalize(self, _end, self._pulse, _started(self._pulse), self._calls, calls)
+
+    def join(self) -> Verdict:
+        """Ask for the place of this rank, whose earlier process has ended, and wait until the members take this one in.
+
+        They do so in a vote before a key with ``edge``, the ``next_key`` of the verdict. Before this rank does that, it
+        gets the state of the job from a member that is not ``joining``, and sets `ready`.
+
+        Raises:
+            FencedError: an earlier process of the rank lives, or a later one has come.
+            JobFailedError: the job has ended, no member is heard, or the store does not answer.
+        """
+        with self._answering("join()"):
+            outcome = admission(self._ledger, self._pulse, self._first, self._deadline)
+        if isinstance(outcome, Failure):
+            raise self._ended(outcome)
+        self._enter(outcome)
+        return outcome
+
+    @property
+    def asking(self) -> dict[int, int]:
+        """New processes that ask to come in and can, as far as this rank knows: incarnations by rank. Local."""
+        asking, alarm = self._pulse.asking, self._pulse.alarm
+        if not asking:
+            return {}
+        living = [rank for rank in self.current.members if alarm is None or rank not in alarm.lost]
+        return admissible(self.current, asking, living, self._retire)
 
     def done(self, key: str) -> bool:
         """Say that this rank has done ``key`` in the current epoch, and wait for the other members.
@@ -155,24 +182,27 @@ class Epochs:
         self._number = self._pulse.number = number + 1
         return True
 
-    def lost(self, rank: int, why: str) -> None:
-        """Record for all that the process of ``rank`` has ended. From any thread.
+    def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
+        """Record for all that the process of ``rank`` has ended that is a member of ``epoch``. From any thread.
 
-        A rank that lives and closes a lane, after a failure of its own, is not lost.
+        A rank that lives and closes a lane, after a failure of its own, is not lost. ``epoch``: None is the current
+        one.
         """
         try:
-            self._pulse.lost(rank, why)
+            self._pulse.lost(rank, why, epoch)
         except RuntimeError as error:
             self._pulse.fail(_silent(error))
 
-    def vote(self, key: str, why: str = "") -> Verdict:
+    def vote(self, key: str, why: str = "", *, edge: bool = False) -> Verdict:
         """Agree with the living members on who is lost and on what is done; the next epoch begins.
 
-        Every member votes once per epoch that ends. ``dead`` of the verdict is empty if all of them did.
+        Every member votes once per epoch that ends. ``dead`` of the verdict is empty if all of them did, unless a new
+        process leaves that has not got ready.
 
         Args:
             key: that this rank works on: the last one given to `done`, if that was not True, or the one after it.
             why: the reason of this rank, for the others.
+            edge: whether new processes may begin with this key; the same on all ranks.
 
         Raises:
             JobFailedError: the vote did not end in time, a rank has given up, or the store does not answer; for all.
@@ -182,18 +212,18 @@ class Epochs:
         epoch, number = self.current, self._number
         self._voted = epoch.number
         with self._answering(f"the vote on {key!r}"), self._waiting():
-            self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number))
-            self._ledger.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has called for a vote: {why or key}"))
+            self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number, edge, self.ready))
+            said = f"rank {self.rank} has called for a vote: {why or key}"
+            self._ledger.raise_alarm(epoch.number, Alarm(why=said, asking=self.asking if edge else {}))
             outcome = self._outcome(epoch, key)
             if isinstance(outcome, Failure):
                 raise self._ended(outcome)
             if self.rank in outcome.dead:
                 raise self._fenced(outcome.dead[self.rank])
             alarm = self._ledger.alarm(epoch.number)
-            self.current, self._number, self._said = outcome.epoch, outcome.keys, -1
-            self._pulse.epoch, self._pulse.number = self.current, self._number
+            self._enter(outcome)
             for rank, reason in () if alarm is None else alarm.lost.items():
-                self._pulse.lost(rank, reason)  # no effect unless it is a member of the new epoch
+                self._pulse.lost(rank, reason, epoch)  # no effect unless its process is a member of the new epoch
         return evolve(outcome, committed=outcome.keys > number)
 
     def give_up(self, error: str) -> None:
@@ -201,7 +231,7 @@ class Epochs:
         self._failed = self._failed or error
         epoch = self.current
         try:
-            while self.rank in epoch.members:
+            while epoch.has(self.rank, self.incarnation):
                 outcome = self._pulse.ledger.propose(epoch.number, Failure(self.rank, error))
                 self._pulse.ledger.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has given up: {error}"))
                 if isinstance(outcome, Failure):
@@ -231,8 +261,13 @@ class Epochs:
             raise JobFailedError(self._failed or self._pulse.failure)
         if self._voted == self.current.number:
             raise JobFailedError("a vote was interrupted on this rank, which can neither vote nor say done again")
-        if self.rank not in self.current.members:
-            raise self._fenced("it has retired")
+        if not self.current.has(self.rank, self.incarnation):
+            raise self._fenced("it has retired" if self.current.members else "join() has not returned")
+
+    def _enter(self, verdict: Verdict) -> None:
+        """Go on in the epoch that a vote has begun."""
+        self.current, self._number, self._said = verdict.epoch, verdict.keys, -1
+        self._pulse.epoch, self._pulse.number = self.current, self._number
 
     def _alarmed(self) -> bool:
         """Whether the epoch ends, by the store."""
@@ -262,8 +297,8 @@ class Epochs:
                 voted = {member: ballot for member, ballot in ballots.items() if ballot is not None}
                 silent = [member for member in living if member not in voted]
                 if not silent:
-                    retired = set(self._retire(frozenset(dead))) & set(living)
-                    return self._ledger.propose(epoch.number, decide(epoch, voted, dead, retired, rank=self.rank))
+                    decided = decide(epoch, voted, alarm or Alarm(), self._retire, rank=self.rank)
+                    return self._ledger.propose(epoch.number, decided)
                 if waited > self._deadline:
                     text = f"{listed(silent)} lived and did not vote on {key!r} in {self._deadline:.3g} s"
                     return self._ledger.propose(epoch.number, Failure(self.rank, text))
@@ -327,6 +362,6 @@ def _end(pulse: Pulse, running: tuple[Event, Thread], *calls: Any) -> None:
     if thread is not current_thread():
         thread.join()
     with contextlib.suppress(RuntimeError):  # the store may have ended before this rank
-        pulse.ledger.beats(pulse.rank, LEFT)
+        pulse.ledger.beats(pulse.rank, pulse.incarnation, LEFT)
     for each in calls:
         each.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -36,7 +37,9 @@ class Ledger:
     """The records of epochs in ``store``.
 
     ==========================  ======================================================================================
-    ``beats/RANK``              a counter, which grows as long as the rank lives
+    ``incarnation/RANK``        a counter of the processes that were started for the rank
+    ``beats/RANK/INCARNATION``  a counter, which grows as long as that process lives
+    ``asking``                  processes that ask to come in, or have: the last one of each rank
     ``done/EPOCH/NUMBER``       a counter, to which each member adds once, see `Tally`
     ``over/EPOCH/NUMBER``       wakes those that wait for the counter: it is complete, or there is an alarm
     ``alarm/EPOCH``             why the epoch ends; it grows, and is never taken back
@@ -47,9 +50,27 @@ class Ledger:
 
     store: ControlStore
 
-    def beats(self, rank: int, amount: int = 0) -> int:
-        """Add to the beats of a rank; the sum."""
-        return self.store.add(f"beats/{rank}", amount)
+    def incarnation(self, rank: int) -> int:
+        """The number of this process among those of its rank, from 1."""
+        return self.store.add(f"incarnation/{rank}", 1)
+
+    def beats(self, rank: int, incarnation: int, amount: int = 0) -> int:
+        """Add to the beats of a process; the sum."""
+        return self.store.add(f"beats/{rank}/{incarnation}", amount)
+
+    def asking(self) -> dict[int, int]:
+        """The processes that ask to come in: the last incarnation of each rank."""
+        text = self._read("asking")
+        return {} if text is None else dict(json.loads(text))
+
+    def ask(self, rank: int, incarnation: int) -> None:
+        """Ask for the place of a rank, for a process of it."""
+
+        def grown(known: str) -> str:
+            asking = dict(json.loads(known or "[]"))
+            return json.dumps(sorted({**asking, rank: max(incarnation, asking.get(rank, 0))}.items()))
+
+        self._grow("asking", grown)
 
     def say_done(self, epoch: int, number: int, amount: int) -> Tally:
         """Add to the counter of a key."""
@@ -75,17 +96,15 @@ class Ledger:
 
     def raise_alarm(self, epoch: int, alarm: Alarm) -> Alarm:
         """Add to the reasons why the epoch ends; all that are known then."""
-        key = f"alarm/{epoch}"
-        known = self._read(key) or ""
-        while True:
+        together = alarm
+
+        def grown(known: str) -> str:
+            nonlocal together
             together = alarm_of(known).merged(alarm) if known else alarm
-            text = together.to_text()
-            if text == known:
-                return together
-            found = self.store.compare_set(key, known, text).decode()
-            if found == text:
-                return together
-            known = found
+            return together.to_text()
+
+        self._grow(f"alarm/{epoch}", grown)
+        return together
 
     def vote(self, epoch: int, rank: int, ballot: Ballot) -> None:
         """Write the ballot of a rank."""
@@ -104,6 +123,15 @@ class Ledger:
         """The outcome of the vote at the end of an epoch, if there is one."""
         text = self._read(f"verdict/{epoch}")
         return None if text is None else verdict_of(text)
+
+    def _grow(self, key: str, grown: Callable[[str], str]) -> None:
+        """Write ``grown`` of what is there, which others may write as well."""
+        known = self._read(key) or ""
+        while (text := grown(known)) != known:
+            found = self.store.compare_set(key, known, text).decode()
+            if found == text:
+                return
+            known = found
 
     def _read(self, key: str) -> str | None:
         return self.store.get(key).decode() if self.store.check([key]) else None

@@ -11,7 +11,7 @@ from attrs import define, field
 from pipegrid.schedules.monitor.epochs.ledger import LEFT, Ledger
 from pipegrid.schedules.monitor.epochs.records import Alarm, Epoch, Verdict
 
-_WATCHED = 8  # ranks that each rank watches: those of a host, which die together
+WATCHED = 8  # ranks that each rank watches: those of a host, which die together
 _ALARM_SECONDS = 0.1  # between two looks for an alarm
 
 
@@ -25,6 +25,7 @@ class Pulse:
     Attributes:
         ledger: over a connection of the thread's own.
         rank: this one.
+        incarnation: which of the processes of the rank this is.
         epoch: the current one, as far as this rank knows.
         number: of the key that this rank works on.
         waiting: whether this rank waits for the others.
@@ -34,6 +35,7 @@ class Pulse:
 
     ledger: Ledger
     rank: int
+    incarnation: int
     epoch: Epoch
     heartbeat: float
     deadline: float
@@ -42,7 +44,9 @@ class Pulse:
     waiting: bool = False
     failure: str = ""
     _alarm: tuple[int, Alarm] | None = field(default=None, init=False)
-    _heard: dict[int, tuple[int, float]] = field(factory=dict, init=False)  # beats of a rank, and seconds without one
+    # Of a process (rank, incarnation): beats, and seconds without one.
+    _heard: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)
+    _asking: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)  # likewise, of those that ask
     _beaten: float = field(factory=time.monotonic, init=False)
 
     @property
@@ -62,30 +66,48 @@ class Pulse:
         A rank is silent for as long as this one listens and hears nothing: the time in which this thread, or the store,
         was held up does not count.
         """
-        self.ledger.beats(self.rank, 1)
+        self.ledger.beats(self.rank, self.incarnation, 1)
         elapsed, self._beaten = min(now - self._beaten, 2 * self.interval), now
+        asking = self.ledger.asking()
+        before = {one: self._asking.get(one, (self.ledger.beats(*one), self.heartbeat)) for one in asking.items()}
+        self._asking = {one: self._listen(one, before, elapsed) for one in before}
         for rank in self._watched():
-            beats, silent = self._heard.get(rank, (-1, 0.0))
-            now_beats = self.ledger.beats(rank)
-            silent = silent + elapsed if now_beats == beats else 0.0
-            self._heard[rank] = now_beats, silent
+            one = rank, self.epoch.incarnations[rank]
+            now_beats, silent = self._heard[one] = self._listen(one, self._heard, elapsed)
             if now_beats >= LEFT:
                 if self.waiting:
                     self.lost(rank, "it has left, and others wait for it")
             elif silent >= (self.heartbeat if now_beats else self.deadline):
                 self.lost(rank, f"nothing was heard of it for {silent:.3g} s" if now_beats else "it has never come")
 
+    def _listen(
+        self, process: tuple[int, int], heard: dict[tuple[int, int], tuple[int, float]], elapsed: float
+    ) -> tuple[int, float]:
+        """Beats of a process, and seconds without one."""
+        known, silent = heard.get(process, (-1, 0.0))
+        beats = self.ledger.beats(*process)
+        return beats, silent + elapsed if beats == known else 0.0
+
+    @property
+    def asking(self) -> dict[int, int]:
+        """Processes that ask to come in, and that this rank has just heard: incarnations by rank."""
+        return {
+            rank: incarnation
+            for (rank, incarnation), (beats, silent) in list(self._asking.items())
+            if beats < LEFT and silent <= 3 * self.interval
+        }
+
     def _watched(self) -> Iterator[int]:
         members = self.epoch.members
-        if self.rank not in members:
+        if not self.epoch.has(self.rank, self.incarnation):
             return
         here, alarm, found = members.index(self.rank), self.alarm, 0
         for rank in (*members[here + 1 :], *members[:here]):
             if alarm is not None and rank in alarm.lost:
                 continue
             yield rank
-            found += self._heard[rank][0] < LEFT
-            if found == _WATCHED:
+            found += self._heard[rank, self.epoch.incarnations[rank]][0] < LEFT
+            if found == WATCHED:
                 return
 
     def look(self) -> None:
@@ -99,13 +121,15 @@ class Pulse:
             self.ledger.wake(epoch, self.number)
             self.on_alarm(str(alarm))
 
-    def lost(self, rank: int, why: str) -> None:
-        """Record that ``rank`` is lost, in this epoch and in those that have begun meanwhile with it as a member.
+    def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
+        """Record that the process of ``rank`` is lost that is a member of ``epoch`` (None: the current one).
 
-        A verdict that is not there after the alarm was raised is written by, and read by, ranks that find the alarm.
+        It is lost in this epoch and in those that have begun meanwhile with it as a member. A verdict that is not there
+        after the alarm was raised is written by, and read by, ranks that find the alarm.
         """
-        epoch = self.epoch
-        while rank in epoch.members:
+        epoch = epoch or self.epoch
+        incarnation = epoch.incarnations.get(rank, 0)
+        while epoch.has(rank, incarnation):
             self.ledger.raise_alarm(epoch.number, Alarm({rank: why}))
             verdict = self.ledger.verdict(epoch.number)
             if not isinstance(verdict, Verdict):

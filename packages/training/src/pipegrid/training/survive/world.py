@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from attrs import define, field, frozen
@@ -20,13 +21,17 @@ from pipegrid.topology import (
     destroy_groups,
     discard_groups,
 )
+from pipegrid.topology.torch_compat import set_timeout
+from pipegrid.training.checkpoint import Checkpoints
 from pipegrid.training.survive.connections import end_connections
+from pipegrid.training.survive.errors import SurviveError
 from pipegrid.training.survive.living import Living
 from pipegrid.transport import Direction, P2PCommunicator
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.epochs import Epoch
 
+_OF_A_SAVE: Final = timedelta(minutes=10)
 # Of a collection's groups: those that a step of one module uses, by the grid's dims.
 _GROUPS = {
     "tp": ("tp",),
@@ -59,6 +64,7 @@ class PipelineWorld:
     groups: ProcessGroupCollection
     job_group: dist.ProcessGroup
     communicator: P2PCommunicator
+    _checkpoints: Checkpoints | None = field(alias="checkpoints")
     _computes: Callable[[], Plan] = field(alias="computes")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _aborted: bool = field(default=False, init=False)
@@ -73,15 +79,28 @@ class PipelineWorld:
         """The plan of a step, with its messages."""
         return self.proof.plan
 
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those of the job's directory, of the ranks that take part.
+
+        Raises:
+            SurviveError: the job has no directory.
+        """
+        if self._checkpoints is None:
+            raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
+        return self._checkpoints
+
     def abort(self, cause: str) -> None:
         """See `World.abort`."""
         self._aborted = True
         self.communicator.abort(cause)
-        end_connections(self._made, cause)
+        end_connections([*self._made, *(() if self._checkpoints is None else self._checkpoints.groups())], cause)
 
     def close(self) -> None:
         """See `World.close`."""
         self.communicator.close()
+        if self._checkpoints is not None:
+            (self._checkpoints.discard if self._aborted else self._checkpoints.close)()
         if self._aborted:
             discard_groups(self._made)
         else:
@@ -100,6 +119,7 @@ class PipelineJob:
         schedule: the plan along routes.
         timeout: seconds for the ranks to come to each group: how long others wait for one that dies while the world is
             made.
+        checkpoints: directory of the run's, for `PipelineWorld.checkpoints`; None: the job has none.
     """
 
     grid: HyperCommGrid
@@ -108,6 +128,7 @@ class PipelineJob:
     routes: Routes | None = None
     schedule: Callable[[Plan, Routes], Plan] = routed
     timeout: float = 30.0
+    checkpoints: str | os.PathLike[str] | None = None
 
     def __call__(self, epoch: Epoch) -> PipelineWorld:
         """The world of ``epoch``, made together with its other members.
@@ -121,13 +142,14 @@ class PipelineJob:
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
         specs = self._specs(living, rank, epoch.number)
         made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
+        job_group = made[specs.pop("job")]
         try:
+            checkpoints = self._open(job_group)
             communicator = self._connect(living, rank)
         except BaseException:
             end_connections(made.values(), "the communicator was not made")
             discard_groups(made.values())
             raise
-        job_group = made[specs.pop("job")]
         groups: dict[str, Any] = {name: made[spec] for name, spec in specs.items()}
         groups["pp"] = self.grid.get_pg("pp")  # also with dead ranks, for their places
         return PipelineWorld(
@@ -138,6 +160,7 @@ class PipelineJob:
             groups=ProcessGroupCollection(**groups, grid=self.grid),
             job_group=job_group,
             communicator=communicator,
+            checkpoints=checkpoints,
             computes=partial(self.schedule, self.plan, routes),
             made=list(made.values()),
         )
@@ -146,6 +169,14 @@ class PipelineJob:
         """The living ranks that compute only together with one of ``dead``: their tp and cp peers."""
         living = Living(self.grid, [rank for rank in self.grid.ranks if rank not in dead])
         return tuple([rank for rank in living.members if rank not in living.ranks])
+
+    def _open(self, job_group: dist.ProcessGroup) -> Checkpoints | None:
+        if self.checkpoints is None:
+            return None
+        made = Checkpoints(self.checkpoints, group=job_group, timeout=timedelta(seconds=self.timeout))
+        for group in made.groups():  # of a save, the end of the slowest; a death ends the wait for it
+            set_timeout(group, _OF_A_SAVE)
+        return made
 
     def _specs(self, living: Living, rank: int, epoch: int) -> dict[str, GroupSpec]:
         found = {"job": GroupSpec(living.ranks, f"job of epoch {epoch}")}

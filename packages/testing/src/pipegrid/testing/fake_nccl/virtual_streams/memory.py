@@ -33,7 +33,10 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 @frozen
 class Access:
-    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage."""
+    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage.
+
+    ``keepable``: a library that keeps the memory of its work keeps this as well.
+    """
 
     stream: int
     tick: int
@@ -41,6 +44,7 @@ class Access:
     end: int
     writes: bool
     what: str
+    keepable: bool = True
 
 
 @define(eq=False)

@@ -191,37 +191,3 @@ def test_an_idle_group_keeps_what_it_sent_until_a_wait_or_its_next_launch(ranks,
     work = group.send([torch.zeros(4)], 1, 0)
     until(lambda: gone() is None)
     work.wait()
-
-
-@pytest.mark.parametrize(
-    ("mode", "by"),
-    [
-        pytest.param(mode, by, marks=pytest.mark.ranks(2, backend="fake_nccl", fake_nccl=mode))
-        for mode, by in (("nccl2", "a poll"), ("nccl2", "a wait"), ("nccl2", "record_stream"), ("streams", "a poll"))
-    ],
-)
-def test_a_receives_memory_is_not_kept_and_a_free_that_nothing_orders_after_it_is_a_race(ranks, mode, by):
-    """The memory is of a receive stream; in the other backend the group keeps it until a wait, and here for good."""
-    device, group = ranks.fake_device, dist.new_group([0, 1])
-    if ranks.rank == 0:
-        group.send([torch.ones(4)], 1, 0).wait()
-    else:
-        receiving, streams = device.streams.Stream(), device.streams
-        with streams.watch():
-            with streams.stream(receiving):
-                buffer = torch.empty(4)
-                work = group.recv([buffer], 0, 0)
-            if by == "record_stream":
-                buffer.record_stream(streams.current_stream())
-            if by != "a poll":
-                with streams.stream(receiving if by == "a wait" else streams.current_stream()):
-                    work.wait()
-            until(work.is_completed)
-            del buffer, work
-        found = violations(ranks)
-        assert [text.split(" may ")[0] for text in found] == (
-            [f"race: memory of {receiving} was freed while entry 0 (p2p) on NCCL's stream of group {group.group_name}"]
-            if (mode, by) == ("nccl2", "a poll")
-            else []
-        )
-    ranks.barrier()

@@ -142,9 +142,7 @@ class FakeDevice:
             launch = Launch(next(self._numbers), group, kind, operations, threading.get_ident())
             stream, here = self._group_streams[group], self.streams.current_stream()
             self.streams.order(stream, self.streams.record(here))
-            received = [one for one in writes if not any(one is other for other in reads)]
-            what = f"entry {launch.number} ({kind})"
-            clock = self.streams.work(stream, what, reads=reads, writes=writes, unkept=received if self.nccl2 else ())
+            clock = self.streams.work(stream, f"entry {launch.number} ({kind})", reads=reads, writes=writes)
             self.streams.keep(stream, clock)
             if self.graph is not None:
                 self.graph.record(

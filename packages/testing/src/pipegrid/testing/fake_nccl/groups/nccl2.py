@@ -4,8 +4,7 @@
   has one as well.
 - A wait raises an error that is known by then. The error of one entry is that of all unfinished works of its group.
   ``is_success()`` is true of a work that runs.
-- An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive, nor
-  records it: memory of one that is freed with no order after its entry is a race.
+- An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive.
 - The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
 - A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a wait.

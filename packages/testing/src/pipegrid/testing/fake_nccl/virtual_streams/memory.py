@@ -33,10 +33,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 @frozen
 class Access:
-    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage.
-
-    ``keepable``: a library that keeps the memory of its work keeps this as well.
-    """
+    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage."""
 
     stream: int
     tick: int
@@ -44,7 +41,6 @@ class Access:
     end: int
     writes: bool
     what: str
-    keepable: bool = True
 
 
 @define(eq=False)

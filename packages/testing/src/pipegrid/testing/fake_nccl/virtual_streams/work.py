@@ -42,21 +42,14 @@ class StreamWork(Order):
         self._kept: set[tuple[int, int]] = set()
 
     def work(
-        self,
-        stream: VirtualStream,
-        what: str,
-        *,
-        reads: Iterable[Tensor] = (),
-        writes: Iterable[Tensor] = (),
-        unkept: Iterable[Tensor] = (),
+        self, stream: VirtualStream, what: str, *, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()
     ) -> Clock:
-        """Note a piece of work on ``stream`` that touches tensors; its clock. `keep` leaves ``unkept`` of them out."""
+        """Note a piece of work on ``stream`` that touches tensors; its clock."""
         with self.lock:
             clock = self.record(stream)
             written = {id(tensor): tensor for tensor in writes}
-            left_out = {id(tensor) for tensor in unkept}
-            for number, tensor in written.items():
-                self._touch(stream, clock, tensor, what, writes=True, keepable=number not in left_out)
+            for tensor in written.values():
+                self._touch(stream, clock, tensor, what, writes=True)
             for tensor in reads:
                 if id(tensor) not in written:
                     self._touch(stream, clock, tensor, what, writes=False)
@@ -145,14 +138,12 @@ class StreamWork(Order):
             memory = self._memories[reference.cdata] = Memory(reference, self.current_stream().stream_id)
         return memory
 
-    def _touch(
-        self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool, keepable: bool = True
-    ) -> None:
+    def _touch(self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool) -> None:
         begin, end = extent(tensor)
         if begin == end:
             return
         here = stream.stream_id
-        old = self._memory(tensor).add(Access(here, clock[here], begin, end, writes, what, keepable), clock)
+        old = self._memory(tensor).add(Access(here, clock[here], begin, end, writes, what), clock)
         if old is not None:
             self._race(
                 f"{what} on {stream.name} {'writes' if writes else 'reads'} memory that {old.what} on "
@@ -173,7 +164,7 @@ class StreamWork(Order):
                 for clock in (self._host, *(self._clocks[stream] for stream in memory.recorded)):
                     merge(known, clock)
                 for access in memory.accesses:
-                    kept = access.keepable and (access.stream, access.tick) in self._kept
+                    kept = (access.stream, access.tick) in self._kept
                     if access.stream != memory.home and not kept and known.get(access.stream, 0) < access.tick:
                         self._race(
                             f"memory of {self._names[memory.home]} was freed while {access.what} on "

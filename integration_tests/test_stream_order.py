@@ -198,4 +198,5 @@ def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, device, 
         assert found or ranks.rank not in concerned, (name, device.violations)
     device.streams.synchronize()
     end()
+    assert not [violation for violation in device.violations if "was destroyed" in violation]
     device.violations.clear()

@@ -156,17 +156,60 @@ def test_a_wait_with_a_timeout_that_passes_ends_the_process(ranks):
 
 
 @NCCL2
-def test_a_shutdown_with_an_entry_under_way_is_a_violation_and_after_an_abort_it_returns(ranks):
-    first, second = a_group(ranks), a_group(ranks)
+def test_a_shutdown_waits_for_an_entry_under_way_which_is_a_violation(ranks):
+    """Its work ends well: it is not cut."""
+    group, there = a_group(ranks), a_group(ranks)
     if ranks.rank == 0:
-        second.recv([torch.zeros(1)], 1, 0)
-        second.abort()
-        second.shutdown()
-        assert violations(ranks) == []
-        first.recv([torch.zeros(1)], 1, 0)
-        first.shutdown()
+        x = torch.zeros(2)
+        work = group.recv([x], 1, 0)
+        ending = threading.Thread(target=group.shutdown, daemon=True)
+        ending.start()
+        ending.join(0.3)
+        assert ending.is_alive()
+        there.send([torch.ones(2)], 1, 0)
+        ending.join(20)
+        assert not ending.is_alive()
+        assert work.exception() is None
+        assert x.tolist() == [1, 1]
         (found,) = violations(ranks)
-        assert "under way never returns" in found
+        assert "was destroyed with entry 0 (p2p: recv 8 bytes, rank 1)" in found
+    else:
+        there.recv([torch.zeros(2)], 0, 0).wait()
+        group.send([torch.ones(2)], 0, 0).wait()
+        group.shutdown()
+        assert violations(ranks) == []
+    ranks.barrier()
+
+
+@NCCL2
+def test_a_shutdown_after_an_abort_returns_at_once(ranks):
+    group = a_group(ranks)
+    if ranks.rank == 0:
+        group.recv([torch.zeros(1)], 1, 0)
+        group.abort()
+        group.shutdown()
+    assert violations(ranks) == []
+    ranks.barrier()
+
+
+@pytest.mark.ranks(2, backend="fake_nccl")
+def test_a_wait_for_the_device_waits_for_the_entries_of_its_groups(ranks):
+    group = dist.new_group([0, 1])
+    x = torch.ones(2)
+    if ranks.rank == 0:
+        device = ranks.fake_device
+        group.recv([x], 1, 0)
+        waiting = threading.Thread(target=device.streams.synchronize, daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        ranks.barrier()
+        waiting.join(20)
+        assert x.tolist() == [1, 1]
+        assert device.unfinished() == []
+    else:
+        ranks.barrier()
+        group.send([x], 0, 0).wait()
     ranks.barrier()
 
 

@@ -115,6 +115,16 @@ def test_the_communicators_of_a_plan_and_no_others_are_opened(ranks):
         )
 
 
+@pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="legacy")
+def test_a_communicator_of_three_that_connects_at_its_first_operation_opens(ranks):
+    """That operation waits for all members; lanes are proved pair by pair, the last rank's after the first rank's."""
+    with chain(ranks, LaneSharing([CHAIN]), open_deadline=20.0) as pipe:
+        (group,) = {lane.group for lane in pipe.lanes.values()}
+        launched = [launch.kind for launch in ranks.fake_device.launches if launch.group == group.group_name]
+        assert launched == ["allreduce", *["p2p"] * len(pipe.lanes)]
+        ranks.barrier()
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("settings", [{}, {"strict": True}, {"shapes": "header"}, {"staged": True}], ids=str)
 def test_random_batches_with_several_peers_arrive_in_order(ranks, settings):

@@ -93,6 +93,7 @@ class FakeDevice:
         self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, self._end_old, self.violations, legacy)
         self.streams.before_poll = self._frees.require_pollable
         self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
+        self.streams.drain = self.drain
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
@@ -215,10 +216,10 @@ class FakeDevice:
             ]
         return sorted(entries, key=lambda entry: entry.launch.number)
 
-    def drain(self) -> None:
-        """Block until every entry that is launched now has ended, as a free of device memory does."""
+    def drain(self, group: str | None = None) -> None:
+        """Block until every entry that is launched now, of one group or all, has ended: a free waits so for all."""
         with self.streams.host_waiting():
-            for entry in self.unfinished():
+            for entry in self.unfinished(group):
                 entry.ended.wait()
 
     def abort(self, groups: Sequence[str], error: Exception) -> None:
@@ -229,10 +230,10 @@ class FakeDevice:
             stuck = [entry for entry in self.unfinished() if entry.launch.group in groups]
             self._cancel_all(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
 
-    def shut_down(self, group: str) -> None:
-        """Free a group: `drain`."""
+    def shut_down(self, group: str, *, alone: bool = False) -> None:
+        """Free a group, whose entries should have ended: `drain` the device, or the group ``alone``."""
         self._frees.require_idle(group)
-        self.drain()
+        self.drain(group if alone else None)
 
     def close(self) -> None:
         """End every entry and every thread. For the end of a test."""

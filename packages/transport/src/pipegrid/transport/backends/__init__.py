@@ -16,7 +16,7 @@ from pipegrid.transport.backends.dry import DryMover
 from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, one_loop
 from pipegrid.transport.backends.kinds import BackendKind, kind_of, nccl_options
 from pipegrid.transport.backends.local import LocalMover
-from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, lift_timeout, warn_of_watchdog
+from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, connect_members, lift_timeout, warn_of_watchdog
 from pipegrid.transport.backends.staged import StagedMover
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Operation",
     "StagedMover",
     "Ticket",
+    "connect_members",
     "kind_of",
     "lift_timeout",
     "nccl_options",

@@ -52,6 +52,19 @@ def lift_timeout(group: Any) -> None:
     set_timeout(group, FOREVER)
 
 
+def connect_members(group: Any, device: torch.device, kind: BackendKind, seconds: float) -> None:
+    """Connect a group of more than two ranks whose backend does so at the first operation, which waits for all members.
+
+    Lanes are proved pair by pair: without this a pair would wait for a member that waits for one of the pair.
+
+    Raises:
+        RuntimeError: some member did not come within ``seconds``.
+    """
+    if kind.connects == "lazy" and group.size() > 2:
+        work = group.allreduce([torch.zeros(1, device=device)])
+        NcclTicket([work], group, kind).hold(timedelta(seconds=seconds))
+
+
 class NcclTicket:
     """See `Ticket`: all messages of a batch share its work, which keeps its ``group``.
 

@@ -29,6 +29,7 @@ from pipegrid.transport.backends import (
     Mover,
     NcclMover,
     StagedMover,
+    connect_members,
     kind_of,
     lift_timeout,
     nccl_options,
@@ -160,8 +161,10 @@ class Connector:
             peers = {index: spec.ranks.index(peer) for index, peer in there.items()}
             mover: Mover
             if self._on_device:
+                kind = kind_of(self._backend, group)
+                connect_members(group, self._device, kind, self._config.open_deadline)
                 lift_timeout(group)
-                mover = NcclMover(group, peers, self._device, kind_of(self._backend, group), self._aside)
+                mover = NcclMover(group, peers, self._device, kind, self._aside)
             else:
                 mover = GlooMover(loop.take_backend(group), peers, len(lanes))
                 mover = StagedMover(mover, self._device) if self._staged else mover

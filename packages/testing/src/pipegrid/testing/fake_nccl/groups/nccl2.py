@@ -8,7 +8,8 @@
 - The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
 - A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a wait.
-- A shutdown meets the other members. One with unfinished entries never returns: a violation.
+- A shutdown waits for the group's entries, without a bound, and meets the other members. One with an entry under way is
+  a violation: with a member that is gone it would never return.
 - The default group is bound to a device, so a new group is a split of it by all ranks of the world (see `backend`). One
   with the option ``lazy_init`` is none, and connects at its first use.
 """
@@ -188,11 +189,8 @@ class Nccl2Group(FakeGroup):
         """Wait for the group's entries and for the other members; after an abort it does neither."""
         if self.aborted:
             return
-        if left := self.device.unfinished(self._name):
-            self.device.violations.append(f"shutdown of group {self._name} with {left[0]} under way never returns")
-            self.device.abort([self._name], RuntimeError("shut down"))
-        else:
-            self._meet_at_the_end()
+        self.device.shut_down(self._name, alone=True)
+        self._meet_at_the_end()
         self.aborted = True
 
 

@@ -56,8 +56,9 @@ class Streams(StreamWork):
         return 0
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait on the host for every stream."""
+        """Wait on the host for every stream, those of groups with their entries."""
         del device
+        self.drain()
         with self.lock:
             clocks = [dict(clock) for clock in self._clocks.values()]
             signals = [self.here(stream) for stream in self._made]

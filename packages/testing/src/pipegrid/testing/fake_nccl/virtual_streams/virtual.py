@@ -104,6 +104,7 @@ class Order:
         late: the late device, while there is one.
         before_poll: called before each poll of the device.
         before_compute: called before each operation inside `Streams.watch`.
+        drain: waits for every entry of the device.
         lock: of the whole device.
     """
 
@@ -112,6 +113,7 @@ class Order:
         self.late: LateRun | None = None
         self.before_poll: Callable[[], None] = lambda: None
         self.before_compute: Callable[[], None] = lambda: None
+        self.drain: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._made: list[VirtualStream] = []

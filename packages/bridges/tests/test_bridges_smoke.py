@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import pipegrid.bridges
+import pipegrid.transport
 
 PUBLIC = [
     "Axes",
@@ -38,12 +39,9 @@ FURTHER = [
     "Box",
     "BridgeDirection",
     "Completion",
-    "CompletionError",
-    "DestroyedError",
     "Message",
     "MissingTensorError",
     "ModuleGraphError",
-    "NotReplicatedError",
     "Positions",
     "RankModuleInfo",
     "ReshardPlan",
@@ -58,6 +56,7 @@ FURTHER = [
 OLD = {
     "LaneTotalsError": "BridgeError",
     "NoBackwardError": "StageError",
+    "NotReplicatedError": "BridgeError",
     "PendingGradientError": "StageError",
     "Replicated": "Replicate",
     "Sharded": "Shard",
@@ -74,6 +73,8 @@ def test_the_public_names_are_these():
         assert getattr(pipegrid.bridges, name).__name__ == name
     for old, new in OLD.items():
         assert getattr(pipegrid.bridges, old) is getattr(pipegrid.bridges, new)
+    assert pipegrid.bridges.CompletionError is pipegrid.transport.CollectiveFailedError
+    assert pipegrid.bridges.DestroyedError is pipegrid.transport.P2PLaneDeadError
     with pytest.raises(AttributeError, match="no attribute 'Brigde'"):
         _ = pipegrid.bridges.Brigde
 

@@ -32,14 +32,6 @@ if TYPE_CHECKING:
 class World(Protocol):
     """What ranks communicate through in one epoch: groups, a communicator, a plan."""
 
-    @property
-    def peers(self) -> ProcessGroup:
-        """The ranks with the same state as this one, itself among them: from one of them a new process gets it.
-
-        Asked for only in an epoch with new processes.
-        """
-        ...
-
     def abort(self, cause: str) -> None:
         """End all connections, so that no rank waits for this one, nor this one for others. From any thread, or twice.
 
@@ -58,6 +50,16 @@ class ConfiguringWorld(World, Protocol):
 
     def configure(self, modules: Modules) -> None:
         """Set the configs of ``modules``, until `close`. Called once, before the first function of the epoch."""
+        ...
+
+
+@runtime_checkable
+class OpenWorld(World, Protocol):
+    """A world that new processes come to."""
+
+    @property
+    def peers(self) -> ProcessGroup:
+        """The ranks with the same state as this one, itself among them: from one of them a new process gets it."""
         ...
 
 
@@ -293,6 +295,8 @@ class Survivors(Generic[W]):
         """Give the state of the job to new processes, or get it; return when all of them have it."""
         epoch = self.epochs.current
         if self._state is not None:
+            if not isinstance(world, OpenWorld):
+                raise RuntimeError(f"{type(world).__name__} has no peers, so new processes do not come in")
             self._step = self._state.hand_over(world.peers, epoch.joining, self._step)
             self.epochs.ready = True
         if not self.epochs.done(_of_state(epoch)):

@@ -77,7 +77,7 @@ class PipelineWorld:
 
     @property
     def peers(self) -> dist.ProcessGroup:
-        """The ranks of this one's place in other replicas; see `World.peers`."""
+        """The ranks of this one's place in other replicas; see `OpenWorld.peers`."""
         groups: Any = next(iter(self.groups.values())) if isinstance(self.groups, Mapping) else self.groups
         group: dist.ProcessGroup = groups.dp
         return group

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 from kit.stages import Stage
 from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups, destroy_groups, discard_groups
-from pipegrid.training.survive import PipelineJob, RankRetiredError, Survivors
+from pipegrid.training.survive import PipelineJob, RankRetiredError, Survivors, handover, init_process_group
 from pipegrid.training.survive.connections import end_connections
 from pipegrid.transport import P2PConfig
 
@@ -33,13 +33,17 @@ SIZE, SHARES = 5, 12
 
 @frozen
 class Kill:
-    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``; or it raises ``error``."""
+    """``rank`` is killed as it comes to ``place`` for the ``nth`` time (from 0) in ``step``; or it raises ``error``.
+
+    ``process``: which of the processes of the rank, from 0; -1 is the step before a new process has the state.
+    """
 
     rank: int
     place: str
     step: int = 1
     nth: int = 0
     error: Exception | None = None
+    process: int = 0
 
     def __str__(self) -> str:
         return f"{self.rank} at {self.place.replace(' ', '_')} {self.nth} of {self.step}"
@@ -49,7 +53,8 @@ class Kill:
 class Case:
     """A job of ``positions`` x ``replicas`` ranks, and the kills in it.
 
-    ``pairs``: ranks compute only two by two, so the other one of a dead rank retires.
+    ``pairs``: ranks compute only two by two, so the other one of a dead rank retires. ``back``: steps that
+    wait for a new process that asks to come in.
     """
 
     job: str
@@ -58,13 +63,14 @@ class Case:
     kills: tuple[Kill, ...] = ()
     schedule: str = "1f1b"
     pairs: bool = False
+    back: tuple[int, ...] = ()
     heartbeat: float = 5.0
     deadline: float = 20.0
 
     @property
     def steps(self) -> int:
         """One before the first kill as a rule, and one after the last."""
-        return 2 + max((kill.step for kill in self.kills), default=0)
+        return 2 + max((*(kill.step for kill in self.kills), *self.back), default=0)
 
     @property
     def world_size(self) -> int:
@@ -84,6 +90,7 @@ class Places:
     case: Case
     rank: int
     folder: Path
+    process: int = 0
     step: int = -1
     seen: Counter[str] = field(factory=Counter)
 
@@ -91,10 +98,10 @@ class Places:
         self.step, self.seen = step, Counter()
 
     def reach(self, place: str) -> None:
-        here = self.rank, place, self.step, self.seen[place]
+        here = self.rank, place, self.step, self.seen[place], self.process
         self.seen[place] += 1
         for kill in self.case.kills:
-            if (kill.rank, kill.place, kill.step, kill.nth) == here:
+            if (kill.rank, kill.place, kill.step, kill.nth, kill.process) == here:
                 if kill.error is not None:
                     raise kill.error
                 (self.folder / f"killed.{self.rank}").write_text(repr(time.monotonic()))
@@ -113,6 +120,8 @@ class Places:
         for name in ("vote", "done"):
             setattr(survivors.epochs, name, self.within(name, getattr(survivors.epochs, name)))
         survivors._build = self.within("build", survivors._build)
+        for name in ("send", "receive"):
+            setattr(handover._Wire, name, self.within(f"{name} state", getattr(handover._Wire, name)))
         return survivors
 
     def within(self, name, function):
@@ -125,19 +134,19 @@ class Places:
         return wrapped
 
 
-def rank_main(case: Case, rank: int, port: int, folder: str) -> None:
-    """Run the job of ``case`` as ``rank``; its outcome is a file."""
+def rank_main(case: Case, rank: int, port: int, folder: str, process: int = 0) -> None:
+    """Run the job of ``case`` as ``rank``; its outcome is a file. ``process``: of the rank, from 0."""
     path = Path(folder)
-    log = (path / f"log.{rank}").open("w")
+    log = (path / f"log.{rank}").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.manual_seed(rank)
+    torch.manual_seed(rank + 1000 * process)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=60))
-    places = Places(case, rank, path)
+    init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=60))
+    places = Places(case, rank, path, process)
     outcome, retired = dict[str, object](), False
     try:
         outcome = JOBS[case.job](case, places, dist.PrefixStore("epochs", store.clone()))
@@ -247,10 +256,23 @@ def loss_of(output, units):
     return output.square().sum() / units
 
 
+@frozen
+class History:
+    """What a script has of its steps."""
+
+    norms: list[torch.Tensor] = field(factory=list)
+    losses: list[torch.Tensor] = field(factory=list)
+
+    def state_dict(self):
+        return {"norms": self.norms, "losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.norms[:], self.losses[:] = state["norms"], state["losses"]
+
+
 def pipeline(case: Case, places: Places, store) -> dict[str, object]:
     rank, (positions, replicas) = dist.get_rank(), (case.positions, case.replicas)
     grid = HyperCommGrid([replicas, positions], ["dp", "pp"])
-    grid.create_pg("pp")
     units, at, step = replicas * MICROBATCHES, grid.coords(rank), 0
     model = module(at["pp"])
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
@@ -303,14 +325,24 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
         places.reach("after norm")
         return norm
 
+    history = History()
+    norms, totals = history.norms, history.losses
     survivors = Survivors(
-        store, job, modules=model, heartbeat=case.heartbeat, deadline=case.deadline, retire=job.retire
+        store,
+        job,
+        modules=model,
+        state={"optimizer": optimizer, "history": history},
+        heartbeat=case.heartbeat,
+        deadline=case.deadline,
+        retire=job.retire,
     )
-    norms, totals = [], []
     with places.around(survivors):
-        for step in range(case.steps):
+        for step in survivors.steps(range(case.steps)):
             places.begin(step)
             places.reach("between")
+            if step in case.back and rank == survivors.epochs.current.members[0]:
+                while not survivors.epochs.asking:
+                    time.sleep(0.02)
             totals.append(survivors.run(f"step {step}", train))
             places.reach("in between")
             norms.append(survivors.run(f"norm {step}", norm_of, keep_gradients=False))

@@ -16,7 +16,7 @@ from pipegrid.training.survive import PipelineJob, RankRetiredError, SurviveErro
 class Epochs:
     """Of a job whose other ranks do as the test says: ``script`` has (done, verdict) of each attempt."""
 
-    rank = 0
+    rank, incarnation, asking = 0, 1, ()
 
     def __init__(self, script):
         self.script, self.calls, self.current, self.alarm = list(script), [], Epoch(0, (0, 1)), None
@@ -28,7 +28,7 @@ class Epochs:
             return True
         return False
 
-    def vote(self, key, why=""):
+    def vote(self, key, why="", *, edge):
         self.calls.append(f"vote {key}")
         verdict = self.script.pop(0)[1]
         self.current = verdict.epoch
@@ -38,7 +38,7 @@ class Epochs:
         if self.alarm is not None:
             raise RuntimeError(self.alarm)
 
-    def lost(self, rank, why):
+    def lost(self, rank, why, epoch):
         self.calls.append(f"lost {rank}")
 
     def give_up(self, error):

@@ -127,6 +127,7 @@ class World:
     patience: float = 10.0  # the deadline of those that come later
     retire: Callable[[frozenset[int]], set[int]] = lambda _: set()
     comers: Sequence[int] = ()  # processes that are started when the one of their rank before them has crashed
+    faulty: Sequence[int] = ()  # of these, those that never get the state
     early: float = 0.0  # of the looks at whether it has: the process is started all the same
     fair: int = 20000
     values: dict[str, str] = field(factory=dict)
@@ -208,6 +209,7 @@ class World:
             here, edge = (process, epochs.current.number, number), number % EDGE == 0
             dead = any(self.is_member(one, epochs.current) for one in self.crashed)
             failed = self.random.random() < (0.5 if dead else self.fails) or (edge and bool(epochs.asking))
+            failed = failed or (process in self.faulty and not epochs.ready)
             if not failed and not epochs.ready:
                 self.get_state(process, number)
             if not failed:
@@ -261,8 +263,10 @@ class World:
     def run_program(self, actor):
         try:
             self.program(actor)
-        except FencedError:
+        except FencedError as error:
             self.ends[actor.process] = "fenced"
+            if actor.process in self.epochs:
+                self.epochs[actor.process].give_up(str(error))  # as a script does that ends by an error
         except JobFailedError as error:
             self.ends[actor.process] = f"failed: {error}"
 
@@ -282,7 +286,8 @@ class World:
                 other = self.random.randrange(self.ranks)
                 self.accused.add(other)
                 pulse.lost(other, "a mistake")
-            if process in self.ends:  # as `Epochs.close` does
+            late = 0.9 if self.ends.get(process) == "fenced" and self.crashed else 0.0
+            if process in self.ends and self.random.random() >= late:  # as `Epochs.close` does
                 pulse.ledger.beats(process % LATER, pulse.incarnation, LEFT)
                 return
             self.sleep(pulse.interval)

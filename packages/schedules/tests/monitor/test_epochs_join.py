@@ -118,6 +118,19 @@ def test_the_state_of_the_job_is_gone_with_its_last_rank():
     assert seen
 
 
+def test_a_process_that_never_gets_the_state_leaves_and_the_job_goes_on():
+    left = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        dying, comers = {(1, rng.randrange(25)): "after"}, [1 + LATER]
+        world = World(3, 20, rng, crashes=dying, comers=comers, faulty=comers, chaos=0, fails=0)
+        run(world, seed)
+        left += len(world.joins)
+        assert [world.ends[rank] for rank in (0, 2)] == ["finished"] * 2
+        assert world.ends.get(1 + LATER) != "finished"
+    assert left > 10
+
+
 @pytest.mark.parametrize("kind", ["before", "after"])
 def test_a_new_process_dies_at_each_of_its_operations_and_the_next_one_comes_in(kind):
     operation = points = 0

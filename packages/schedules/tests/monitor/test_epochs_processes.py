@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from pipegrid.schedules import JobFailedError
 from pipegrid.schedules.monitor import Epochs, FencedError, MonitorError, RankLostError
+from pipegrid.schedules.monitor.epochs import Epoch
 from pipegrid.schedules.monitor.epochs import epochs as epochs_module
+from pipegrid.schedules.monitor.epochs.records import admissible
 
 RANKS = """
 import json, os, signal, sys, time
@@ -216,6 +218,54 @@ def test_giving_up_ends_the_others(store):
             act("step 0")
     for epochs in (zero, one):
         epochs.close()
+
+
+def test_a_new_process_comes_in_and_the_old_one_that_wakes_up_does_nothing(store):
+    settings = {"ranks": range(2), "heartbeat": 2.0}
+    zero, old = (Epochs(store, rank=rank, **settings) for rank in range(2))
+    zero.lost(1, "its connection has closed")  # a mistake
+    assert zero.vote("step 0", edge=True).epoch.members == (0,)
+    assert zero.done("step 0")
+    new = Epochs(store, rank=1, **settings)
+    assert (old.incarnation, new.incarnation, new.ready) == (1, 2, False)
+    with pytest.raises(JobFailedError, match=r"rank 1 is outside of the job.*join\(\) has not returned"):
+        Epochs(store, rank=1, **settings).done("step 1")
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(FencedError, match="another process of rank 1 has come after this one"):
+            new.join()
+        newest = Epochs(store, rank=1, **settings)
+        joined = pool.submit(newest.join)
+        end = time.monotonic() + 20
+        while not zero.asking and time.monotonic() < end:
+            time.sleep(0.02)
+        assert zero.asking == {1: newest.incarnation}
+        mine, theirs = zero.vote("step 1", edge=True), joined.result(20)
+        assert mine == theirs
+        assert (mine.epoch.members, mine.joined, mine.epoch.joining, mine.keys) == ((0, 1), (1,), (1,), 1)
+        old.lost(1, "late news of the old one", Epoch(0, (0, 1)))
+        old.give_up("ValueError: late, of a process that does not know that it is outside")
+        newest.ready = True
+        done = [pool.submit(epochs.done, "step 1") for epochs in (zero, newest)]
+        assert [one.result(20) for one in done] == [True, True]
+    with pytest.raises(FencedError):
+        old.vote("step 0")
+    assert zero.asking == {}
+    for epochs in (zero, old, new, newest):
+        epochs.close()
+
+
+def test_who_can_come_in():
+    epoch = Epoch(4, (0, 3), {0: 1, 1: 2, 2: 1, 3: 1})
+    assert admissible(epoch, {1: 3, 2: 2}, (0, 3), lambda _: ()) == {1: 3, 2: 2}
+    assert admissible(epoch, {1: 2}, (0, 3), lambda _: ()) == {}  # has been in, and may still live
+    assert admissible(epoch, {3: 2}, (0, 3), lambda _: ()) == {}
+    assert admissible(epoch, {3: 2}, (0,), lambda _: ()) == {3: 2}
+
+    def pairs(dead):
+        return [rank ^ 1 for rank in dead]
+
+    assert admissible(Epoch(4, (0, 1), dict.fromkeys(range(4), 1)), {2: 2}, (0, 1), pairs) == {}
+    assert admissible(Epoch(4, (0, 1), dict.fromkeys(range(4), 1)), {2: 2, 3: 2}, (0, 1), pairs) == {2: 2, 3: 2}
 
 
 def test_a_store_that_ends_fails_the_job():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -203,6 +203,28 @@ def create_each(
         discard_groups(made.values())
         raise
     return made
+
+
+def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
+    """A group of ``ranks`` that this one makes alone: for the places of its members, some of which may be dead.
+
+    It connects to none of them until something is sent, which nothing should be.
+    """
+    from pipegrid.topology import torch_compat as compat
+
+    options = group_options()
+    name = f"pipegrid/places/{label}"
+    sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
+    with compat.unconnected():
+        return compat.make_group(
+            ranks=ranks,
+            name=f"{name}#{sequence}",
+            backend=options.backend,
+            timeout=options.timeout,
+            creation_timeout=options.creation_timeout,
+            pg_options=None,
+            group_desc=label,
+        )
 
 
 def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:

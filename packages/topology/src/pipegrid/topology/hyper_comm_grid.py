@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pipegrid.topology.errors import GridError, GridKeyError, WorldError
 from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view
-from pipegrid.topology.grid_groups import GridGroups, create_held
-from pipegrid.topology.groups import GroupSpec, group_options
+from pipegrid.topology.grid_groups import GridGroups, SharedGroup, create_held
+from pipegrid.topology.groups import GroupSpec, group_options, unconnected_group
 from pipegrid.topology.world import require_default_group, resolve_rank, resolve_world_size
 
 if TYPE_CHECKING:
@@ -207,6 +207,17 @@ class HyperCommGrid:
         wanted = as_requests(requests, view=view)
         create_grid_groups({self: wanted}, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
         return [self.get_pg(request.dims, view=request.view) for request in wanted]
+
+    def create_places(self, dims: Dims) -> None:
+        """Create this rank's group that varies in ``dims`` alone, without the other members, unless it is there.
+
+        `get_pg` finds it. It says which rank is at which place, of ranks that may be dead, and carries no messages.
+        """
+        request = self.canonical(dims)
+        if request not in self._groups:
+            ranks = tuple(self.group_ranks(dims))
+            group = unconnected_group(ranks, f"{'+'.join(request.dims)} of {self!r}")
+            self._groups.hold(request, SharedGroup(group, ranks, "places"))
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """This rank's group that varies in ``dims``; None for a rank outside the grid.

@@ -8,8 +8,10 @@ each other under different names. `_new_process_group_helper`, which `new_group`
 from __future__ import annotations
 
 import copy
+import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -213,6 +215,22 @@ def make_group(
     if timeout != creation_timeout:
         set_timeout(group, timeout)
     return group
+
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+@contextmanager
+def unconnected() -> Iterator[None]:
+    """Inside, a group of gloo is made by this rank alone: two ranks connect when they first exchange something."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

@@ -1,6 +1,8 @@
 """A step that survives the death of a rank: functions that all living ranks do, and do again where one has died."""
 
+from pipegrid.training.survive.default_group import init_process_group
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
+from pipegrid.training.survive.handover import Stateful
 from pipegrid.training.survive.kept import KeptState
 from pipegrid.training.survive.living import Living
 from pipegrid.training.survive.redoable import require_redoable
@@ -13,9 +15,11 @@ __all__ = [
     "PipelineJob",
     "PipelineWorld",
     "RankRetiredError",
+    "Stateful",
     "SurviveError",
     "Survived",
     "Survivors",
     "World",
+    "init_process_group",
     "require_redoable",
 ]

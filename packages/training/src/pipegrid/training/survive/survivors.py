@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
 
@@ -17,10 +18,13 @@ from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.restart.neighbours import Neighbours
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
+from pipegrid.training.survive.handover import JobState, Stateful
 from pipegrid.training.survive.kept import KeptState
 from pipegrid.training.survive.redoable import require_redoable
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from pipegrid.schedules.gradients.main_grad import Modules
     from pipegrid.schedules.monitor.epochs import Epoch, EpochStore, Verdict
 
@@ -49,17 +53,28 @@ class ConfiguringWorld(World, Protocol):
         ...
 
 
+@runtime_checkable
+class OpenWorld(World, Protocol):
+    """A world that new processes come to."""
+
+    @property
+    def peers(self) -> ProcessGroup:
+        """The ranks with the same state as this one, itself among them: from one of them a new process gets it."""
+        ...
+
+
 W = TypeVar("W", bound=World)
 T = TypeVar("T")
 
 
 @frozen
 class Survived:
-    """A death that the job has survived.
+    """A death that the job has survived, or new processes that have come in.
 
     Attributes:
         key: of the function that was running here.
-        verdict: who is dead and why, the epoch since then, and whether the function was done by all that live.
+        verdict: who is dead and why, who has come, the epoch since then, and whether the function was done by all that
+            live.
         seconds: from the first sign of it on this rank until the ranks have agreed.
     """
 
@@ -70,12 +85,18 @@ class Survived:
     def __str__(self) -> str:
         """One line, for a log."""
         epoch, dead = self.verdict.epoch, self.verdict.dead
-        lost = "; ".join(f"rank {rank} is dead ({why})" for rank, why in sorted(dead.items()))
+        lost = [f"rank {rank} is dead ({why})" for rank, why in sorted(dead.items())]
+        came = [f"a new process of rank {rank} has come" for rank in self.verdict.joined]
         done = "was done by all others" if self.verdict.committed else "is done again"
         return (
-            f"epoch {epoch.number}: {lost}; {self.key} {done}, {len(epoch.members)} ranks go on, {self.seconds:.2f} s "
-            "after this rank noticed"
+            f"epoch {epoch.number}: {'; '.join(lost + came)}; {self.key} {done}, {len(epoch.members)} ranks go on, "
+            f"{self.seconds:.2f} s after this rank noticed"
         )
+
+
+def _of_state(epoch: Epoch) -> str:
+    """The key of the state on its way to the new processes of an epoch."""
+    return f"the state in epoch {epoch.number}"
 
 
 def _print(event: Survived) -> None:
@@ -88,8 +109,8 @@ class Survivors(Generic[W]):
 
     ::
 
-        with Survivors(store, build, modules=stage) as survivors:
-            for step in range(first, last):
+        with Survivors(store, build, modules=stage, state={"optimizer": optimizer}) as survivors:
+            for step in survivors.steps(range(first, last)):
                 survivors.run(f"step {step}", lambda world: train(world, step))
                 norm = survivors.run(f"norm {step}", norm_of, keep_gradients=False)
                 scale(norm)
@@ -103,23 +124,29 @@ class Survivors(Generic[W]):
     holds. Else gradients, buffers and random generators of ``modules`` become what they were, ``build`` makes a world
     of the ranks that live, and the function runs again.
 
+    The same script, started again for a dead rank, takes its place: the others take it in at the beginning of one of
+    their `steps`, and it gets their state from a peer as the block is entered.
+
     Args:
         store: for this attempt of the job alone, in a process that outlives the ranks; see `Epochs`.
         build: makes the world of an epoch, together with its other members; called when the block is entered, and after
             each death. Raises `JobFailedError` where the ranks that live cannot go on.
         modules: whose state is kept, this rank's stages.
         allow: as of `require_redoable`: hooks that may run twice, such as ``["layers.3"]``.
+        state: what else a new process gets, by name: the optimizer, a scheduler of learning rates, anything with
+            ``state_dict`` and ``load_state_dict``. None: new processes do not come in.
         heartbeat: as of `Epochs`.
         deadline: likewise.
         retire: likewise.
         on_event: called with each `Survived`; by default the lowest living rank prints a line to stderr.
 
+    Raises:
+        SurviveError: a step of ``modules`` cannot be done again (`require_redoable`), or ``state`` cannot be sent to a
+            new process; before anything is sent.
+
     Attributes:
         epochs: who lives, and what is done.
-        events: the deaths so far.
-
-    Raises:
-        SurviveError: a step of ``modules`` cannot be done again (`require_redoable`); before anything is sent.
+        events: the deaths so far, and the new processes.
     """
 
     def __init__(
@@ -129,6 +156,7 @@ class Survivors(Generic[W]):
         *,
         modules: Modules,
         allow: Collection[str] = (),
+        state: Mapping[str, Stateful] | None = None,
         heartbeat: float = 5.0,
         deadline: float = 60.0,
         retire: Callable[[frozenset[int]], Iterable[int]] = lambda _: (),
@@ -139,6 +167,9 @@ class Survivors(Generic[W]):
         self.events: list[Survived] = []
         self._build, self._on_event = build, on_event
         self._modules, self._kept = modules, KeptState(modules)
+        self._state = None if state is None else JobState(modules, state)
+        self._step: int | None = None
+        self._edge = self._handed = False  # before the first function of a step; all ranks of this epoch have the state
         self._world: W | None = None
         self._ring: Neighbours | None = None
         self._watching = False
@@ -155,8 +186,50 @@ class Survivors(Generic[W]):
         )
 
     def __enter__(self) -> Self:
-        self._living_world()
+        if self.epochs.incarnation == 1:
+            self._living_world()
+            return self
+        try:
+            self._take_place()
+        except BaseException as error:
+            self._end(f"{type(error).__name__}: {error}")
+            self._leave_ring()
+            self.epochs.close()
+            raise
         return self
+
+    def _take_place(self) -> None:
+        """As a new process of a dead rank: come in, and get the state of the job."""
+        if self._state is None:
+            raise SurviveError(f"rank {self.epochs.rank} has died, and Survivors has no state= for a new process of it")
+        self.epochs.join()
+        while True:
+            try:
+                self._living_world()
+            except RuntimeError as error:
+                if isinstance(error, JobFailedError) and self._world is None:
+                    raise
+                self._agree("the state of the job", error, edge=True)
+            else:
+                return
+
+    def steps(self, steps: Iterable[int]) -> Iterator[int]:
+        """The numbers ``steps``; in a new process of a dead rank, those from the step on at which the others are.
+
+        New processes come in before the first `run` of a step.
+
+        Raises:
+            SurviveError: the step of the others is none of ``steps``.
+        """
+        first, came = self._step, self._step is None
+        for step in steps:
+            came = came or step == first
+            if came:
+                self._step, self._edge = step, True
+                yield step
+        self._edge = False
+        if not came:
+            raise SurviveError(f"the other ranks are at step {first}, which is none of the steps of this one")
 
     def run(self, key: str, function: Callable[[W], T], *, keep_gradients: bool = True) -> T:
         """The result of ``function(world)``, when every rank that lives has done it.
@@ -177,19 +250,21 @@ class Survivors(Generic[W]):
         key = checked(key, Name, "key", SurviveError)
         if key == self._key:  # of the last alone: a set of all would grow with the run
             raise SurviveError(f"key {key!r} was used before; count the steps in it")
-        self._key = key
+        self._key, edge, self._edge = key, self._edge, False
         self._kept.keep(gradients=keep_gradients)
         while True:
             done, error, results = False, None, list[T]()
             try:
-                results.append(function(self._living_world()))
-                done = self.epochs.done(key)
-                self._watching = self._watching or done
+                world = self._living_world()
+                if not edge or not self.epochs.asking:
+                    results.append(function(world))
+                    done = self.epochs.done(key)
+                    self._watching = self._watching or done
             except RuntimeError as caught:  # of a transfer, a collective, a store; also a failure passed on by others
                 if isinstance(caught, JobFailedError) and self._world is None:  # of `build`
                     raise
                 error = caught
-            if done or self._agree(key, error):
+            if done or self._agree(key, error, edge=edge):
                 self._kept.drop()
                 return results[0]
             self._kept.restore()
@@ -200,7 +275,10 @@ class Survivors(Generic[W]):
             world = self._build(epoch)
             try:
                 self._ring = Neighbours(
-                    self._lost, members=epoch.members, name=f"epoch {epoch.number}", timeout=self._timeout
+                    partial(self._lost, epoch),
+                    members=epoch.members,
+                    name=f"epoch {epoch.number}",
+                    timeout=self._timeout,
                 )
                 if isinstance(world, ConfiguringWorld):
                     world.configure(self._modules)
@@ -209,25 +287,42 @@ class Survivors(Generic[W]):
                 world.close()
                 raise
             self._world = world
+        if self.epochs.current.joining and not self._handed:
+            self._hand_over(self._world)
         return self._world
 
-    def _lost(self, rank: int, why: str) -> None:
+    def _hand_over(self, world: W) -> None:
+        """Give the state of the job to new processes, or get it; return when all of them have it."""
+        epoch = self.epochs.current
+        if self._state is not None:
+            if not isinstance(world, OpenWorld):
+                raise RuntimeError(f"{type(world).__name__} has no peers, so new processes do not come in")
+            self._step = self._state.hand_over(world.peers, epoch.joining, self._step)
+            self.epochs.ready = True
+        if not self.epochs.done(_of_state(epoch)):
+            raise RuntimeError("new processes have not got the state of the job")
+        self._handed = self._watching = True
+
+    def _lost(self, epoch: Epoch, rank: int, why: str) -> None:
         """In a thread: the connection to the next rank has ended.
 
         That means that its process has, once all have done a function in this epoch. Before, it may be that it could
         not connect with a third rank, which is dead; then its heartbeat tells.
         """
         if self._watching:
-            self.epochs.lost(rank, why)
+            self.epochs.lost(rank, why, epoch)
 
-    def _agree(self, key: str, error: RuntimeError | None) -> bool:
-        """Agree with the others who has died; whether all that live had done ``key``."""
+    def _agree(self, key: str, error: RuntimeError | None, *, edge: bool) -> bool:
+        """Agree with the others who has died and who has come; whether all that live had done ``key``."""
         began = time.monotonic()
         why = f"{key} is not done" if error is None else f"{key}: {type(error).__name__}: {error}".splitlines()[0]
         self._end(why)
-        verdict = self.epochs.vote(key, why)
+        epoch = self.epochs.current
+        handing = bool(epoch.joining) and not self._handed  # a key of its own, before this one
+        verdict = self.epochs.vote(_of_state(epoch) if handing else key, why, edge=edge)
+        self._handed = False
         self._leave_ring()  # not before: who watches a dead rank is to say so
-        if not verdict.dead:
+        if not verdict.dead and not verdict.joined:
             self.epochs.give_up(f"no rank has died, but {why}")
             raise error or JobFailedError(f"{why} on another rank, and no rank has died")
         if self.epochs.rank in verdict.retired:
@@ -238,7 +333,7 @@ class Survivors(Generic[W]):
         event = Survived(key, verdict, time.monotonic() - began)
         self.events.append(event)
         self._on_event(event)
-        return verdict.committed
+        return verdict.committed and not handing
 
     def _alarmed(self, cause: str) -> None:
         """In a thread: this rank may wait for others that do not come."""

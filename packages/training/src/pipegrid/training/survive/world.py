@@ -75,6 +75,13 @@ class PipelineWorld:
     _configs: list[tuple[Any, Any]] = field(factory=list, init=False)
     _aborted: bool = field(default=False, init=False)
 
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """The ranks of this one's place in other replicas; see `OpenWorld.peers`."""
+        groups: Any = next(iter(self.groups.values())) if isinstance(self.groups, Mapping) else self.groups
+        group: dist.ProcessGroup = groups.dp
+        return group
+
     @cached_property
     def proof(self) -> Proof:
         """The plan of a step, with its messages, proved: for a `PipelineRuntime`. Step functions make their own."""
@@ -140,8 +147,8 @@ class PipelineJob:
     """Makes the `PipelineWorld` of each epoch: a ``build`` of `Survivors`.
 
     Attributes:
-        grid: with ``pp`` and ``dp`` among its dims. One for all positions, with its ``pp`` groups made: their ranks
-            have a `P2PCommunicator`. Or one per module, all with as many replicas (``dp``): their ranks have a
+        grid: with ``pp`` and ``dp`` among its dims. One for all positions: their ranks have a
+            `P2PCommunicator`. Or one per module, all with as many replicas (``dp``): their ranks have a
             `MultiModulePipelineCommunicator`.
         plan: what a replica runs while all ranks live, of computes; of one module, or of a graph (`schedule_for`).
         config: of the communicator.
@@ -183,7 +190,9 @@ class PipelineJob:
             JobFailedError: a position lives in no replica.
         """
         living, rank = self._living(epoch.members), dist.get_rank()
-        living.require_every_position()
+        self._living([one for one in epoch.members if one not in epoch.joining]).require_every_position()
+        if not isinstance(self.grid, Mapping):
+            self.grid.create_places("pp")
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
         specs = self._specs(living, rank, epoch.number)

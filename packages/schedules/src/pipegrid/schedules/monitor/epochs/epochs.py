@@ -109,7 +109,7 @@ class Epochs:
         self._first = Epoch(0, members)
         self._retire = retire
         self._number, self._said, self._voted = 0, -1, -1  # keys done; the last that was said; the last epoch voted in
-        self._failed = ""
+        self._failed, self._outside = "", False
         self._store = store
         self._calls = BoundedCalls("pipegrid-epochs")
         self._ledger = Ledger(bounded_store(store, self._calls, self._deadline))
@@ -227,11 +227,14 @@ class Epochs:
         return evolve(outcome, committed=outcome.keys > number)
 
     def give_up(self, error: str) -> None:
-        """Fail the job: `done` and `vote` of all members raise a JobFailedError with ``error``. From any thread."""
+        """Fail the job: `done` and `vote` of all members raise a JobFailedError with ``error``. From any thread.
+
+        Of a rank that the others go on without, nothing.
+        """
         self._failed = self._failed or error
         epoch = self.current
         try:
-            while epoch.has(self.rank, self.incarnation):
+            while not self._outside and epoch.has(self.rank, self.incarnation):
                 outcome = self._pulse.ledger.propose(epoch.number, Failure(self.rank, error))
                 self._pulse.ledger.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has given up: {error}"))
                 if isinstance(outcome, Failure):
@@ -259,10 +262,10 @@ class Epochs:
     def _require_member(self) -> None:
         if self._failed or self._pulse.failure:
             raise JobFailedError(self._failed or self._pulse.failure)
-        if self._voted == self.current.number:
-            raise JobFailedError("a vote was interrupted on this rank, which can neither vote nor say done again")
         if not self.current.has(self.rank, self.incarnation):
             raise self._fenced("it has retired" if self.current.members else "join() has not returned")
+        if self._voted == self.current.number:
+            raise JobFailedError("a vote was interrupted on this rank, which can neither vote nor say done again")
 
     def _enter(self, verdict: Verdict) -> None:
         """Go on in the epoch that a vote has begun."""
@@ -322,6 +325,7 @@ class Epochs:
         return JobFailedError(self._failed)
 
     def _fenced(self, why: str) -> FencedError:
+        self._outside = True
         self._failed = f"rank {self.rank} is outside of the job, and the others go on without it: {why}"
         return FencedError(self._failed)
 

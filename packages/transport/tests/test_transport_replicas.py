@@ -17,7 +17,8 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
-from pipegrid.transport.pipeline_lanes import pair_lanes
+from pipegrid.transport.graph import ModuleGraph
+from pipegrid.transport.pipeline_lanes import pair_lanes, placed_stages, planned_lanes, require_edge
 
 from .stages import SHAPE, activation, assert_received, config, gradient, in_turn
 
@@ -237,3 +238,51 @@ def test_arguments_that_do_not_fit(ranks):
     communicator.close()
     with P2PCommunicator(own, config()) as alone, pytest.raises(P2PUsageError, match=r"replicas=\[\[ranks of"):
         alone.open_across(sends=[(FIRST, F, 1)], receives=[])
+
+
+BRANCHED = ModuleGraph({"images": 1, "audio": 1, "text": 1}, [("images", "text"), ("audio", "text")])
+
+
+def test_stages_of_a_graph_have_a_place_each():
+    assert placed_stages(None, 2, BRANCHED) == (0, 1, 0)
+    assert placed_stages([0, 0, 1], 2, BRANCHED) == (0, 0, 1)
+    assert placed_stages(None, 2, None) is None
+    with pytest.raises(P2PUsageError, match=r"placement is \[0, 1\]; it must give the 3 stages of the graph a rank"):
+        placed_stages([0, 1], 2, BRANCHED)
+
+
+def test_the_lanes_of_a_graph_are_those_of_its_edges():
+    edges = frozenset(BRANCHED.stage_edges)
+    specs, carried = planned_lanes([5, 6, 7], (0, 1, 2), None, "separate", edges)
+    ends = {(5, 7), (6, 7)}
+    assert {spec.pair for spec in specs} == ends
+    assert len(specs) == len(carried) == 4
+    only, _ = planned_lanes([5, 6, 7], (0, 1, 2), [(Edge(0, 2), F)], "separate", edges)
+    assert only == (LaneSpec(5, 7, "forward"),)
+    require_edge(Edge(0, 2), (0, 1, 2), edges)
+    with pytest.raises(P2PUsageError, match="the edge is 0>1; those of the graph are 0>2, 1>2"):
+        require_edge(Edge(0, 1), (0, 1, 2), edges)
+
+
+@pytest.mark.ranks(6)
+def test_a_graph_that_branches_has_lanes_within_a_replica_and_across(ranks):
+    replicas = [[0, 1, 2], [3, 4, 5]]
+    communicator, replica, place = pipelines(ranks, replicas=replicas, graph=BRANCHED)
+    assert communicator.job.graph == BRANCHED
+    assert communicator.job.stages == (place,)
+    edge = Edge(place, 2)
+    if place < 2:
+        communicator.open_across(sends=[(edge, F, 1 - replica)], receives=[])
+        communicator.port(edge, F).isend(activation(replica, place)).wait()
+        communicator.port_across(edge, F, 1 - replica).isend(activation(10 + replica, place)).wait()
+    else:
+        ways = [(Edge(source, 2), F, 1 - replica) for source in (0, 1)]
+        communicator.open_across(sends=[], receives=ways)
+        for source, (one, _, other) in enumerate(ways):
+            assert_received(communicator.port(one, F).irecv().result(), activation(replica, source))
+            received = communicator.port_across(one, F, other).irecv().result()
+            assert_received(received, activation(10 + other, source))
+        with pytest.raises(P2PUsageError, match="those of the graph are 0>2, 1>2"):
+            communicator.port(Edge(0, 1), F)
+    ranks.barrier()
+    communicator.close()

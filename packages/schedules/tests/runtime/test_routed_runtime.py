@@ -78,7 +78,7 @@ def test_random_routes_have_the_gradients_of_one_process(seed, options):
 CHAINS = [name for name in NAMED if name != "u_shape"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_an_encoder_and_a_language_model_run_around_their_dead_actors(data):
     """As in `PipelineJob`: one dead after the other, while units skip the encoder."""

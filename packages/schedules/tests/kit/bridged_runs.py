@@ -1,0 +1,129 @@
+"""Plans with routes over real bridges whose lanes are queues: every actor of two modules a thread of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+
+from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.bridges.bridge import communicator as bridge
+from pipegrid.bridges.multimodule import communicator as multimodule
+from pipegrid.schedules.runtime import PipelineRuntime
+from pipegrid.topology import HyperCommGrid
+from pipegrid.transport import P2PConfig
+
+from .routed_runs import Receiving, Replicas
+from .threads import DEADLINE, Sent, copied
+
+
+@define
+class Noted(Receiving):
+    """A message with the note of its sender."""
+
+    @property
+    def note(self):
+        return self.message.result(DEADLINE)[1]
+
+    def result(self):
+        return self.message.result(DEADLINE)[0]
+
+
+@define
+class QueueLane:
+    """One lane, at either end."""
+
+    replicas: object
+    spec: object
+    error: object = None
+
+    def isend(self, payload, note=None):
+        self.replicas.next_message(self.spec, "sends").set_result((copied(payload), note or ""))
+        return Sent()
+
+    def irecv(self, shapes=None):
+        del shapes
+        return Noted(self.replicas.next_message(self.spec, "receives"))
+
+
+class QueueLanes(dict):
+    """The lanes of a rank."""
+
+    closed = failed = batches = False
+
+    def batch(self, *, by_lane=False):
+        del by_lane
+        return contextlib.nullcontext()
+
+    def in_order(self):
+        return contextlib.nullcontext()
+
+    def neighbours(self, ranks):
+        del ranks
+
+
+@define
+class BridgedReplicas(Replicas):
+    """As `Replicas`; each actor has a `MultiModulePipelineCommunicator`, and modules have grids of their own."""
+
+    config: P2PConfig = field(factory=P2PConfig)
+    across: dict = field(factory=dict)
+
+    def next_message(self, spec, end):
+        with self.lock:
+            lane = self.lanes[spec]
+            return lane.messages[next(getattr(lane, end))]
+
+    def runtime(self, actor):
+        graph, count = self.plan.graph, self.plan.num_replicas
+        each = self.plan.positions_each
+        replica, position = actor // each, actor % each
+        rank = position * count + replica
+
+        def open_lanes(specs, *, beside=None, **_):
+            lanes = QueueLanes() if beside is None else beside
+            lanes.update({spec: QueueLane(self, spec) for spec in specs if rank in spec.pair})
+            return lanes
+
+        grids = {
+            name: HyperCommGrid(
+                [count, graph.depth(name)],
+                ["dp", "pp"],
+                rank_offset=count * graph.stage(name, 0),
+                world_size=count * graph.num_stages,
+            )
+            for name in graph.order
+        }
+        flow = {name: [other for source, other in graph.edges if source == name] for name in graph.order}
+        with (
+            mock.patch.object(multimodule, "open_lanes", open_lanes),
+            mock.patch.object(multimodule, "resolve_device", return_value=("gloo", torch.device("cpu"))),
+            mock.patch.object(bridge, "resolve_device", return_value=("gloo", torch.device("cpu"))),
+            mock.patch.object(bridge, "own_groups", return_value={}),  # one rank each: nothing to complete
+            mock.patch.object(dist, "get_rank", return_value=rank),
+        ):
+            made = MultiModulePipelineCommunicator(
+                grids,
+                flow,
+                self.config,
+                module_output_ndim=dict.fromkeys(graph.order, 2),
+                replicas=True,
+            )
+            own = set(made.lanes)
+            runtime = PipelineRuntime(
+                self.plan,
+                self.stages[actor],
+                made,
+                replica=replica,
+                reducers={stage: (lambda stage=stage: self.reduce(actor, stage)) for stage in self.reduced_by(actor)},
+                **self.options,
+            )
+        self.across[actor] = set(made.lanes) - own
+        return runtime
+
+    def reduced_by(self, actor):
+        """The stages that an actor reduces."""
+        return {action.stage for action in self.plan.actions(actor) if action.kind == "REDUCE"}

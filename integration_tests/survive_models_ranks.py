@@ -202,13 +202,11 @@ class OnRank:
         self.places.reach("after step")
         return every.sum()
 
-    def unscale(self, world):
-        self.places.reach("unscale")
-        finite = self.scaler.unscale(self.model)
-        self.places.reach("after unscale")
-        return finite
-
     def clip(self, world):
+        """The norm; None where a gradient has overflowed."""
+        self.places.reach("unscale")
+        if self.scaler is not None and not self.scaler.unscale(self.model):
+            return None
         self.places.reach("clip")
         norm = clip_grad_norm_(self.model, world.groups, CLIP, job_group=world.job_group, add=self.case.add)
         self.places.reach("after clip")
@@ -231,8 +229,9 @@ class OnRank:
                 places.reach("between")
                 totals.append(survivors.run(f"step {self.step}", self.train))
                 places.reach("in between")
-                if self.scaler is None or survivors.run(f"unscale {self.step}", self.unscale):
-                    norms.append(survivors.run(f"clip {self.step}", self.clip))
+                norm = survivors.run(f"clip {self.step}", self.clip)
+                if norm is not None:
+                    norms.append(norm)
                     places.reach("optimizer")
                     for parameter in self.model.parameters():
                         if getattr(parameter, "main_grad", None) is not None:
@@ -335,7 +334,7 @@ MISTAKES = {
 }
 
 PLACES = ("forward", "F", "after F", "B", "after B", "all_reduce", "after all_reduce", "after step", "vote", "done")
-PLACES += ("clip", "after clip", "optimizer", "after optimizer", "between", "after done")
+PLACES += ("unscale", "clip", "after clip", "optimizer", "after optimizer", "between", "after done")
 IN_HALVES = (*[place for place in PLACES if place not in ("B", "after B")], "I", "after I", "W", "after W")
 
 survive_ranks.JOBS["models"] = models

@@ -102,8 +102,8 @@ def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:
         ("masks of the rank that computes", ("dropout",), "F"),
         ("statistics of the rank that computes", ("norm",), "F"),
         ("buffers as they are", ("norm",), "B"),
-        ("gradients as they are", (), "after clip"),
-        ("loss scales as they are", ("scaled",), "after unscale"),
+        ("gradients as they are", ("scaled",), "unscale"),
+        ("loss scales as they are", ("scaled",), "clip"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )

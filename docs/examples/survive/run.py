@@ -1,94 +1,124 @@
-"""Train on six ranks, four of which are killed with -9 one after the other: `python run.py`. See README.md."""
+"""Train the digit reader on four ranks that are killed with -9 one after the other: `python run.py`. See README.md."""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 # The examples are folders of modules, not installed packages; their parent makes them importable by name.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from survive import job
+from pipegrid.topology import job_store, serve_store
+from pipegrid.training import RestartError
+from survive import picture, reader
+from survive.deaths import deaths
+from survive.job import Options, train
+from survive.launching import until_done
 
-BOUND = 1e-9
-SECONDS = 600.0
+RANKS = reader.POSITIONS * reader.REPLICAS
+BOUND = 1e-6
+SECONDS = 900.0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train twice and compare; 0 where all is as promised."""
     parser = argparse.ArgumentParser(prog="run.py", description=__doc__)
-    parser.add_argument("--steps", type=int, default=160, help="of training (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/survive"), help="directory (default %(default)s)")
+    add = parser.add_argument
+    add("--steps", type=int, default=1000, help="of training (default %(default)s)")
+    add("--every", type=int, default=200, help="steps from one death to the next (default %(default)s)")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints (default %(default)s)")
+    add("--out", type=Path, default=Path("runs/survive"), help="directory (default %(default)s)")
     given = parser.parse_args(arguments)
+    options = Options(**vars(given))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks, which are to lose connections
     torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    console, ranks = Console(highlight=False), job.POSITIONS * job.REPLICAS
-    deaths = list(job.victims())[: given.steps // job.KILLED_EVERY]
-    console.print(f"{given.steps} steps of {job.POSITIONS} stages x {job.REPLICAS} replicas on {ranks} processes")
-    for number, (rank, action) in enumerate(deaths, start=1):
-        console.print(f"  step {number * job.KILLED_EVERY}: kill -9 of rank {rank} as it comes to {action}")
-    began = time.monotonic()
-    codes = _run(ranks, given)
-    found = [torch.load(file) for rank in range(ranks) if (file := _file(given.out, rank)).exists()]
-    console.print(f"{len(found)} ranks are left after {time.monotonic() - began:.0f} s; exit codes {codes}")
-    if len(found) != ranks - len(deaths):
-        return 1
-    whole, losses = job.train_alone(given.steps)
-    wanted = whole.state_dict()
-    far = max(
-        (one["stage"][name] - wanted[f"{one['position']}.{name}"]).abs().max().item()
-        for one in found
-        for name in one["stage"]
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    planned = deaths(options.steps, options.every)
+    print(
+        f"{options.steps} steps of the digit reader, {reader.POSITIONS} stages x {reader.REPLICAS} replicas on {RANKS} "
+        "processes",
+        *(f"  {death}" for death in planned),
+        sep="\n",
+        flush=True,  # the ranks write as well
     )
-    apart = max(abs(a - b) for one in found for a, b in zip(one["losses"], losses, strict=True))
+    began = time.monotonic()
+    with serve_store():
+        attempts = until_done(partial(_start, options=options), restarts=3, seconds=SECONDS)
+    found = [torch.load(path) for rank in range(RANKS) if (path := _outcome(options.out, rank)).exists()]
+    for number, codes in enumerate(attempts):
+        print(f"attempt {number}: exit codes of its ranks {codes}")
+    print(f"{len(found)} ranks are left after {time.monotonic() - began:.0f} s")
+    if len(found) != RANKS - sum(death.attempt == len(attempts) - 1 for death in planned):
+        return 1
+    if len(planned) > 0 and options.steps > options.every:
+        drawn = picture.draw(options.out, options.drawn, RANKS, reader.POSITIONS, planned[0].rank)
+        print(f"three steps around the first death: {', '.join(drawn)} in {options.out}")
+    return 0 if _as_undisturbed(found, options.steps) else 1
+
+
+def _as_undisturbed(found: Sequence[dict[str, Any]], steps: int) -> bool:
+    """Print and judge how far losses and weights are from those of one process without deaths."""
+    whole, losses = reader.train_alone(steps)
+    alone, wanted = reader.accuracy(whole), whole.state_dict()
+    far = apart = 0.0
     for one in found:
-        whole[one["position"]].load_state_dict(one["stage"])
-    console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; accuracy {job.Digits.load().accuracy(whole):.1%}")
-    console.print(f"against an undisturbed run in one process: losses differ by {apart:.1e}, weights by {far:.1e}")
-    return 0 if max(far, apart) < BOUND else 1
+        stage = {f"{one['position']}.{name}": value for name, value in one["stage"].items()}
+        far = max(far, *((value - wanted[name]).abs().max().item() for name, value in stage.items()))
+        apart = max(apart, *(abs(loss - losses[step - 1]) for step, loss in one["losses"].items()))
+        whole.load_state_dict(stage, strict=False)
+    print(f"loss per word {losses[0]:.3f} to {losses[-1]:.3f}; strips of unseen scans read without an error:")
+    print(f"  with the deaths {reader.accuracy(whole):.1%}, undisturbed in one process {alone:.1%}")
+    print(f"losses differ by {apart:.1e}, weights by {far:.1e} (float64, bound {BOUND:.0e})")
+    return max(far, apart) < BOUND
 
 
-def _file(folder: Path, rank: int) -> Path:
+def _outcome(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pt"
 
 
-def _run(ranks: int, given: argparse.Namespace) -> list[int | None]:
-    """Start the ranks and wait until all have ended; their exit codes. The store lives here, where no rank is."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+def _start(attempt: int, *, options: Options) -> Sequence[BaseProcess]:
+    """Start the ranks of an attempt."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "pipegrid.training.survive", "sklearn.datasets"])
     started = []
-    for rank in range(ranks):
-        _file(given.out, rank).unlink(missing_ok=True)
-        started.append(context.Process(target=_rank, args=(rank, ranks, store.port, given.steps, given.out)))
+    for rank in range(RANKS):
+        _outcome(options.out, rank).unlink(missing_ok=True)
+        started.append(context.Process(target=_rank, args=(rank, attempt, options, os.environ["PIPEGRID_STORE"])))
         started[-1].start()
-    end = time.monotonic() + SECONDS
-    for one in started:
-        one.join(max(0.0, end - time.monotonic()))
-        if one.exitcode is None:
-            one.kill()
-            one.join()
-    return [one.exitcode for one in started]
+    return started
 
 
-def _rank(rank: int, ranks: int, port: int, steps: int, folder: Path) -> None:
+def _rank(rank: int, attempt: int, options: Options, address: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ |= {"PIPEGRID_STORE": address, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    found = job.train(PrefixStore("survive", TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))), steps)
-    torch.save(found | {"position": rank // job.REPLICAS}, _file(folder, rank))
-    os._exit(0)  # without the farewell of groups that have dead members
+    store = job_store(f"ranks {attempt}")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    try:
+        found = train(options, attempt)
+    except RestartError as error:
+        code, text = error.exit_code, str(error)
+    except RuntimeError as error:
+        code, text = 1, f"rank {rank} ends: {type(error).__name__}: {error}".splitlines()[0]
+    else:
+        code, text = found["code"], f"rank {rank} has done all steps"
+        torch.save(found | {"position": rank // reader.REPLICAS}, _outcome(options.out, rank))
+    print(text, flush=True)
+    os._exit(code)  # without the farewell of groups that have dead members
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from pipegrid.topology import discard_groups
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.checkpoint import loading
 from pipegrid.training.checkpoint.job import Job
@@ -155,6 +156,20 @@ class Checkpoints:
             self._job.close()
             if self._unlock is not None:
                 self._unlock()
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Through which its ranks save and load: for who ends all connections of a rank after a failure."""
+        return [] if self._job.group is None else [self._job.group]
+
+    def discard(self) -> None:
+        """End without the other ranks, some of which may be dead: a save in the background is given up."""
+        discard_groups(self.groups())
+        self._pending.future = None  # what it failed with is known
+        if self._worker is not None:
+            self._work.put(None)
+            self._worker = None
+        if self._unlock is not None:
+            self._unlock()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

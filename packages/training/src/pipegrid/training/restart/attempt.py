@@ -8,12 +8,13 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 
 from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
+from pipegrid.schedules.monitor.epochs import RankLostError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.fields import Count, Index, Seconds, checked
 from pipegrid.training.errors import RestartError
@@ -22,6 +23,9 @@ from pipegrid.training.restart.neighbours import Neighbours
 from pipegrid.training.restart.record import PREEMPTED, AttemptLine, AttemptRecord, read_attempts, reason_to_stop
 from pipegrid.training.restart.signals import StopSignals
 from pipegrid.training.restart.torchelastic import launch_name, restart_count, stop_restarts
+
+if TYPE_CHECKING:
+    from pipegrid.training.survive import Survivors
 
 _KNOWN = (PipelineError, DisagreementError, JobFailedError)  # errors of which the monitors of all ranks know already
 # For the rank that watches a lost one to say so first: the others' calls fail at the same moment, and not by name.
@@ -49,12 +53,15 @@ class Attempt:
       signal after SIGINT ends the process at once.
     - **Progress.** A run that fails at one step ``limit`` times without getting further is not tried again by the
       launcher's restarts: entering raises `RestartError` on every rank, and torchrun ends.
+    - **Deaths.** With ``survivors``, whose block is around this one, ranks that live go on as one attempt, whatever
+      becomes of the first rank; what they agree on, they agree on by `Survivors.run`.
     - **Failures.** With a monitor, an exception of any kind in the block is the job's: the other ranks leave with a
       `JobFailedError` that starts with it. A rank whose process is killed is named so, whatever it was doing.
 
     Args:
         directory: the record is ``attempts.jsonl`` in it, such as the checkpoints' directory; all nodes share it.
         monitor: the job's, which relays failures between ranks and bounds the wait for all ranks after a step.
+        survivors: in place of a monitor, of worlds with a ``job_group``.
         limit: failures at one step after which the run ends.
         timeout: seconds that ranks wait for each other after a step; None is the default process group's.
     """
@@ -64,12 +71,13 @@ class Attempt:
         directory: str | os.PathLike[str],
         *,
         monitor: Monitor | None = None,
+        survivors: Survivors[Any] | None = None,
         limit: int = 2,
         timeout: float | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.stopping = False
-        self._monitor = monitor
+        self._monitor, self._survivors = monitor, survivors
         self._limit = checked(limit, Count, "limit", ValueError)
         seconds = checked(timeout, Seconds | None, "timeout", ValueError)
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
@@ -87,22 +95,32 @@ class Attempt:
         return PREEMPTED if self.stopping else 0
 
     def __enter__(self) -> Self:
-        # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
-        spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
-        self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-        reason: RestartError | None = None
-        if dist.get_rank() == 0:
-            attempts, now = read_attempts(self.directory), AttemptRecord(launch=launch_name(), restart=restart_count())
-            reason = reason_to_stop(attempts, now, limit=self._limit)
-            if reason is None:
-                self._line = AttemptLine.append(self.directory, now)
-        said = gather_plain(None if reason is None else (str(reason), reason.exit_code), self._group)[0]
+        if self._survivors is not None:
+            said = self._survivors.run(
+                "the attempt", lambda world: self._entered(world.job_group), keep_gradients=False
+            )
+        else:
+            # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
+            spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
+            self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
+            said = self._entered(self._group)
         if said is not None:
             text, exit_code = said
             self._close(for_good=True)
             raise RestartError(text, exit_code=exit_code)
-        self._neighbours = Neighbours(self._lose, timeout=self._timeout)
+        if self._survivors is None:
+            self._neighbours = Neighbours(self._lose, timeout=self._timeout)
         return self
+
+    def _entered(self, group: dist.ProcessGroup) -> Any:
+        """Add the attempt to the record; None, or why it must not run and the exit code, from the group's first."""
+        reason: RestartError | None = None
+        if dist.get_rank(group) == 0 and self._line is None:
+            attempts, now = read_attempts(self.directory), AttemptRecord(launch=launch_name(), restart=restart_count())
+            reason = reason_to_stop(attempts, now, limit=self._limit)
+            if reason is None:
+                self._line = AttemptLine.append(self.directory, now)
+        return gather_plain(None if reason is None else (str(reason), reason.exit_code), group)[0]
 
     def begin(self, step: int) -> int:
         """Note that the first ``step`` steps are done, as the checkpoint says; returns ``step``.
@@ -125,23 +143,33 @@ class Attempt:
         Raises:
             JobFailedError: another rank failed first, or did not come before the monitor's deadline.
         """
-        received = None if self._signals is None else self._signals.received
-        # The highest rank that was asked, and by which signal; 0 if none was.
-        asked = torch.tensor([0 if received is None else (dist.get_rank() << 8) + received])
-        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        if self._monitor is not None:
-            self._monitor.wait(work, f"the agreement after step {step}", on_device=False)
+        what = f"the agreement after step {checked(step, Index, 'step', ValueError)}"
+        if self._survivors is not None:
+            asked = self._survivors.run(what, lambda world: self._asked(world.job_group, what), keep_gradients=False)
         else:
-            work.wait()
-        self._step = checked(step, Index, "step", ValueError)
+            asked = self._asked(self._group, what)
+        self._step = step
         if self._line is not None:
             self._line.update(step=step)
-        rank, number = divmod(int(asked.item()), 1 << 8)
+        rank, number = divmod(asked, 1 << 8)
         if number:
             self.stopping = True
             self._stopped_by = f"{signal.Signals(number).name} on rank {rank}"
         return self.stopping
+
+    def _asked(self, group: dist.ProcessGroup | None, what: str) -> int:
+        """The highest rank that was asked to stop, and by which signal; 0 if none was."""
+        received = None if self._signals is None else self._signals.received
+        asked = torch.tensor([0 if received is None else (dist.get_rank() << 8) + received])
+        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None
+        if self._monitor is not None:
+            self._monitor.wait(work, what, on_device=False)
+        else:
+            work.wait()
+        if self._line is None and dist.get_rank(group) == 0:  # the rank that wrote it is dead
+            self._line = AttemptLine.last(self.directory)
+        return int(asked.item())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -159,7 +187,7 @@ class Attempt:
             return
         own = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
         try:
-            if isinstance(error, Exception) and not isinstance(error, _KNOWN):
+            if self._survivors is None and isinstance(error, Exception) and not isinstance(error, _KNOWN):
                 first = self._first_failure(error, own)
                 if first != own:
                     raise JobFailedError(f"first failure: {first.splitlines()[0]}") from error
@@ -191,7 +219,7 @@ class Attempt:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._line is not None:
             self._line.close()
-        if for_good:
+        if for_good and self._survivors is None:
             dist.barrier(group=self._group)  # all ranks ignore torchrun's SIGTERM before one of them causes it
             if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
                 stop_restarts()
@@ -206,6 +234,10 @@ class Attempt:
         try:
             if self._monitor is not None:
                 self._monitor.check()
+            if self._survivors is not None:
+                self._survivors.epochs.check("after a signal")
         except JobFailedError as error:
             return str(error)
+        except RankLostError:
+            return None  # the others go on
         return self._lost or None

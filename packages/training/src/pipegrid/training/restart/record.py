@@ -122,6 +122,13 @@ class AttemptLine:
         line.update(step=record.step)
         return line
 
+    @classmethod
+    def last(cls, directory: Path) -> AttemptLine:
+        """The line of the attempt that runs, of which the rank that wrote it is dead."""
+        descriptor = _opened(directory / FILE, os.O_WRONLY)
+        offset = (os.fstat(descriptor).st_size - 1) // _WIDTH * _WIDTH
+        return cls(read_attempts(directory)[-1], descriptor, offset)
+
     def update(self, *, step: int | None = None, end: End = "") -> None:
         """Write how far the attempt is, or how it ended."""
         self.record = evolve(self.record, step=self.record.step if step is None else step, end=end)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from attrs import define, field, frozen
@@ -23,6 +24,8 @@ from pipegrid.topology import (
     destroy_groups,
     discard_groups,
 )
+from pipegrid.topology.torch_compat import set_timeout
+from pipegrid.training.checkpoint import Checkpoints
 from pipegrid.training.survive.connections import end_connections
 from pipegrid.training.survive.errors import SurviveError
 from pipegrid.training.survive.living import Grids, Living, grids_of
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from pipegrid.schedules.monitor.epochs import Epoch
     from pipegrid.transport.lane_communicator import LaneCommunicator
 
+_OF_A_SAVE: Final = timedelta(minutes=10)
 # Of a collection's groups: those that a step uses, by the dims of a module's grid.
 _GROUPS = {
     "tp": ("tp",),
@@ -64,6 +68,7 @@ class PipelineWorld:
     groups: ProcessGroupCollection | Mapping[str, ProcessGroupCollection]
     job_group: dist.ProcessGroup
     communicator: LaneCommunicator
+    _checkpoints: Checkpoints | None = field(alias="checkpoints")
     _computes: Callable[[], Plan] = field(alias="computes")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _timeout: timedelta = field(alias="timeout")
@@ -79,6 +84,17 @@ class PipelineWorld:
     def plan(self) -> Plan:
         """The plan of a step, with its messages."""
         return self.proof.plan
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those of the job's directory, of the ranks that take part.
+
+        Raises:
+            SurviveError: the job has no directory.
+        """
+        if self._checkpoints is None:
+            raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
+        return self._checkpoints
 
     def configure(self, modules: Modules) -> None:
         """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks."""
@@ -103,7 +119,7 @@ class PipelineWorld:
         """See `World.abort`."""
         self._aborted = True
         self.communicator.abort(cause)
-        end_connections(self._made, cause)
+        end_connections([*self._made, *(() if self._checkpoints is None else self._checkpoints.groups())], cause)
 
     def close(self) -> None:
         """See `World.close`."""
@@ -111,6 +127,8 @@ class PipelineWorld:
             owner, config = self._configs.pop()
             owner.config = config
         self.communicator.close()
+        if self._checkpoints is not None:
+            (self._checkpoints.discard if self._aborted else self._checkpoints.close)()
         if self._aborted:
             discard_groups(self._made)
         else:
@@ -132,6 +150,7 @@ class PipelineJob:
         timeout: seconds for the ranks to come to each group: how long others wait for one that dies while the world is
             made.
         options: of the `MultiModulePipelineCommunicator`, by name: ``edges``, ``placements``, ...
+        checkpoints: directory of the run's, for `PipelineWorld.checkpoints`; None: the job has none.
 
     Raises:
         SurviveError: the grids do not fit the plan, or each other.
@@ -144,6 +163,7 @@ class PipelineJob:
     schedule: Callable[[Plan, Routes], Plan] = routed
     timeout: float = 30.0
     options: Mapping[str, Any] = field(factory=dict)
+    checkpoints: str | os.PathLike[str] | None = None
 
     def __attrs_post_init__(self) -> None:
         self._living(())  # raises where the grids do not fit
@@ -169,6 +189,7 @@ class PipelineJob:
         specs = self._specs(living, rank, epoch.number)
         made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
         try:
+            checkpoints = self._open(made[specs["", "job"]])
             communicator = self._connect(living, rank)
         except BaseException:
             end_connections(made.values(), "the communicator was not made")
@@ -182,6 +203,7 @@ class PipelineJob:
             groups=self._groups(specs, made),
             job_group=made[specs["", "job"]],
             communicator=communicator,
+            checkpoints=checkpoints,
             computes=partial(self.schedule, self.plan, routes),
             made=list(made.values()),
             timeout=timedelta(seconds=self.timeout),
@@ -192,6 +214,14 @@ class PipelineJob:
         every = {rank for grid in grids_of(self.grid) for rank in grid.ranks}
         living = self._living(every - dead)
         return tuple([rank for rank in living.members if rank not in living.ranks])
+
+    def _open(self, job_group: dist.ProcessGroup) -> Checkpoints | None:
+        if self.checkpoints is None:
+            return None
+        made = Checkpoints(self.checkpoints, group=job_group, timeout=timedelta(seconds=self.timeout))
+        for group in made.groups():  # of a save, the end of the slowest; a death ends the wait for it
+            set_timeout(group, _OF_A_SAVE)
+        return made
 
     def _specs(self, living: Living, rank: int, epoch: int) -> dict[tuple[str, str], GroupSpec]:
         """The groups of this rank by module and name; those of one grid have no module."""

@@ -77,6 +77,8 @@ class Attempt:
     ) -> None:
         self.directory = Path(directory)
         self.stopping = False
+        if monitor is not None and survivors is not None:
+            raise ValueError("give an Attempt a monitor or survivors: a monitor ends the job with its first failure")
         self._monitor, self._survivors = monitor, survivors
         self._limit = checked(limit, Count, "limit", ValueError)
         seconds = checked(timeout, Seconds | None, "timeout", ValueError)

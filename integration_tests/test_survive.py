@@ -160,10 +160,15 @@ def test_the_tensor_parallel_peer_of_a_dead_rank_retires_and_the_others_go_on(co
 
 @pytest.mark.nightly
 def test_the_example_is_as_accurate_as_undisturbed(tmp_path):
-    """`nox -s example -- survive`, with two deaths."""
-    done = run(ROOT / "docs/examples/survive/run.py", "--steps", 65, "--out", tmp_path)
+    """`nox -s example -- survive`, short: three deaths, a restart, another death, and a picture of the first."""
+    short = ("--steps", 30, "--every", 6, "--checkpoint-every", 4)
+    done = run(ROOT / "docs/examples/survive/run.py", *short, "--out", tmp_path / "out")
     assert done.returncode == 0, (done.stdout, done.stderr)
-    assert "4 ranks are left" in done.stdout, (done.stdout, done.stderr)
+    for said in ("attempt 0: exit codes of its ranks [-9, 1, -9, -9]", "attempt 1", "3 ranks are left"):
+        assert said in done.stdout, (done.stdout, done.stderr)
+    drawn = (tmp_path / "out" / "three_steps.svg").read_text()
+    for title in ("step 5, undisturbed", "step 6: rank 3 is killed", "step 7, without rank 3", ">vote<", ">dead<"):
+        assert title in drawn
 
 
 def test_the_loop_of_the_page_trains(context, tmp_path):

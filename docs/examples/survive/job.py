@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from digit_reader.job import token_loss
@@ -23,7 +23,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.topology import HyperCommGrid, job_store
 from pipegrid.training import Attempt, TrainingState
-from pipegrid.training.survive import PipelineJob, PipelineWorld, Survived, Survivors, require_redoable
+from pipegrid.training.survive import PipelineJob, PipelineWorld, Survived, Survivors
 from survive.deaths import Killer, deaths
 from survive.picture import Camera
 from survive.reader import (
@@ -68,7 +68,6 @@ def train(options: Options, attempt_number: int) -> dict[str, Any]:
     )
     number = grid.coords(rank)["pp"]
     stage, strips = Stage(number, config), samples(Split.TRAIN)
-    require_redoable(stage, grid.group_ranks("dp", rank))
     optimizer = optimizer_of(stage)
     state = TrainingState(stages={"reader": {number: stage}}, optimizers=[optimizer], grids={"reader": grid})
 
@@ -80,7 +79,6 @@ def train(options: Options, attempt_number: int) -> dict[str, Any]:
 
     def forward_backward(world: PipelineWorld) -> float:
         camera.start(killer.step, world)
-        stage.config = evolve(config, job_group=world.job_group)
         try:
             infos = forward_backward_with_schedule(
                 schedule="1f1b",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.planner import JobError, count_survivable, plan, survivable
+from pipegrid.planner import JobError, count_survivable, plan, survivable, survivable_table
 from pipegrid.planner.report import _rooms, summary, survival
 from pipegrid.topology.grid import Grid
 
@@ -109,6 +109,32 @@ def test_a_death_in_words():
     buddied = survivable(grids, (1,), sharding="parameters", buddy=True)
     assert str(buddied) == "without rank 1: goes on, parameters and optimizer from a buddy"
     assert survivable(grids, ()).survives
+
+
+def test_the_table_has_a_row_for_positions_that_are_alike():
+    grids = {"encoder": Grid((4, 1), ("dp", "pp")), "language": Grid((2, 1, 3), ("tp", "dp", "pp"), 4)}
+    assert survivable_table(grids, sharding="optimizer").splitlines() == [
+        "module    position  replicas  stop together  parameters from  optimizer from  the others",
+        "--------  --------  --------  -------------  ---------------  --------------  ----------",
+        "encoder   0                4              1  a peer           a checkpoint    restart",
+        "language  0 to 2           1              2  a checkpoint     a checkpoint    restart",
+    ]
+
+
+@given(jobs(), shardings, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_row_says_what_becomes_of_any_death_at_its_positions(grids, sharding, buddy):
+    rows = [line.split("  ") for line in survivable_table(grids, sharding=sharding, buddy=buddy).splitlines()[2:]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    for name, grid in grids.items():
+        for rank in grid.ranks:
+            position = grid.place(rank, "pp")
+            (said,) = [
+                one[-1]
+                for one in cells
+                if one[0] == name and int(one[1].split(" to ")[0]) <= position <= int(one[1].split(" to ")[-1])
+            ]
+            assert (said == "go on") == survivable({name: grid}, (rank,), sharding=sharding, buddy=buddy).survives
 
 
 def test_more_pairs_than_are_examined_are_not_counted():

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from pipegrid.schedules.monitor import Epochs
 from pipegrid.topology import job_store
-from pipegrid.training.restart.neighbours import Neighbours
+from pipegrid.training.neighbours import Neighbours
 
 said, ranks, deaths = Path(sys.argv[1]), 4, json.loads(sys.argv[2])
 rank = next((rank for rank in range(1, ranks) if os.fork() == 0), 0)  # before there are threads

@@ -21,6 +21,7 @@ from pipegrid.planner.failures import (
     read_failures,
     rerouted_throughput as rerouted_throughput,
     survivable,
+    survivable_table as survivable_table,
 )
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
 from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml

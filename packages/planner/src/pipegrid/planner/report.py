@@ -9,7 +9,7 @@ from typing import Any
 from attrs import astuple, fields
 
 from pipegrid.planner.choice import Choice, Memory, in_flight
-from pipegrid.planner.failures import count_survivable
+from pipegrid.planner.failures import count_survivable, survivable_table
 from pipegrid.planner.search import Planned
 from pipegrid.planner.what_if import WhatIf
 from pipegrid.schedules.timeline import position_name, time_text
@@ -112,8 +112,9 @@ def survival(choice: Choice, memory: float) -> str:
         text += f"; with optimizer states on a buddy's host ({host / 1e9:.1f} GB for each GPU)"
     free = [memory - taken.total for taken in choice.memory]
     more, position, room = max(_rooms(choice), key=lambda row: row[-1] - free[row[1]])
+    sources = survivable_table(grids, sharding=sharding, buddy=divided)
     return (
-        f"{text}\none death needs room for up to {more} more microbatches on position {position} "
+        f"{text}\n{sources}\none death needs room for up to {more} more microbatches on position {position} "
         f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)\n"
         "a prediction: training.survive goes on in pipelines of one module on gloo; others restart from a checkpoint"
     )

@@ -6,7 +6,14 @@ from pipegrid.planner.failures.interval import best_interval, daly, daly_goodput
 from pipegrid.planner.failures.report import goodput_json, goodput_table
 from pipegrid.planner.failures.rerouted import rerouted_throughput
 from pipegrid.planner.failures.simulate import CAUSES, POLICIES, Outcome, Policy, Scenario, simulate
-from pipegrid.planner.failures.survivable import Counts, Piece, Survival, count_survivable, survivable
+from pipegrid.planner.failures.survivable import (
+    Counts,
+    Piece,
+    Survival,
+    count_survivable,
+    survivable,
+    survivable_table,
+)
 from pipegrid.planner.failures.throughput import Throughput, parse_throughput, planned_throughput
 
 __all__ = [
@@ -37,5 +44,6 @@ __all__ = [
     "rerouted_throughput",
     "simulate",
     "survivable",
+    "survivable_table",
     "young",
 ]

@@ -12,6 +12,7 @@ from attrs import frozen
 from pipegrid.planner.errors import JobError
 from pipegrid.topology.fields import Index, checked_arguments, shown
 from pipegrid.topology.grid import Grid
+from pipegrid.topology.job.tables import text_table
 
 Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
 """What the ranks of a dp x cp group divide among them: nothing, the optimizer's states, or these and the parameters."""
@@ -90,6 +91,30 @@ def survivable(
         for rank in own:
             pieces += _pieces(name, grid, rank, gone, sharding, buddy=buddy)
     return Survival(tuple(sorted(gone)), tuple(lost), () if lost else tuple(pieces))
+
+
+def survivable_table(grids: Mapping[str, Grid], *, sharding: Sharding = "none", buddy: bool = False) -> str:
+    """What becomes of a single death, by `survivable`, with a row for each module and its positions that are alike.
+
+    The columns: replicas of the position; ranks that compute only together, and stop with a dead one; where the dead
+    one's parameters and optimizer states are; whether the others go on.
+    """
+    rows: list[tuple[str, int, int, tuple[str, ...]]] = []
+    for name, grid in grids.items():
+        positions = {grid.place(rank, "pp"): rank for rank in reversed(grid.ranks)}  # with the first rank of each
+        for position, rank in sorted(positions.items()):
+            found = survivable({name: grid}, (rank,), sharding=sharding, buddy=buddy)
+            sources = {piece.what: f"a {piece.source}" for piece in found.pieces}
+            together = grid.size // (grid.length("pp") * grid.length("dp"))
+            cells = str(grid.length("dp")), str(together), *(sources.get(what, "a checkpoint") for what in PIECES)
+            cells = *cells, "go on" if found.survives else "restart"
+            if rows and (rows[-1][0], rows[-1][3]) == (name, cells):
+                rows[-1] = (name, rows[-1][1], position, cells)
+            else:
+                rows.append((name, position, position, cells))
+    named = [(name, str(first) if first == last else f"{first} to {last}", *cells) for name, first, last, cells in rows]
+    headings = ("module", "position", "replicas", "stop together", "parameters from", "optimizer from", "the others")
+    return text_table(headings, named, right=(2, 3))
 
 
 def buddy_of(grid: Grid, rank: int) -> int | None:

@@ -19,7 +19,7 @@ from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.fields import Count, Index, Seconds, checked
 from pipegrid.training.errors import RestartError
 from pipegrid.training.gathering import gather_plain
-from pipegrid.training.restart.neighbours import Neighbours
+from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.restart.record import PREEMPTED, AttemptLine, AttemptRecord, read_attempts, reason_to_stop
 from pipegrid.training.restart.signals import StopSignals
 from pipegrid.training.restart.torchelastic import launch_name, restart_count, stop_restarts
@@ -77,6 +77,8 @@ class Attempt:
     ) -> None:
         self.directory = Path(directory)
         self.stopping = False
+        if monitor is not None and survivors is not None:
+            raise ValueError("give an Attempt a monitor or survivors: a monitor ends the job with its first failure")
         self._monitor, self._survivors = monitor, survivors
         self._limit = checked(limit, Count, "limit", ValueError)
         seconds = checked(timeout, Seconds | None, "timeout", ValueError)

@@ -16,7 +16,7 @@ from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epochs
 from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
-from pipegrid.training.restart.neighbours import Neighbours
+from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
 from pipegrid.training.survive.handover import JobState, Stateful
 from pipegrid.training.survive.kept import KeptState

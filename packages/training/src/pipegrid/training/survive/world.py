@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from attrs import define, field, frozen
 
-from pipegrid.schedules import Actor, Plan, Proof, Routes, lower, reroute, verify
+from pipegrid.schedules import Actor, Plan, Proof, Routes, UnitTimes, lower, measured_speeds, reroute, verify
 from pipegrid.schedules.generators.routed import routed
 from pipegrid.schedules.gradients.loss_scaler import LossScaler
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
@@ -24,6 +24,7 @@ from pipegrid.topology import (
     destroy_groups,
     discard_groups,
 )
+from pipegrid.topology.fields import shown
 from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.training.checkpoint import Checkpoints
 from pipegrid.training.survive.connections import end_connections
@@ -32,10 +33,12 @@ from pipegrid.training.survive.living import Grids, Living, grids_of
 from pipegrid.training.survive.pipelines import connect_chain, connect_modules, module_positions
 
 if TYPE_CHECKING:
+    from pipegrid.schedules import SlowRank
     from pipegrid.schedules.monitor.epochs import Epoch
     from pipegrid.transport.lane_communicator import LaneCommunicator
 
 _OF_A_SAVE: Final = timedelta(minutes=10)
+_MEASURED: Final = 10  # steps
 # Of a collection's groups: those that a step uses, by the dims of a module's grid.
 _GROUPS = {
     "tp": ("tp",),
@@ -47,6 +50,10 @@ _GROUPS = {
 }
 
 
+def _paced(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
+    return reroute(routes, speeds=speeds, plan=plan) if speeds else routes
+
+
 @define(eq=False, slots=False)
 class PipelineWorld:
     """What this rank communicates through in one epoch. Further attributes are the script's, such as a runtime.
@@ -55,7 +62,7 @@ class PipelineWorld:
         epoch: its number; 0 has all ranks.
         living: who takes part.
         actor: the position and the replica of this rank.
-        routes: of all units, around the dead actors.
+        routes: of all units, around the dead actors, and away from slow ones where the job's ``speeds`` say so.
         groups: this rank's, of the ranks that take part; by module, where modules have grids of their own.
         job_group: all that take part.
         communicator: between positions, and across replicas where units move.
@@ -69,11 +76,14 @@ class PipelineWorld:
     job_group: dist.ProcessGroup
     communicator: LaneCommunicator
     _checkpoints: Checkpoints | None = field(alias="checkpoints")
-    _computes: Callable[[], Plan] = field(alias="computes")
+    _schedule: Callable[[Routes], Plan] = field(alias="schedule")
+    _paced: Callable[[Mapping[Actor, float]], Routes] = field(alias="paced")
+    _times: UnitTimes | None = field(alias="times")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _timeout: timedelta = field(alias="timeout")
     _configs: list[tuple[Any, Any]] = field(factory=list, init=False)
     _aborted: bool = field(default=False, init=False)
+    _steps: int = field(default=0, init=False)
 
     @property
     def peers(self) -> dist.ProcessGroup:
@@ -85,15 +95,48 @@ class PipelineWorld:
     @cached_property
     def proof(self) -> Proof:
         """The plan of a step, with its messages, proved: for a `PipelineRuntime`. Step functions make their own."""
-        return verify(lower(self._computes()))
+        return verify(lower(self._schedule(self.routes)))
 
     @property
     def plan(self) -> Plan:
         """The plan of a step, with its messages."""
         return self.proof.plan
 
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those of the job's directory, of the ranks that take part.
+
+        Raises:
+            SurviveError: the job has no directory.
+        """
+        if self._checkpoints is None:
+            raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
+        return self._checkpoints
+
+    def end_step(self) -> tuple[SlowRank, ...]:
+        """Say in a function, after its step, that this has ended; the ranks that were slow in each of the last ten.
+
+        Every ten steps, with ``speeds="measured"``, a collective of all ranks: they gather their times, so all find the
+        same. The next step has routes by which units leave those ranks, or are at home again; `proof` is that of them.
+        """
+        if self._times is None:
+            return ()
+        self._times.end_step()
+        self._steps += 1
+        if self._steps % _MEASURED:
+            return ()
+        slow = self._times.slow(self.job_group)
+        routes = self._paced(measured_speeds(slow))
+        if routes != self.routes:
+            self.routes = routes
+            self.__dict__.pop("proof", None)
+        return slow
+
     def configure(self, modules: Modules) -> None:
-        """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks."""
+        """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks.
+
+        And, with ``speeds="measured"``, the hook that measures.
+        """
         owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
         ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
         label = f"epoch {self.epoch}"
@@ -109,18 +152,8 @@ class PipelineWorld:
                 owner.config,
                 job_group=self.job_group,
                 tied_parameters=tuple([tie for tie in living if tie.name in here]),
+                hooks=(*option(owner.config, "hooks"), *(() if self._times is None else (self._times,))),
             )
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Those of the job's directory, of the ranks that take part.
-
-        Raises:
-            SurviveError: the job has no directory.
-        """
-        if self._checkpoints is None:
-            raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
-        return self._checkpoints
 
     def abort(self, cause: str) -> None:
         """See `World.abort`."""
@@ -158,9 +191,10 @@ class PipelineJob:
             made.
         options: of the `MultiModulePipelineCommunicator`, by name: ``edges``, ``placements``, ...
         checkpoints: directory of the run's, for `PipelineWorld.checkpoints`; None: the job has none.
+        speeds: of `reroute`, by actor; ``"measured"``: of the ranks that `PipelineWorld.end_step` finds to be slow.
 
     Raises:
-        SurviveError: the grids do not fit the plan, or each other.
+        SurviveError: the grids do not fit the plan, or each other; or another text than ``"measured"``.
     """
 
     grid: Grids
@@ -171,9 +205,12 @@ class PipelineJob:
     timeout: float = 30.0
     options: Mapping[str, Any] = field(factory=dict)
     checkpoints: str | os.PathLike[str] | None = None
+    speeds: Mapping[Actor, float] | Literal["measured"] | None = None
 
     def __attrs_post_init__(self) -> None:
         self._living(())  # raises where the grids do not fit
+        if not (self.speeds in (None, "measured") or isinstance(self.speeds, Mapping)):
+            raise SurviveError(f"speeds is {shown(self.speeds)}; give speeds by actor, or 'measured'")
         if self.options and not isinstance(self.grid, Mapping):
             raise SurviveError(
                 f"options {list(self.options)} are those of bridges; give PipelineJob one grid per module"
@@ -195,6 +232,7 @@ class PipelineJob:
             self.grid.create_places("pp")
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
+        paced = partial(_paced, routes, self.plan)
         specs = self._specs(living, rank, epoch.number)
         made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
         job_group = made[specs["", "job"]]
@@ -209,12 +247,14 @@ class PipelineJob:
             epoch=epoch.number,
             living=living,
             actor=living.actor(rank),
-            routes=routes,
+            routes=paced(self.speeds) if isinstance(self.speeds, Mapping) else routes,
             groups=self._groups(specs, made),
             job_group=job_group,
             communicator=communicator,
             checkpoints=checkpoints,
-            computes=partial(self.schedule, self.plan, routes),
+            schedule=partial(self.schedule, self.plan),
+            paced=paced,
+            times=UnitTimes(living.actor(rank), steps=_MEASURED) if self.speeds == "measured" else None,
             made=list(made.values()),
             timeout=timedelta(seconds=self.timeout),
         )

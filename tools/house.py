@@ -27,8 +27,9 @@ PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training
 LATER = {
     "routes": "schedules.plan.routes schedules.plan.routes_check schedules.plan.routes_text "
     "schedules.generators.routed schedules.runtime.passages schedules.runtime.stages.shared_calls "
-    "schedules.megatron.units transport.control.replica_lanes",
+    "schedules.megatron.units transport.control.replica_lanes bridges.multimodule.replicas",
     "steps around dead ranks": "schedules.search.routed",
+    "sums by unit": "schedules.gradients.reduction.by_unit schedules.runtime.stages.statistics",
     "epochs": "schedules.monitor.epochs",
     "survive": "training.survive topology.job.job_store",
     "slow ranks": "schedules.monitor.slow_ranks schedules.runtime.unit_times",
@@ -56,9 +57,9 @@ LATER = {
 Whole files: what these features added to files that were there counts as there.
 """
 LATER_TESTS = (
-    "*survi* *epoch* *rout* *slow_ranks* test_units *prove_order* *order_models* "
-    "*torch_schedules* *museum* test_communicators *fewest_communicators* *goodput* *html* *_kinds "
-    "*_sharing *nccl2* *testing_lazy *_legacy *watchdog* *clock* *forty_days* "
+    "*survi* *epoch* *rout* *slow_ranks* *_units *by_unit *running_statistics *bridges_replicas "
+    "*prove_order* *order_models* *torch_schedules* *museum* test_communicators *fewest_communicators* "
+    "*goodput* *html* *_kinds *_sharing *nccl2* *testing_lazy *_legacy *watchdog* *clock* *forty_days* "
     "*hostile* *warm_up* compatibility* *compatibility looped_models training_fuzz *cut_values "
     "*cut_forward *cut_fuzz *training_proof *pretrained* *training_check"
 )

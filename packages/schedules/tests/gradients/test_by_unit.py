@@ -20,7 +20,7 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction import GradientReduction, UnitGradients
 from pipegrid.schedules.plan import Action, ActionKind
 from pipegrid.topology import ProcessGroupCollection
-from pipegrid.transport import P2PConfigError
+from pipegrid.transport import P2PUsageError
 
 ALONE = ProcessGroupCollection(dp=None)
 UNITS = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
@@ -93,7 +93,7 @@ def test_the_step_function_reduces():
 
 @pytest.mark.parametrize("add", ["sorted", True])
 def test_an_unknown_order_is_named(add):
-    with pytest.raises(P2PConfigError, match=r"PipelineConfig\.grad_add is .*; it must be 'as_computed' or 'by_unit'"):
+    with pytest.raises(P2PUsageError, match=r"PipelineConfig\.grad_add is .*; it must be 'as_computed' or 'by_unit'"):
         PipelineConfig(grad_add=add)
     with pytest.raises(GradientError, match="add is .*; it must be 'as_computed' or 'by_unit'"):
         clip_grad_norm_(nn.Linear(1, 1), ALONE, 1.0, add=add)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -103,12 +104,14 @@ def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def circles(modules: Mapping[str, Path]) -> list[list[str]]:
-    """Import circles, found one at a time: each is cut at its first arrow before the next is looked for."""
-    graph = {
-        name: {one for one in _imports(name, path, modules) if modules[one].name != "__init__.py"}
-        for name, path in modules.items()
-        if path.name != "__init__.py"
-    }
+    """Circles of imports between files and folders side by side: each is cut at one arrow before the next is found."""
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        for one in _imports(name, path, modules):
+            mine, other = name.split("."), one.split(".")
+            depth = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, other, strict=False)))
+            if depth < min(len(mine), len(other)):  # else one is the folder of the other
+                graph.setdefault(".".join(mine[: depth + 1]), set()).add(".".join(other[: depth + 1]))
     found = []
     while True:
         try:

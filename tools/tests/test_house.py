@@ -28,6 +28,11 @@ def test_a_circle_is_named_one_of_imports_for_types_too(house, tmp_path):
         "p.c": "import p.a",
         "p.d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.e",
         "p.e": "import p.d",
+        "p.f": "from p.f.one import name",
+        "p.f.one": "from p.g import name",
+        "p.f.two": "",
+        "p.g": "from p.g.one import name",
+        "p.g.one": "import p.f.two",
     }
     modules = {}
     for name, text in texts.items():
@@ -36,6 +41,7 @@ def test_a_circle_is_named_one_of_imports_for_types_too(house, tmp_path):
     assert {frozenset(circle) for circle in house.circles(modules)} == {
         frozenset({"p.a", "p.b", "p.c"}),
         frozenset({"p.d", "p.e"}),
+        frozenset({"p.f", "p.g"}),  # of folders, though no file imports itself on any way
     }
 
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs" / "examples"))
-sys.path.insert(0, str(ROOT))  # of the forked ranks as well, which find their function by name
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
 
 from integration_tests.survive_ranks import ALONE, Case, Kill, rank_main
 

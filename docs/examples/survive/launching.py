@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine that live on when one dies, which starts again; or all do when they cannot go on."""
+"""Ranks as processes of this machine that live on when one dies: that one starts again, or all if they cannot go on."""
 
 from __future__ import annotations
 

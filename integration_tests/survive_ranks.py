@@ -341,7 +341,7 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
             places.begin(step)
             places.reach("between")
             if step in case.back and rank == survivors.epochs.current.members[0]:
-                while not survivors.epochs.asking:
+                while len(survivors.epochs.current.members) < case.world_size and not survivors.epochs.asking:
                     time.sleep(0.02)
             totals.append(survivors.run(f"step {step}", train))
             places.reach("in between")

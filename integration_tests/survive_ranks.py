@@ -341,7 +341,7 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
             places.begin(step)
             places.reach("between")
             if step in case.back and rank == survivors.epochs.current.members[0]:
-                while not survivors.epochs.asking:
+                while len(survivors.epochs.current.members) < case.world_size and not survivors.epochs.asking:
                     time.sleep(0.02)
             totals.append(survivors.run(f"step {step}", train))
             places.reach("in between")
@@ -383,7 +383,7 @@ def page(case: Case, places: Places, store) -> dict[str, object]:
     """The training loop of the page, on two stages that sum their gradients; the groups are made already."""
     text = (Path(__file__).parents[1] / "docs/concepts/survive.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Survivors(" in block)
-    code = re.sub(r"^dist.init_process_group.*$", "", code, flags=re.MULTILINE).replace("[3, 2]", "[1, 2]")
+    code = re.sub(r"^init_process_group.*$", "", code, flags=re.MULTILINE).replace("[3, 2]", "[1, 2]")
     rank = dist.get_rank()
     stage = module(rank)
 

@@ -7,18 +7,21 @@ import os
 import re
 import signal
 import sys
-import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
 
 from integration_tests.survive_ranks import ALONE, Case, Kill, rank_main
+
+from survive.launching import keep_running
 
 SECONDS = 90.0
 
@@ -30,70 +33,55 @@ def context():
     return made
 
 
-class Launcher:
-    """Starts the ranks of a case, and each killed one again."""
+def play(context, case, folder):
+    """Run a case, whose killed ranks are started again: outcomes and exit codes by rank, and what they have printed."""
+    folder.mkdir(parents=True)
+    limit = timedelta(seconds=30)
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=limit)
+    started = {rank: [] for rank in range(case.world_size)}
 
-    def __init__(self, context, case, folder):
-        folder.mkdir(parents=True)
-        self.context, self.case, self.folder = context, case, folder
-        limit = timedelta(seconds=30)
-        self.store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=limit)
-        self.started = Counter()
-        self.running = {rank: self.start(rank) for rank in range(case.world_size)}
-
-    def start(self, rank):
-        arguments = self.case, rank, self.store.port, str(self.folder), self.started[rank]
-        self.started[rank] += 1
-        process = self.context.Process(target=rank_main, args=arguments)
+    def start(rank):
+        process = context.Process(target=rank_main, args=(case, rank, store.port, str(folder), len(started[rank])))
         process.start()
+        started[rank].append(process)
         return process
 
-    def run(self):
-        """Until all have ended: outcomes by rank, and what they have printed."""
-        end = time.monotonic() + SECONDS
-        while self.running and time.monotonic() < end:
-            time.sleep(0.02)
-            for rank, process in [*self.running.items()]:
-                if process.exitcode == -signal.SIGKILL:
-                    self.running[rank] = self.start(rank)
-                elif process.exitcode is not None:
-                    del self.running[rank]
-        stuck = sorted(self.running)
-        for process in self.running.values():
-            os.kill(process.pid, signal.SIGUSR1)  # its stacks go to its log
-        for process in self.running.values():
-            time.sleep(0.3)
-            process.kill()
-            process.join()
-        logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(self.folder.glob("log.*")))
-        assert stuck == [], f"ranks {stuck} had not ended after {SECONDS} s\n{logs}"
-        files = {rank: self.folder / f"outcome.{rank}" for rank in range(self.case.world_size)}
-        return {rank: torch.load(path) for rank, path in files.items() if path.exists()}, logs
+    def show():
+        for processes in started.values():
+            if processes[-1].exitcode is None:
+                os.kill(processes[-1].pid, signal.SIGUSR1)  # its stacks go to its log
+
+    stuck = Timer(SECONDS - 2, show)
+    stuck.start()
+    codes = keep_running(start, case.world_size, seconds=SECONDS)
+    stuck.cancel()
+    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log.*")))
+    files = {rank: folder / f"outcome.{rank}" for rank in codes}
+    return {rank: torch.load(path) for rank, path in files.items() if path.exists()}, codes, logs
 
 
-def require_undisturbed(context, case, folder):
-    """Run a case whose ranks are all back in the end, with what one process has; who was killed, and how often."""
-    launcher = Launcher(context, case, folder)
-    outcomes, logs = launcher.run()
+def require_undisturbed(context, case, folder, *, came=None):
+    """Run a case whose ranks are all back in the end, with what one process has.
+
+    ``came``: how often a process of each rank came in, as far as the ranks know that live all the time; None: for each
+    kill once.
+    """
+    outcomes, codes, logs = play(context, case, folder)
     wanted, faults = ALONE[case.job](case), []
-    if outcomes.keys() != {*range(case.world_size)}:
-        faults.append(f"outcomes of ranks {sorted(outcomes)}")
+    died = Counter(kill.rank for kill in case.kills)
+    if codes != {rank: [-signal.SIGKILL] * died[rank] + [0] for rank in range(case.world_size)}:
+        faults.append(f"exit codes {codes}")
     for rank, outcome in outcomes.items():
         if "error" in outcome:
             faults.append(f"rank {rank}: {outcome['error']}")
             continue
         far = {name: (value - wanted[name]).abs().max().item() for name, value in outcome["weights"].items()}
         faults += [f"rank {rank}: {name} differs by {by}" for name, by in far.items() if not by <= 1e-12]
-    died = Counter(kill.rank for kill in case.kills)
-    if launcher.started - Counter(range(case.world_size)) != died:
-        faults.append(f"processes started {dict(launcher.started)}")
-    came = Counter()
-    for outcome in outcomes.values():
         found = Counter(int(n) for event in outcome["events"] for n in re.findall(r"new process of rank (\d+)", event))
-        came |= found
+        if not died[rank] and found != (died if came is None else Counter(came)):
+            faults.append(f"rank {rank}: new processes of {found}; events {outcome['events']}")
     if faults:
         pytest.fail("\n".join([*faults, logs]), pytrace=False)
-    return came, logs
 
 
 COME_BACK = {
@@ -103,5 +91,24 @@ COME_BACK = {
 
 @pytest.mark.parametrize("case", COME_BACK.values(), ids=COME_BACK)
 def test_a_new_process_takes_the_place_of_a_killed_one(context, tmp_path, case):
-    came, logs = require_undisturbed(context, case, tmp_path / "case")
-    assert came == Counter(kill.rank for kill in case.kills), logs
+    require_undisturbed(context, case, tmp_path / "case")
+
+
+def test_another_peer_sends_the_state_where_one_dies_as_it_sends(context, tmp_path):
+    """The peer comes back as well."""
+    case = Case("pipeline", 2, 4, (Kill(5, "F"), Kill(4, "send state", 3, 4)), back=(3, 5))
+    require_undisturbed(context, case, tmp_path / "case")
+
+
+def test_the_job_goes_on_where_the_new_process_dies_as_it_receives_and_the_next_one_comes_in(context, tmp_path):
+    kills = (Kill(3, "B"), Kill(3, "receive state", -1, 4, process=1))
+    case = Case("pipeline", 2, 2, kills, back=(3, 5), heartbeat=2.0)
+    require_undisturbed(context, case, tmp_path / "case", came={3: 2})
+
+
+def test_a_position_whose_state_is_lost_on_its_way_ends_the_job_by_its_name(context, tmp_path):
+    case = Case("pipeline", 2, 2, (Kill(3, "F"), Kill(2, "send state", 3, 4)), back=(3,), heartbeat=2.0)
+    outcomes, _, logs = play(context, case, tmp_path / "case")
+    errors = {rank: outcome.get("error", "") for rank, outcome in outcomes.items()}
+    for rank in (0, 1):
+        assert errors[rank].startswith("JobFailedError: position 1 of the pipeline is dead in all 2 replicas"), logs

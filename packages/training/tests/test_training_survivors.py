@@ -16,10 +16,15 @@ from pipegrid.training.survive import PipelineJob, RankRetiredError, SurviveErro
 class Epochs:
     """Of a job whose other ranks do as the test says: ``script`` has (done, verdict) of each attempt."""
 
-    rank, incarnation, asking = 0, 1, ()
+    rank, incarnation, ready = 0, 1, True
 
     def __init__(self, script):
         self.script, self.calls, self.current, self.alarm = list(script), [], Epoch(0, (0, 1)), None
+        self.asking = {}
+
+    def join(self):
+        self.calls.append("join")
+        self.current = self.script.pop(0)[1].epoch
 
     def done(self, key):
         self.calls.append(f"done {key}")
@@ -29,7 +34,8 @@ class Epochs:
         return False
 
     def vote(self, key, why="", *, edge):
-        self.calls.append(f"vote {key}")
+        self.calls.append(f"vote {key}{' at an edge' * edge}")
+        self.asking = {}
         verdict = self.script.pop(0)[1]
         self.current = verdict.epoch
         return verdict
@@ -94,9 +100,10 @@ def survivors(monkeypatch):
     monkeypatch.setattr("pipegrid.training.survive.survivors.Neighbours", Ring)
     monkeypatch.setattr(Ring, "made", ())
 
-    def make(*script, stage=None, build=World, **options):
-        worlds, events = [], []
-        monkeypatch.setattr("pipegrid.training.survive.survivors.Epochs", lambda store, **_: Epochs(script))
+    def make(*script, stage=None, build=World, incarnation=1, **options):
+        worlds, events, epochs = [], [], Epochs(script)
+        epochs.incarnation = incarnation
+        monkeypatch.setattr("pipegrid.training.survive.survivors.Epochs", lambda store, **_: epochs)
 
         def built(epoch):
             worlds.append(build(epoch))
@@ -267,3 +274,96 @@ class TestSurvivors:
             assert [(ring.members, ring.closed) for ring in Ring.made] == [((0, 1), True), ((0,), False)]
         assert made.epochs.calls == ["done a", "lost 1", "done b", "vote b", "done b", "close"]
         assert Ring.made[1].closed
+
+
+class Open(World):
+    peers = "the peers"
+
+
+class State:
+    """In place of `JobState`: what was handed over; each of ``fails`` is an error in place of that."""
+
+    def __init__(self, step, *fails):
+        self.step, self.fails, self.calls = step, list(fails), []
+
+    def hand_over(self, group, joining, step):
+        self.calls.append((group, joining, step))
+        if self.fails:
+            raise self.fails.pop(0)
+        return self.step
+
+
+def comes(number, keys, *, dead=()):
+    members = Epoch(number, (0, 1), {0: 1, 1: 2}, (1,))
+    return False, Verdict(members, dict.fromkeys(dead, "killed"), (), keys, joined=(1,))
+
+
+class TestNewProcesses:
+    def test_they_come_in_at_the_beginning_of_a_step_and_get_the_state_first(self, survivors):
+        made, worlds, events = survivors(YES, YES, comes(1, 2), YES, YES, YES, build=Open, state={})
+        made._state = state = State(1)
+        steps = []
+        with made:
+            for step in made.steps(range(2)):
+                made.run(f"step {step}", lambda world: steps.append((world.epoch.number, step)))  # noqa: B023
+                made.epochs.asking = {1: 2}  # not in the middle of a step
+                made.run(f"norm {step}", lambda world: None)
+        assert steps == [(0, 0), (1, 1)]
+        assert state.calls == [("the peers", (1,), 1)]
+        calls = ["done step 0", "done norm 0", "vote step 1 at an edge", "done the state in epoch 1", "done step 1"]
+        assert made.epochs.calls == [*calls, "done norm 1", "close"]
+        assert [str(event).split(", ")[0] for event in events] == [
+            "epoch 1: a new process of rank 1 has come; step 1 is done again"
+        ]
+        assert [world.ended for world in worlds] == ["step 1 is not done", "closed"]
+
+    def test_without_steps_they_do_not_come_in(self, survivors):
+        made, _, _ = survivors(YES, state={})
+        with made:
+            made.epochs.asking = {1: 2}
+            made.run("a", lambda world: None)
+        assert made.epochs.calls == ["done a", "close"]
+
+    def test_one_joins_gets_the_state_and_begins_with_the_step_of_the_others(self, survivors):
+        made, _, _ = survivors(comes(3, 8), YES, YES, YES, build=Open, state={}, incarnation=2)
+        made._state = State(4)
+        with made:
+            for step in made.steps(range(2, 6)):
+                made.run(f"step {step}", lambda world: None)
+        assert made.epochs.calls == ["join", "done the state in epoch 3", "done step 4", "done step 5", "close"]
+
+    def test_one_whose_peer_dies_while_it_sends_gets_the_state_from_another(self, survivors):
+        again = (False, Verdict(Epoch(4, (0, 1), {0: 1, 1: 2}, (1,)), {2: "killed"}, (), 8))
+        made, worlds, _ = survivors(comes(3, 8), again, YES, YES, build=Open, state={}, incarnation=2)
+        made._state = state = State(4, RuntimeError("Connection closed by peer"))
+        with made:
+            for step in made.steps([4]):
+                made.run(f"step {step}", lambda world: None)
+        assert made.epochs.calls[:3] == ["join", "vote the state in epoch 3 at an edge", "done the state in epoch 4"]
+        assert len(state.calls) == len(worlds) == 2
+
+    def test_a_step_that_the_others_are_at_and_this_one_has_not_is_an_error(self, survivors):
+        made, _, _ = survivors(comes(3, 8), YES, build=Open, state={}, incarnation=2)
+        made._state = State(7)
+        with pytest.raises(SurviveError, match="are at step 7, which is none of the steps of this one"), made:
+            list(made.steps(range(5)))
+
+    def test_one_without_state_or_that_fails_leaves_and_ends_nothing(self, survivors):
+        made, _, _ = survivors(comes(3, 8), incarnation=2)
+        with pytest.raises(SurviveError, match="rank 0 has died, and Survivors has no state= for a new process"):
+            made.__enter__()
+        assert made.epochs.calls == ["close"]
+        made, worlds, _ = survivors(comes(3, 8), build=Open, state={}, incarnation=2)
+        made._state = State(7, SurviveError("the modules of this rank are not those of its peer"))
+        with pytest.raises(SurviveError, match="are not those of its peer"):
+            made.__enter__()
+        assert made.epochs.calls == ["join", "close"]
+        assert worlds[0].ended.startswith("SurviveError")
+
+    def test_a_state_that_is_no_plain_data_is_an_error_at_the_start(self, survivors):
+        class Odd:
+            def state_dict(self):
+                return {"function": print}
+
+        with pytest.raises(SurviveError, match=r"cannot get the state of this rank: state\['odd'\]\['function'\] is"):
+            survivors(state={"odd": Odd()})

@@ -174,4 +174,5 @@ class _Wire:
 
     def receive_text(self) -> str:
         size = int(self.receive((1,), torch.int64))
-        return bytes(raw_bytes(self.receive((size,), torch.uint8).cpu())).decode()
+        data = self.receive((size,), torch.uint8).cpu()  # whose memory is read: it is to live until then
+        return bytes(raw_bytes(data)).decode()

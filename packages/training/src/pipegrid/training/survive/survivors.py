@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epochs
@@ -18,90 +15,24 @@ from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
+from pipegrid.training.survive.events import Survived, print_once
 from pipegrid.training.survive.handover import JobState, Stateful
 from pipegrid.training.survive.kept import KeptState
 from pipegrid.training.survive.redoable import require_redoable
+from pipegrid.training.survive.worlds import ConfiguringWorld, OpenWorld, World
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from pipegrid.schedules.gradients.main_grad import Modules
-    from pipegrid.schedules.monitor.epochs import Epoch, EpochStore, Verdict
-
-
-class World(Protocol):
-    """What ranks communicate through in one epoch: groups, a communicator, a plan."""
-
-    def abort(self, cause: str) -> None:
-        """End all connections, so that no rank waits for this one, nor this one for others. From any thread, or twice.
-
-        ``cause`` is for the errors of those that wait.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free everything: together with the other ranks, or alone after `abort`."""
-        ...
-
-
-@runtime_checkable
-class ConfiguringWorld(World, Protocol):
-    """A world with groups that modules find in their ``config``, such as those of tied parameters."""
-
-    def configure(self, modules: Modules) -> None:
-        """Set the configs of ``modules``, until `close`. Called once, before the first function of the epoch."""
-        ...
-
-
-@runtime_checkable
-class OpenWorld(World, Protocol):
-    """A world that new processes come to."""
-
-    @property
-    def peers(self) -> ProcessGroup:
-        """The ranks with the same state as this one, itself among them: from one of them a new process gets it."""
-        ...
+    from pipegrid.schedules.monitor.epochs import Epoch, EpochStore
 
 
 W = TypeVar("W", bound=World)
 T = TypeVar("T")
 
 
-@frozen
-class Survived:
-    """A death that the job has survived, or new processes that have come in.
-
-    Attributes:
-        key: of the function that was running here.
-        verdict: who is dead and why, who has come, the epoch since then, and whether the function was done by all that
-            live.
-        seconds: from the first sign of it on this rank until the ranks have agreed.
-    """
-
-    key: str
-    verdict: Verdict
-    seconds: float
-
-    def __str__(self) -> str:
-        """One line, for a log."""
-        epoch, dead = self.verdict.epoch, self.verdict.dead
-        lost = [f"rank {rank} is dead ({why})" for rank, why in sorted(dead.items())]
-        came = [f"a new process of rank {rank} has come" for rank in self.verdict.joined]
-        done = "was done by all others" if self.verdict.committed else "is done again"
-        return (
-            f"epoch {epoch.number}: {'; '.join(lost + came)}; {self.key} {done}, {len(epoch.members)} ranks go on, "
-            f"{self.seconds:.2f} s after this rank noticed"
-        )
-
-
 def _of_state(epoch: Epoch) -> str:
     """The key of the state on its way to the new processes of an epoch."""
     return f"the state in epoch {epoch.number}"
-
-
-def _print(event: Survived) -> None:
-    if require_default_group()[0] == event.verdict.epoch.members[0]:
-        print(event, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
 
 
 class Survivors(Generic[W]):
@@ -160,7 +91,7 @@ class Survivors(Generic[W]):
         heartbeat: float = 5.0,
         deadline: float = 60.0,
         retire: Callable[[frozenset[int]], Iterable[int]] = lambda _: (),
-        on_event: Callable[[Survived], object] = _print,
+        on_event: Callable[[Survived], object] = print_once,
     ) -> None:
         rank, size = require_default_group()
         require_redoable(modules, {*range(size)}.difference(retire(frozenset({rank}))), allow=allow)

@@ -127,8 +127,8 @@ class Epochs:
     def join(self) -> Verdict:
         """Ask for the place of this rank, whose earlier process has ended, and wait until the members take this one in.
 
-        They do so in a vote before a key with ``edge``, the ``next_key`` of the verdict. Before this rank does that, it
-        gets the state of the job from a member that is not ``joining``, and sets `ready`.
+        They do so in a vote before a key with ``edge``. Before this rank has done its first key, it gets the state of
+        the job from a member that is not ``joining``, and sets `ready`.
 
         Raises:
             FencedError: an earlier process of the rank lives, or a later one has come.

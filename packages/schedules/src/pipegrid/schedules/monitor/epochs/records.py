@@ -47,7 +47,6 @@ class Verdict:
         keys: how many keys are committed since the start of the job.
         committed: whether the key that this rank voted on is; else it is to be done again.
         joined: ranks whose new process is a member from now on.
-        next_key: the key after those, where a rank has voted on it.
     """
 
     epoch: Epoch
@@ -56,7 +55,6 @@ class Verdict:
     keys: int
     committed: bool = False
     joined: tuple[int, ...] = ()
-    next_key: str = ""
 
 
 @frozen
@@ -226,5 +224,4 @@ def decide(
         tuple(sorted(retired)),
         keys,
         joined=tuple(sorted(joined)),
-        next_key="" if following is None else following.key,
     )

@@ -81,7 +81,7 @@ def test_modules_may_share_ranks():
         ({"images": grid(0, dp=2), "text": grid(0, dp=2, pp=2)}, "the plan has the stages on positions"),
         (
             {"images": grid(0, dp=2, tp=2), "text": grid(0, tp=2, dp=2, pp=1)},
-            "rank 1 is in replica 0 of 'images' and in replica 1 of",
+            "rank 1 is in replica 1 of 'images' and in replica 0 of",
         ),
     ],
     ids=["other replicas", "other modules", "fewer places", "shared ranks", "in two replicas"],

@@ -27,17 +27,16 @@ def context():
 
 # Ranks: 0 and 1 are the encoder's, 2 and 3 the first of the language model, 4 and 5 the second.
 KILLS = (Kill(0, "SEND_F", 1, 1), Kill(3, "RECV_B", 2), Kill(4, "B", 3, 2))
-BRIDGES = pytest.mark.parametrize("bridge", [False, True], ids=["one grid", "a bridge"])
 
 
-@BRIDGES
+@pytest.mark.parametrize("bridge", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["one grid", "a bridge"])
 def test_an_encoder_and_a_language_model_go_on_wherever_ranks_are_killed(context, tmp_path, bridge):
     case = ModulesCase(replicas=2, kills=KILLS, bridge=bridge, skips=(1, 6), strict=True)
     require_undisturbed(context, case, tmp_path / "case")
 
 
 @pytest.mark.nightly
-@BRIDGES
+@pytest.mark.parametrize("bridge", [False, True], ids=["one grid", "a bridge"])
 @pytest.mark.parametrize(
     ("schedule", "skips", "strict"),
     [("1f1b", (), False), ("1f1b", (1, 6), True), ("zero_bubble_h1", (0, 5), True)],

@@ -137,7 +137,7 @@ class OnRanks:
         self.job = job
         self.grids = grids_of(job.places, ("tp", "dp", "pp"))
         for grid in self.grids.values():
-            grid.create_pgs(["dp", "pp"])
+            grid.create_pgs(["tp", "dp", "pp"])
         self.config = PipelineConfig(
             pipeline_dtype=torch.float64,
             calculate_per_token_loss=job.per_token,
@@ -293,11 +293,12 @@ class Across(OnRanks):
         """Groups of the ranks that are not ``dead``, made by all of them; whether this rank lives."""
         rows = {(name, tuple(row)) for name, grid in self.grids.items() for row in grid.get_rank_enum("dp")}
         living = sorted({rank for _, row in rows for rank in row} - set(dead))
-        here, self.groups = dist.get_rank(), {}
+        here, before = dist.get_rank(), self.groups
+        self.groups = {}
         for name, row in sorted(rows):
             group = dist.new_group([rank for rank in row if rank not in dead])
             if here in row and here not in dead:
-                self.groups[name] = Living(group)
+                self.groups[name] = Living(group, tp=before[name].tp)
         everyone = dist.new_group(living)
         if here not in dead:
             ties = ties_among(self.config.tied_parameters, living, label="after a death")

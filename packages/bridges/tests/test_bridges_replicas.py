@@ -182,10 +182,11 @@ def test_without_replicas_a_unit_that_moves_names_the_argument(ranks):
 
 @pytest.mark.ranks(4)
 def test_a_bridge_of_two_replicas_alone(ranks):
-    with BridgeCommunicator(grid(dp=2), grid(2, dp=2), replicas=(0, 1)) as bridge:
-        assert (bridge.is_source, bridge.is_destination) == (ranks.rank == 0, ranks.rank == 3)
-        if ranks.rank == 0:
-            bridge.send_forward(torch.ones(1, 2, 3))
-        if ranks.rank == 3:
-            assert bridge.recv_forward().tolist() == torch.ones(1, 2, 3).tolist()
-        ranks.barrier()
+    bridge = BridgeCommunicator(grid(dp=2), grid(2, dp=2), replicas=(0, 1))
+    assert (bridge.is_source, bridge.is_destination) == (ranks.rank == 0, ranks.rank == 3)
+    if ranks.rank == 0:
+        bridge.send_forward(torch.ones(1, 2, 3))
+    if ranks.rank == 3:
+        assert bridge.recv_forward().tolist() == torch.ones(1, 2, 3).tolist()
+    ranks.barrier()
+    bridge.destroy()

@@ -12,9 +12,10 @@ from attrs import define, field
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.bridges.bridge import communicator as bridge
 from pipegrid.bridges.multimodule import communicator as multimodule
+from pipegrid.schedules import Actor
 from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.topology import HyperCommGrid
-from pipegrid.transport import P2PConfig
+from pipegrid.transport import Direction, P2PConfig
 
 from .routed_runs import Receiving, Replicas
 from .threads import DEADLINE, Sent, copied
@@ -71,6 +72,7 @@ class BridgedReplicas(Replicas):
 
     config: P2PConfig = field(factory=P2PConfig)
     across: dict = field(factory=dict)
+    opened_lanes: set = field(factory=set)
 
     def next_message(self, spec, end):
         with self.lock:
@@ -111,6 +113,7 @@ class BridgedReplicas(Replicas):
                 self.config,
                 module_output_ndim=dict.fromkeys(graph.order, 2),
                 replicas=True,
+                traffic=self.living_traffic(replica),
             )
             own = set(made.lanes)
             runtime = PipelineRuntime(
@@ -122,7 +125,20 @@ class BridgedReplicas(Replicas):
                 **self.options,
             )
         self.across[actor] = set(made.lanes) - own
+        self.opened_lanes |= set(made.lanes)
         return runtime
+
+    def living_traffic(self, replica):
+        """What has both ends alive in a replica: lanes to the dead cannot be opened."""
+        dead, graph = set(self.plan.routes.dead), self.plan.graph
+        here = [Actor(stage, replica) not in dead for stage in range(graph.num_stages)]  # one stage on each position
+        edges = [edge for edge in graph.stage_edges if here[edge.source] and here[edge.destination]]
+        return [(edge, direction) for edge in edges for direction in Direction]
+
+    def touched(self):
+        """The actors at the ends of all lanes, as position and replica."""
+        ranks = {rank for spec in self.opened_lanes for rank in spec.pair}
+        return {divmod(rank, self.plan.num_replicas) for rank in ranks}
 
     def reduced_by(self, actor):
         """The stages that an actor reduces."""

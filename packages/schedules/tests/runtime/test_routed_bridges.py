@@ -38,7 +38,9 @@ def test_a_step_around_a_dead_rank_has_the_gradients_of_one_process(graph, dead)
     home = schedule_for(graph, "1f1b", 3)
     skips = {graph.order[-2]: [1, 4]}
     routes = reroute(Routes([3, 2, 3], skips=skips), [Actor(dead, 1)], plan=home)
-    assert any(run(home, routes, CONFIGS["agreed" if dead else "variable"]).across.values())
+    replicas = run(home, routes, CONFIGS["agreed" if dead else "variable"])
+    assert any(replicas.across.values())
+    assert (dead, 1) not in replicas.touched()
 
 
 def test_units_at_home_open_no_way_to_another_replica():

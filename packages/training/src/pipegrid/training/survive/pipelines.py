@@ -53,14 +53,13 @@ def module_positions(plan: Plan, grids: ModuleGrids) -> dict[int, int]:
             f"the plan has the stages on positions {plan.placement}, and the grids put them on {found.placement}: give "
             "schedule_for(graph, ..., placement=...) that of the grids"
         )
-    replica: dict[int, int] = {}
+    replica: dict[int, tuple[int, str]] = {}
     for name, grid in grids.items():
         for rank in grid.ranks:
             here = grid.coords(rank).get("dp", 0)
-            if replica.setdefault(rank, here) != here:
-                raise SurviveError(
-                    f"rank {rank} is in replica {here} of module {name!r}, and in another of another one"
-                )
+            known, other = replica.setdefault(rank, (here, name))
+            if known != here:
+                raise SurviveError(f"rank {rank} is in replica {known} of {other!r} and in replica {here} of {name!r}")
     return {rank: position for position, ranks in enumerate(found.ranks) for rank in ranks}
 
 

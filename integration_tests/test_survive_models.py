@@ -9,6 +9,14 @@ import sys
 import pytest
 import torch
 from attrs import evolve
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from pipegrid.planner import survivable
+from pipegrid.schedules import one_f_one_b
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 
 from .survive_models_ranks import IN_HALVES, PLACES, TRAITS, ModelCase
 from .survive_ranks import Kill
@@ -71,6 +79,22 @@ def require_equal_bits(context, folder, *cases):
                 if not torch.equal(value, wanted[rank]["weights"][name])
             ]
             assert unlike == [], (rank, case)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_sharded_over_replicas_comes_from_the_checkpoint_and_that_is_said_beforehand(ranks):
+    """By `survivable`, and by `Survivors` before anything is sent: it has no store."""
+    grid, stage = HyperCommGrid([2], ["dp"]), nn.Linear(4, 4)
+    fully_shard(stage, mesh=init_device_mesh("cpu", (2,)))
+    for dead in range(2):
+        assert survivable({"model": grid}, (dead,)).survives
+        said = survivable({"model": grid}, (dead,), sharding="parameters")
+        assert str(said) == f"without rank {dead}: restart, parameters and optimizer from a checkpoint"
+    job = PipelineJob(grid, one_f_one_b(1, 2))
+    with pytest.raises(
+        SurviveError, match=r"'weight' is sharded over replicas by fully_shard, .* only in a checkpoint"
+    ):
+        Survivors(None, job, modules=stage, retire=job.retire)
 
 
 def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:

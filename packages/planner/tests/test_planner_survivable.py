@@ -6,6 +6,7 @@ import math
 from itertools import combinations
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,18 +159,25 @@ def test_a_mistake_is_a_typed_error(options, text):
 
 
 @pytest.mark.parametrize(("batch", "replicas"), [(4, {2, 4}), (1, {1})])
-def test_the_report_of_a_plan_says_which_deaths_it_survives(batch, replicas):
-    planned = plan(small_job(decoder=3, encoder=2, batch=batch, schedules=("1f1b",)), gpus=8)
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_the_report_of_a_plan_says_which_deaths_it_survives(batch, replicas, sharding):
+    job = small_job(decoder=3, encoder=2, batch=batch, schedules=("1f1b",))
+    planned = plan(evolve(job, training=evolve(job.training, sharding=sharding)), gpus=8)
     assert survival(planned.winner, planned.memory) in summary(planned)
     assert {min(part.dp for part in choice.arrangement.parts) for choice in planned.choices} == replicas
     for choice in planned.choices:
         text, gpus = survival(choice, planned.memory), choice.arrangement.gpus
+        counted = f"{gpus} of {gpus} single deaths, "
         if batch == 1:
             assert text == "survivable: no death of a GPU, its work or its state is on no other"
-        else:
-            assert text.startswith(f"survivable: {gpus} of {gpus} single deaths, ")
-            assert "a buddy's host" in text
+        elif sharding == "none":
+            assert text.startswith(f"survivable: {counted}")
             assert text.endswith("others restart from a checkpoint")
+        else:
+            assert text.startswith(
+                "survivable: no death of a GPU, whose optimizer states are sharded over replicas and "
+            )
+            assert f"which training.survive does not keep, {counted}" in text
 
 
 def test_the_room_for_a_death_is_what_the_dead_held_shared_by_the_others():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from attrs import evolve
 from torch import nn
 
-from pipegrid.schedules import one_f_one_b
+from pipegrid.schedules import LossScaler, PipelineConfig, one_f_one_b
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epoch, Verdict
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training.survive import PipelineJob, RankRetiredError, SurviveError, Survivors
+from pipegrid.training.survive import Living, PipelineJob, PipelineWorld, RankRetiredError, SurviveError, Survivors
 
 
 class Epochs:
@@ -58,6 +61,27 @@ def test_the_peers_of_the_dead_retire():
     job = PipelineJob(HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"], world_size=8), one_f_one_b(2, 4))
     assert job.retire(frozenset({0})) == (1,)
     assert job.retire(frozenset({0, 1, 7})) == (6,)
+
+
+def test_a_world_sets_configs_and_scalers_and_puts_them_back():
+    """Of a `PipelineConfig`, and of another framework's; a module without one is left alone."""
+    scaler, group = LossScaler(), object()
+    ours = PipelineConfig(grad_scale_func=scaler, calculate_per_token_loss=True)
+    theirs, stages = SimpleNamespace(hidden_size=4), [nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)]
+    stages[0].config, stages[1].config = ours, theirs
+    living = Living(HyperCommGrid([2, 2], ["dp", "pp"], world_size=4), range(4))
+    unused = dict.fromkeys(("actor", "routes", "groups", "checkpoints", "schedule", "paced", "times", "timeout"))
+    communicator = SimpleNamespace(close=lambda: None)
+    world = PipelineWorld(epoch=1, living=living, job_group=group, communicator=communicator, made=[], **unused)
+    world.configure(stages)
+    assert stages[0].config == evolve(ours, job_group=group)
+    assert vars(stages[1].config) == {"hidden_size": 4, "job_group": group, "tied_parameters": (), "hooks": ()}
+    assert scaler.job_group is group
+    world.close()
+    assert stages[0].config is ours
+    assert stages[1].config is theirs
+    assert scaler.job_group is None
+    assert not hasattr(stages[2], "config")
 
 
 class World:

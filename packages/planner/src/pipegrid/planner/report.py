@@ -109,14 +109,19 @@ def survival(choice: Choice, memory: float) -> str:
     text = f"survivable: {gpus} of GPUs; {nodes} of nodes"
     if divided:
         host = max(part.optimizer for part in choice.memory)
-        text += f"; with optimizer states on a buddy's host ({host / 1e9:.1f} GB for each GPU)"
+        text = (
+            "survivable: no death of a GPU, whose optimizer states are sharded over replicas and come from the "
+            f"checkpoint; with copies on a buddy's host ({host / 1e9:.1f} GB for each GPU), which training.survive "
+            f"does not keep, {gpus} of GPUs; {nodes} of nodes"
+        )
     free = [memory - taken.total for taken in choice.memory]
     more, position, room = max(_rooms(choice), key=lambda row: row[-1] - free[row[1]])
-    sources = survivable_table(grids, sharding=sharding, buddy=divided)
+    sources = survivable_table(grids, sharding=sharding)
     return (
         f"{text}\n{sources}\none death needs room for up to {more} more microbatches on position {position} "
         f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)\n"
-        "a prediction: training.survive goes on in pipelines of one module on gloo; others restart from a checkpoint"
+        "a prediction: training.survive goes on in pipelines of one module on gloo whose replicas are whole; others "
+        "restart from a checkpoint"
     )
 
 

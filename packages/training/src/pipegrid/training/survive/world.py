@@ -81,7 +81,7 @@ class PipelineWorld:
     _times: UnitTimes | None = field(alias="times")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _timeout: timedelta = field(alias="timeout")
-    _configs: list[tuple[Any, Any]] = field(factory=list, init=False)
+    _before: list[tuple[Any, str, Any]] = field(factory=list, init=False)  # attributes that `configure` has set
     _aborted: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
 
@@ -140,20 +140,24 @@ class PipelineWorld:
         owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
         ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
         label = f"epoch {self.epoch}"
-        living = ties_among(ties.values(), self.living.ranks, label=label, timeout=self._timeout)
+        living = ties_among(ties.values(), self.living.ranks, label=label, timeout=self._timeout) if ties else ()
         self._made += [tie.group for tie in living if tie.group is not None]
         for owner in owners:
             here = {tie.name for tie in option(owner.config, "tied_parameters")}
-            self._configs.append((owner, owner.config))
             scaler = option(owner.config, "grad_scale_func")
             if isinstance(scaler, LossScaler):
-                scaler.job_group = self.job_group
-            owner.config = with_options(
+                self._set(scaler, "job_group", self.job_group)
+            changed = with_options(
                 owner.config,
                 job_group=self.job_group,
                 tied_parameters=tuple([tie for tie in living if tie.name in here]),
                 hooks=(*option(owner.config, "hooks"), *(() if self._times is None else (self._times,))),
             )
+            self._set(owner, "config", changed)
+
+    def _set(self, holder: Any, name: str, value: Any) -> None:
+        self._before.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
 
     def abort(self, cause: str) -> None:
         """See `World.abort`."""
@@ -163,9 +167,8 @@ class PipelineWorld:
 
     def close(self) -> None:
         """See `World.close`."""
-        while self._configs:
-            owner, config = self._configs.pop()
-            owner.config = config
+        while self._before:
+            setattr(*self._before.pop())
         self.communicator.close()
         if self._checkpoints is not None:
             (self._checkpoints.discard if self._aborted else self._checkpoints.close)()

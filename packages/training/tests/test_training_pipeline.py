@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
+from torch import nn
 from torch.nn import functional as F
 
-from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, recording_from_json
+from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import LossError, StepArgumentError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline, PipelineModule
@@ -313,3 +315,61 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
             return
         with pytest.raises(StepArgumentError, match="a microbatch of 1 rows does not divide among the 2 replicas"):
             microbatch(texts(0, rows=1), Share(0, 2), torch.device("cpu"))
+
+
+class Plus(nn.Linear):
+    """A text, and what the encoder has made of its image, if there is one."""
+
+    def set_input_tensor(self, received):
+        self.received = received
+
+    def forward(self, text, seen=0.0):
+        return super().forward(text + seen)
+
+
+def squares(output, batch):
+    return output.square().sum(), output.shape[0]
+
+
+@pytest.mark.ranks(4)
+def test_microbatches_without_an_image_skip_the_encoder(ranks):
+    """Two replicas with three and two microbatches, of which each has one with an image."""
+    grids = [HyperCommGrid([2, 1], ["dp", "pp"], rank_offset=2 * place) for place in range(2)]
+    modules = {
+        "images": PipelineModule(
+            made(lambda: nn.Linear(4, 4)), None, grids[0], forward=lambda stage, batch: stage(batch["image"])
+        ),
+        "language": PipelineModule(
+            made(lambda: Plus(4, 4)),
+            None,
+            grids[1],
+            forward=lambda stage, batch: stage(batch["text"], stage.received.get("images", 0.0)),
+        ),
+    }
+    draw = torch.Generator().manual_seed(0)
+    data = [[{"text": torch.randn(2, 1, 4, generator=draw).double()} for _ in range(count)] for count in (3, 2)]
+    for replica, number in ((0, 1), (1, 0)):
+        data[replica][number]["image"] = torch.randn(2, 1, 4, generator=draw).double()
+    encoder, language = whole_of(lambda: nn.Linear(4, 4)), whole_of(lambda: Plus(4, 4))
+    texts = [part for batch in data for part in batch]
+    sums = [language(part["text"], encoder(part["image"]) if "image" in part else 0.0).square().sum() for part in texts]
+    whole = torch.stack(sums).sum() / (2 * len(texts))
+    whole.backward()
+    config = PipelineConfig(variable_seq_lengths=True, pipeline_dtype=torch.float64)
+    with Pipeline(modules, topology={"images": ["language"]}, config=config, loss=squares) as pipeline:
+        batch = data[pipeline.replica]
+        without = [number for number, part in enumerate(batch) if "image" not in part]
+        routes = agree_on_routes(len(batch), {"images": without}, replica=pipeline.replica)
+        torch.testing.assert_close(pipeline.step(batch, routes=routes), whole.detach(), rtol=1e-12, atol=0.0)
+        expected = dict((encoder if ranks.rank < 2 else language).named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-12, atol=1e-14)
+            parameter.grad = None
+        torch.testing.assert_close(pipeline.evaluate(batch, routes=routes), whole.detach(), rtol=1e-12, atol=0.0)
+        with pytest.raises(StepArgumentError, match="move microbatches to other replicas"):
+            pipeline.step(batch, routes=evolve(routes, moves={(0, 1): 1}))
+        with pytest.raises(StepArgumentError, match="num_microbatches"):
+            pipeline.step(batch[:1], routes=routes)
+        pipeline.record(ranks.shared_path / "recording.json")
+        with pytest.raises(StepArgumentError, match="record"):
+            pipeline.step(batch, routes=routes)

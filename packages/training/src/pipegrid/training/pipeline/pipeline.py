@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.schedules import Monitor, PipelineConfig, Plan, clip_grad_norm_
+from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
@@ -130,7 +130,16 @@ class Pipeline:
             monitor=config.monitor or monitor_of(monitor, self.device),
         )
         self._steps = Steps(
-            own, self.stages, self.groups, own_shares, self.communicator, self.config, schedule, loss_of, self.device
+            own,
+            self.stages,
+            self.groups,
+            own_shares,
+            self.communicator,
+            self.config,
+            schedule,
+            loss_of,
+            self.device,
+            self.replica,
         )
 
     @property
@@ -143,24 +152,29 @@ class Pipeline:
         """The name of `replicas` until this version."""
         return self.replicas
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
 
         Args:
             batch: the whole batch of this rank's replica (``replica`` of ``replicas``), on any device. Ranks of one
                 give the same.
+            routes: of this step (`agree_on_routes`), for microbatches that skip a module, such as those without an
+                image, and unequal numbers of them. Those that move to other replicas are an error: their rows are here
+                alone.
 
         Returns:
             The mean loss over what all replicas count, a float64 scalar, on every rank.
         """
         parts = microbatches(batch, **self._cut)
+        if routes is not None and self._recording is not None:
+            raise StepArgumentError("record() is of a step in which replicas act alike; this one has routes")
         path, self._recording = self._recording, None
-        return self._steps.run(parts) if path is None else self._steps.recorded(parts, path)
+        return self._steps.run(parts, routes) if path is None else self._steps.recorded(parts, path)
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """The mean loss of a batch, as of `step`, without gradients and in evaluation mode; on every rank."""
         with evaluating(self.stages):
-            return self._steps.run(microbatches(batch, **self._cut), forward_only=True)
+            return self._steps.run(microbatches(batch, **self._cut), routes, forward_only=True)
 
     def generate(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from pipegrid.schedules import (
     Plan,
     Recorder,
     Recording,
+    Routes,
     get_forward_backward_func,
     recording_to_json,
     step_plan,
 )
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.timeline import Track
@@ -46,6 +49,7 @@ class Steps:
         schedule: its name.
         loss: of a last stage's output.
         device: of the stages.
+        replica: whose batch this rank reads.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -57,26 +61,40 @@ class Steps:
     schedule: str
     loss: Callable[[Any, Microbatch], Counted]
     device: torch.device
+    replica: int
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
 
-    def arguments(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What a step function is called with."""
+    def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
+        """What a step function is called with.
+
+        Raises:
+            StepArgumentError: the routes move microbatches, or share calls.
+        """
+        if routes is not None and (routes.moves or routes.every or routes.dead):
+            raise StepArgumentError(
+                "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "
+                "share calls; give such routes to a step function, with UnitBatches"
+            )
         shared = {name: [microbatch(part, share, self.device) for part in parts] for name, share in self.shares.items()}
+        read = {name: iter if routes is None else partial(_passing, routes, self.replica, name) for name in shared}
         return {
             "forward_step_func": self._forward_step,
-            "data_iterator": {name: [iter(shared[name]) for _ in stages] for name, stages in self.stages.items()},
+            "data_iterator": {name: [read[name](shared[name]) for _ in stages] for name, stages in self.stages.items()},
             "model": self.stages,
             "num_microbatches": len(parts),
             "p2p_communicator": self.communicator,
             "pg_collection": self.groups,
+            **({} if routes is None else {"routes": routes}),
         }
 
-    def run(self, parts: Sequence[Mapping[str, Any]], *, forward_only: bool = False) -> Tensor:
+    def run(
+        self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None, *, forward_only: bool = False
+    ) -> Tensor:
         """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
         step = get_forward_backward_func(schedule=self.schedule)
-        losses = step(**self.arguments(parts), forward_only=forward_only)
+        losses = step(**self.arguments(parts, routes), forward_only=forward_only)
         # Tensor-parallel ranks have the same losses, of which one counts.
         tp = [groups.tp for name, groups in self.groups.items() if name in self.communicator.graph.sinks]
         if losses and not any(group is not None and group.rank() for group in tp):
@@ -133,3 +151,9 @@ class Steps:
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):
             stage.config = config
+
+
+def _passing(routes: Routes, replica: int, module: str, parts: Sequence[Microbatch]) -> Iterator[Microbatch]:
+    """The microbatches of ``replica`` that pass through a module."""
+    units = zip(routes.units_of(replica), parts, strict=False)  # how many, the step function compares
+    return iter([part for unit, part in units if not routes.skips_module(unit, module)])

@@ -234,3 +234,37 @@ def test_an_idle_group_keeps_what_it_sent_until_a_wait_or_its_next_launch(ranks,
     work = group.send([torch.zeros(4)], 1, 0)
     until(lambda: gone() is None)
     work.wait()
+
+
+@pytest.mark.parametrize(
+    ("mode", "batched", "holds"),
+    [
+        pytest.param(mode, *case, marks=pytest.mark.ranks(2, backend="fake_nccl", fake_nccl=mode))
+        for mode, case in [
+            *(("nccl2", case) for case in ((True, "nothing"), (True, "work"), (False, "nothing"), (False, "work"))),
+            ("streams", (True, "nothing")),
+        ]
+    ],
+)
+def test_memory_of_a_receive_that_is_freed_before_its_end(ranks, mode, batched, holds):
+    """The work of a lone one holds it, that of a batch does not; in the other backend the group does."""
+    group, there = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if ranks.rank == 0:
+        there.recv([torch.zeros(1)], 1, 0).wait()
+        group.send([torch.ones(4)], 1, 0).wait()
+    else:
+        if batched:
+            group._start_coalescing(CPU)
+        buffer = torch.zeros(4)
+        work = group.recv([buffer], 0, 0)
+        if batched:
+            work = group._end_coalescing(CPU)
+        del buffer
+        if holds == "nothing":
+            del work
+        there.send([torch.ones(1)], 0, 0).wait()
+        until(lambda: not ranks.fake_device.unfinished())
+        found = violations(ranks)
+        assert len(found) == (mode == "nccl2" and (batched or holds == "nothing"))
+        assert all("memory of a receive of 16 bytes from rank 0" in text for text in found)
+    ranks.barrier()

@@ -21,7 +21,14 @@ from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import Entry, Operation
 from pipegrid.testing.fake_nccl.groups.ending import Ending
 from pipegrid.testing.fake_nccl.groups.meeting import Meeting, global_ranks
-from pipegrid.testing.fake_nccl.groups.transfers import BACKEND, NEVER, HiddenGroup, Transfer, make_unreadable
+from pipegrid.testing.fake_nccl.groups.transfers import (
+    BACKEND,
+    NEVER,
+    Freeable,
+    HiddenGroup,
+    Transfer,
+    make_unreadable,
+)
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
 from pipegrid.testing.fake_nccl.torch_compat import GroupBase, tree_map
 
@@ -117,23 +124,29 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                     make_unreadable(tensor)
                 there = streams.on_device(tensor)
                 copy = there.detach().clone() if sending else torch.empty_like(there, requires_grad=False)
-                transfers.append((Transfer(sending, there, peer, copy), tensor))
+                memory = there if sending or self._runs_later() else self._received_into(there)
+                transfers.append((Transfer(sending, memory, peer, copy), tensor))
         if self._batch is None:
             return self._launch_transfers(transfers, batched=False)
         self._batch += transfers
         return None
 
+    def _received_into(self, tensor: Tensor) -> Tensor | Freeable:
+        """What the backend keeps of a tensor to receive: it records its memory on the stream, or stashes it."""
+        return tensor
+
     def _launch_transfers(self, batch: Sequence[tuple[Transfer, Tensor]], *, batched: bool) -> FakeWork:
         transfers, late, hidden = [transfer for transfer, _ in batch], self._runs_later(), self._connect()
         operations = tuple(
-            Operation("send" if each.sending else "recv", self._ranks[each.peer], each.tensor.nbytes)
+            Operation("send" if each.sending else "recv", self._ranks[each.peer], each.copy.nbytes)
             for each in transfers
         )
 
         def run() -> None:
             if late:  # what was posted is there now
                 for each in transfers:
-                    each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
+                    if isinstance(each.tensor, Tensor):
+                        each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
             hidden.exchange(transfers, batched=batched)
 
         return self._launch(

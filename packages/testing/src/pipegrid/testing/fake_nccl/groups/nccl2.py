@@ -4,7 +4,8 @@
   has one as well.
 - A wait raises an error that is known by then. The error of one entry is that of all unfinished works of its group.
   ``is_success()`` is true of a work that runs.
-- An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive.
+- An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive: the
+  work of a lone one holds its tensor, that of a batch does not; memory that is freed before the end is a violation.
 - The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
   grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
 - A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a wait.
@@ -31,6 +32,7 @@ from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.elapsed import comes
 from pipegrid.testing.fake_nccl.entries import Entry
 from pipegrid.testing.fake_nccl.groups.group import FakeGroup
+from pipegrid.testing.fake_nccl.groups.transfers import Freeable
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
 from pipegrid.testing.fake_nccl.rules import Nccl2Rules
 from pipegrid.testing.fake_nccl.torch_compat import WorkBase
@@ -42,6 +44,7 @@ class Nccl2Work(FakeWork):
     def __init__(self, entry: Entry, device: FakeDevice, group: Nccl2Group, *, holds: bool) -> None:
         super().__init__(entry, device, holds=holds, abort=group.abort)
         self._group = group
+        self.held: Sequence[Tensor] = ()
 
     def is_completed(self) -> bool:
         """The entry has ended, or an entry of its group has failed."""
@@ -122,8 +125,15 @@ class Nccl2Group(FakeGroup):
         return super().send(tensors, peer, tag) or self._complete()
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        """Launch a receive, or add it to the batch: then the work is complete at once."""
-        return super().recv(tensors, peer, tag) or self._complete()
+        """Launch a receive, whose work holds the tensors, or add it to the batch: then the work is complete at once."""
+        work = super().recv(tensors, peer, tag)
+        if work is None:
+            return self._complete()
+        work.held = tensors
+        return work
+
+    def _received_into(self, tensor: Tensor) -> Freeable:
+        return Freeable(tensor)
 
     def _end_coalescing(self, device: Any = None) -> Any:
         return super()._end_coalescing(device) or self._complete()

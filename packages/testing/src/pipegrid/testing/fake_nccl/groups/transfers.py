@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import MismatchError
+from pipegrid.testing.fake_nccl.torch_compat import WeakStorage, living
 
 BACKEND = "fake_nccl"
 # Gloo's own limit: never the first to end a wait.
@@ -27,15 +28,34 @@ _UNREAD_BYTE = 0x7F
 _LOOK_SECONDS = 0.002  # between two looks for the other end of a first message
 
 
+class Freeable:
+    """A tensor that a receive writes to, whose memory its user may free meanwhile: the backend does not keep it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage: Any = WeakStorage(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._dtype = tensor.dtype
+
+    def living(self) -> Tensor | None:
+        """The tensor; None where its memory is gone."""
+        storage, found = living(self._storage), torch.empty(0, dtype=self._dtype)
+        return None if storage is None else found.set_(storage, *self._place)
+
+
 @define(eq=False)
 class Transfer:
     """One send or receive of a batch."""
 
     sending: bool
-    tensor: Tensor
+    tensor: Tensor | Freeable
     peer: int
     # Sends: the values at the call (on a late device at the start). Receives: where data waits for the entry's end.
     copy: Tensor
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What is sent, or received into; None where its user has freed it."""
+        return self.tensor.living() if isinstance(self.tensor, Freeable) else self.tensor
 
 
 class HiddenGroup:
@@ -74,23 +94,29 @@ class HiddenGroup:
             if not torch.equal(kind, other):
                 raise self._mismatch(transfer, _text(kind), _text(other))
         for transfer in transfers:
-            if not transfer.sending:
-                transfer.tensor.detach().copy_(transfer.copy)
-            elif not _same_bytes(transfer.tensor, transfer.copy):
+            there = transfer.memory
+            if there is None:
                 self._violations.append(
-                    f"a send of {transfer.tensor.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
+                    f"memory of a receive of {transfer.copy.nbytes} bytes from rank {self._ranks[transfer.peer]} in "
+                    f"group {self._name} was freed before the transfer ended, which the backend does not wait for"
+                )
+            elif not transfer.sending:
+                there.detach().copy_(transfer.copy)
+            elif not _same_bytes(there, transfer.copy):
+                self._violations.append(
+                    f"a send of {there.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
                     f"{self._name}: its tensor was written to between the call and the end of the transfer"
                 )
 
     def _move(self, transfers: Sequence[Transfer]) -> tuple[list[Tensor], list[Tensor]]:
         """Move a batch, all sends posted before anything is waited for; the kinds of message here and there."""
         hidden = self.gloo
-        kinds = [_kind(transfer.tensor) for transfer in transfers]
+        kinds = [_kind(transfer.copy) for transfer in transfers]
         others = [torch.zeros_like(kind) for kind in kinds]  # of the other side: told with a send, and in the answer
         posted: list[list[Any]] = []
         for transfer, kind, other in zip(transfers, kinds, others, strict=True):
             if transfer.sending:
-                payload = transfer.tensor.detach().clone()
+                payload = cast("Tensor", transfer.memory).detach().clone()  # as it is when the entry starts
                 told = hidden.send([kind], transfer.peer, _KIND), hidden.recv([other], transfer.peer, _ANSWER)
                 posted.append([payload, hidden.send([payload], transfer.peer, _DATA), *told])
             else:
@@ -131,9 +157,9 @@ class HiddenGroup:
     def _buffer(self, transfer: Transfer) -> bool:
         """Whether a send ends before its receive has come: its bytes fit into what may be buffered."""
         with self._lock:
-            fits = self._buffered[transfer.peer] + transfer.tensor.nbytes <= self._device.eager_bytes
+            fits = self._buffered[transfer.peer] + transfer.copy.nbytes <= self._device.eager_bytes
             eager = self._device.eager_bytes > 0 and fits
-            self._buffered[transfer.peer] += transfer.tensor.nbytes if eager else 0
+            self._buffered[transfer.peer] += transfer.copy.nbytes if eager else 0
         return eager
 
     def _end_later(self, transfer: Transfer, works: Sequence[Any]) -> None:
@@ -143,7 +169,7 @@ class HiddenGroup:
             with contextlib.suppress(RuntimeError):  # its connection was cut
                 _wait_all(works)
             with self._lock:
-                self._buffered[transfer.peer] -= transfer.tensor.nbytes
+                self._buffered[transfer.peer] -= transfer.copy.nbytes
 
         threading.Thread(target=wait, name="fake eager send", daemon=True).start()
 

@@ -120,8 +120,8 @@ def survival(choice: Choice, memory: float) -> str:
     return (
         f"{text}\n{sources}\none death needs room for up to {more} more microbatches on position {position} "
         f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)\n"
-        "a prediction: training.survive goes on where modules have equal dp and whole replicas, on gloo; others restart "
-        "from a checkpoint"
+        "a prediction: training.survive goes on where modules have equal dp and whole replicas, on gloo; others "
+        "restart from a checkpoint"
     )
 
 

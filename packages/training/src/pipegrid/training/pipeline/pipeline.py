@@ -93,7 +93,6 @@ class Pipeline:
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
         self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size}
-        loss_of = OwnLoss() if loss is None else given_loss(loss)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
 
@@ -137,7 +136,7 @@ class Pipeline:
             self.communicator,
             self.config,
             schedule,
-            loss_of,
+            OwnLoss() if loss is None else given_loss(loss),
             self.device,
             self.replica,
         )

@@ -108,10 +108,9 @@ class Script:
 
     def run(self, rank, process):
         here.rank = rank
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2).double()
+        model = made()
         if process:
-            torch.nn.init.zeros_(model.weight)
+            nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         survivors = Survivors(
             self.store,
@@ -154,9 +153,15 @@ def part(step, number):
     return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + number))
 
 
+def made():
+    model = nn.Linear(3, 2, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(part(STEPS, 0))
+    return model
+
+
 def alone():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
+    model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         model.weight.grad = torch.stack([part(step, number) for number in range(6)]).sum(0)
@@ -176,7 +181,11 @@ def threads(monkeypatch):
 
 @pytest.mark.parametrize(
     "deaths",
-    [{(1, 0): 2}, {(0, 0): 2, (0, 1): 7}, {(0, 0): 1, (2, 0): 2}],
+    [
+        pytest.param({(1, 0): 2}, marks=pytest.mark.nightly),
+        {(0, 0): 2, (0, 1): 7},
+        pytest.param({(0, 0): 1, (2, 0): 2}, marks=pytest.mark.nightly),
+    ],
     ids=["once", "the lowest, twice", "two"],
 )
 def test_new_processes_train_on_with_the_weights_of_an_undisturbed_run(threads, deaths):

@@ -94,18 +94,21 @@ def test_a_new_process_takes_the_place_of_a_killed_one(context, tmp_path, case):
     require_undisturbed(context, case, tmp_path / "case")
 
 
+@pytest.mark.nightly
 def test_another_peer_sends_the_state_where_one_dies_as_it_sends(context, tmp_path):
     """The peer comes back as well."""
     case = Case("pipeline", 2, 4, (Kill(5, "F"), Kill(4, "send state", 3, 4)), back=(3, 5))
     require_undisturbed(context, case, tmp_path / "case")
 
 
+@pytest.mark.nightly
 def test_the_job_goes_on_where_the_new_process_dies_as_it_receives_and_the_next_one_comes_in(context, tmp_path):
     kills = (Kill(3, "B"), Kill(3, "receive state", -1, 4, process=1))
     case = Case("pipeline", 2, 2, kills, back=(3, 5), heartbeat=2.0)
     require_undisturbed(context, case, tmp_path / "case", came={3: 2})
 
 
+@pytest.mark.nightly
 def test_a_position_whose_state_is_lost_on_its_way_ends_the_job_by_its_name(context, tmp_path):
     case = Case("pipeline", 2, 2, (Kill(3, "F"), Kill(2, "send state", 3, 4)), back=(3,), heartbeat=2.0)
     outcomes, _, logs = play(context, case, tmp_path / "case")

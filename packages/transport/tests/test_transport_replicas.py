@@ -31,7 +31,9 @@ def pipelines(ranks, replicas=REPLICAS, **options):
     """This rank's communicator, and its replica and place."""
     groups = [dist.new_group(row) for row in replicas]
     ((replica, row),) = ((number, row) for number, row in enumerate(replicas) if ranks.rank in row)
-    settings = {name: options.pop(name) for name in [*options] if name not in ("tensor_shape", "placement", "replicas")}
+    settings = {
+        name: options.pop(name) for name in [*options] if name not in ("tensor_shape", "placement", "replicas", "graph")
+    }
     given = {"replicas": replicas, **options}
     return P2PCommunicator(groups[replica], config(**settings), **given), replica, row.index(ranks.rank)
 

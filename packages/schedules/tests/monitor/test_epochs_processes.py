@@ -249,7 +249,7 @@ def test_a_new_process_comes_in_and_the_old_one_that_wakes_up_does_nothing(store
         newest.ready = True
         done = [pool.submit(epochs.done, "step 1") for epochs in (zero, newest)]
         assert [one.result(20) for one in done] == [True, True]
-    with pytest.raises(FencedError):
+    with pytest.raises(JobFailedError, match="late, of a process"):
         old.vote("step 0")
     assert zero.asking == {}
     for epochs in (zero, old, new, newest):

@@ -231,10 +231,12 @@ def test_a_new_process_comes_in_and_the_old_one_that_wakes_up_does_nothing(store
     with pytest.raises(JobFailedError, match=r"rank 1 is outside of the job.*join\(\) has not returned"):
         Epochs(store, rank=1, **settings).done("step 1")
     with ThreadPoolExecutor(2) as pool:
-        with pytest.raises(FencedError, match="another process of rank 1 has come after this one"):
-            new.join()
         newest = Epochs(store, rank=1, **settings)
         joined = pool.submit(newest.join)
+        while not newest._pulse.ledger.asking():
+            time.sleep(0.02)
+        with pytest.raises(FencedError, match="another process of rank 1 has come after this one"):
+            new.join()
         end = time.monotonic() + 20
         while not zero.asking and time.monotonic() < end:
             time.sleep(0.02)
@@ -247,7 +249,7 @@ def test_a_new_process_comes_in_and_the_old_one_that_wakes_up_does_nothing(store
         newest.ready = True
         done = [pool.submit(epochs.done, "step 1") for epochs in (zero, newest)]
         assert [one.result(20) for one in done] == [True, True]
-    with pytest.raises(FencedError):
+    with pytest.raises(JobFailedError, match="late, of a process"):
         old.vote("step 0")
     assert zero.asking == {}
     for epochs in (zero, old, new, newest):

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 from integration_tests import survive_ranks
 from integration_tests.survive_ranks import (
     ALONE,
+    HALVES,
     JOBS,
     MICROBATCHES,
     PLACES,
@@ -195,7 +196,10 @@ def rank_main(case: ModulesCase, rank: int, port: int, folder: str) -> None:
 
 def whole_matrix(case: ModulesCase) -> list[ModulesCase]:
     """Every rank at every place of its own, in as few runs as leave one replica of each position."""
-    left = {rank: [*PLACES["pipeline"], *MESSAGES[rank // case.replicas]] for rank in range(case.world_size)}
+    halves = [place for place in PLACES["pipeline"] if place not in ("B", "after B")] + [*HALVES]
+    splits = [case.schedule != "1f1b" and stage > 0 for stage in range(STAGES)]  # an encoder's backwards stay whole
+    places = [[*(halves if splits[stage] else PLACES["pipeline"]), *MESSAGES[stage]] for stage in range(STAGES)]
+    left = {rank: [*places[rank // case.replicas]] for rank in range(case.world_size)}
     cases = []
     while any(left.values()):
         chosen = []

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from pipegrid.planner import survivable
 from pipegrid.schedules import one_f_one_b
 from pipegrid.topology import HyperCommGrid
+from pipegrid.topology.grid import Grid
 from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 
 from .survive_models_ranks import IN_HALVES, PLACES, TRAITS, ModelCase
@@ -87,8 +88,8 @@ def test_what_is_sharded_over_replicas_comes_from_the_checkpoint_and_that_is_sai
     grid, stage = HyperCommGrid([2], ["dp"]), nn.Linear(4, 4)
     fully_shard(stage, mesh=init_device_mesh("cpu", (2,)))
     for dead in range(2):
-        assert survivable({"model": grid}, (dead,)).survives
-        said = survivable({"model": grid}, (dead,), sharding="parameters")
+        assert survivable({"model": Grid([2], ["dp"])}, (dead,)).survives
+        said = survivable({"model": Grid([2], ["dp"])}, (dead,), sharding="parameters")
         assert str(said) == f"without rank {dead}: restart, parameters and optimizer from a checkpoint"
     job = PipelineJob(grid, one_f_one_b(1, 2))
     with pytest.raises(

@@ -8,6 +8,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from .kit import programs
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,7 @@ def test_the_script_is_short_and_little_of_it_is_about_pipegrid():
     assert len(training) <= 9
 
 
+@pytest.mark.nightly
 def test_the_script_goes_on_in_another_layout_and_recites(tmp_path):
     printed = run([SCRIPT], tmp_path)
     losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\S+)", printed)]

@@ -151,6 +151,7 @@ raise SystemExit(attempt < 2)
 """
 
 
+@pytest.mark.nightly
 def test_a_signal_to_dump_does_not_reach_the_attempts_that_follow(tmp_path):
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)

@@ -150,10 +150,10 @@ def measure(choice: Choice, steps: int) -> list[float]:
     found: list[float] = []
 
     class Timed(Pipeline):
-        def step(self, batch: Any) -> Tensor:
+        def step(self, batch: Any, **settings: Any) -> Tensor:
             dist.barrier()
             start = time.perf_counter()
-            loss = super().step(batch)
+            loss = super().step(batch, **settings)
             found.append(time.perf_counter() - start)
             return loss
 

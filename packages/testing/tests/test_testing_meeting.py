@@ -86,6 +86,7 @@ def test_a_deadline_of_hours_is_over_when_the_clock_has_moved(ranks, mode):
 def test_a_first_batch_connects_with_all_of_its_peers(ranks, order):
     """Wrong: a batch with two peers, one of which comes to it only after the other one's message has ended."""
     device, group = ranks.fake_device, dist.new_group([0, 1, 2], timeout=timedelta(minutes=5))
+    tensors = []  # which a batch does not hold
     batches = {
         0: [[("send", 1), ("send", 2)]],
         1: [[("recv", 0)], [("send", 2)]],
@@ -98,7 +99,8 @@ def test_a_first_batch_connects_with_all_of_its_peers(ranks, order):
         for messages in batches:
             group._start_coalescing(CPU)
             for verb, peer in messages:
-                getattr(group, verb)([torch.zeros(1)], peer, 0)
+                tensors.append(torch.zeros(1))
+                getattr(group, verb)(tensors[-1:], peer, 0)
             work = group._end_coalescing(CPU)
             if order == "connecting":
                 ended(running(work.entry.ended.wait), 0.5)
@@ -108,6 +110,8 @@ def test_a_first_batch_connects_with_all_of_its_peers(ranks, order):
                 ranks.barrier()
                 return
             work.wait()
+    while device.unfinished():
+        time.sleep(0.002)
     ranks.barrier()
 
 

@@ -211,7 +211,7 @@ class Aborted:
 
 
 @over_gloo
-@pytest.mark.parametrize("verb", ["wait", "is_completed"])
+@pytest.mark.parametrize("verb", [pytest.param("wait", marks=pytest.mark.nightly), "is_completed"])
 def test_an_aborted_transfer_that_looks_done_has_failed(ranks, streamed, verb):
     with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
         if ranks.rank == 1:

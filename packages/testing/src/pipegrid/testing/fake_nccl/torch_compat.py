@@ -14,6 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 # As Any: torch's stubs know neither what its trampolines call nor that a weak reference is made from a storage.
 GroupBase: Any = torch.distributed.ProcessGroup
 BackendBase: Any = torch._C._distributed_c10d.Backend  # noqa: SLF001 (has no public name)
+# Whether torch takes backends alone as what a new group is split from: 2.15 does, and lets others extend them.
+SPLITS_BACKENDS: bool = hasattr(torch.distributed.distributed_c10d, "_get_backend_name_for_device")
+# The kind of device that a default group of the fake is bound to, for its splits: 2.15 asks for one that the backend
+# serves, earlier ones for an accelerator.
+BOUND_KIND = "cpu" if SPLITS_BACKENDS else "cuda"
 WorkBase: Any = torch._C._distributed_c10d.Work  # noqa: SLF001 (has no public name)
 WeakStorage: Any = reductions.StorageWeakRef
 
@@ -72,6 +77,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 __all__ = [
+    "BOUND_KIND",
+    "SPLITS_BACKENDS",
     "BackendBase",
     "GroupBase",
     "TorchDispatchMode",

@@ -141,7 +141,7 @@ def resolve_device(
             f"not exist. Leave the backend to the default group"
         )
     bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
-    if kind.in_streams and bound is not None and bound.type == device.type and bound != device:
+    if kind.in_streams and bound is not None and bound.type == device.type and device.index not in (None, bound.index):
         raise P2PUsageError(
             f"backend {backend!r} would move tensors of {device}, but the default process group is bound to {bound}, "
             f"where its groups connect; call torch.cuda.set_device before init_process_group, with the device of its "

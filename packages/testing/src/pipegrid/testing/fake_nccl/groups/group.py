@@ -21,6 +21,7 @@ from pipegrid.testing.fake_nccl.device import FakeDevice
 from pipegrid.testing.fake_nccl.entries import Entry, Operation
 from pipegrid.testing.fake_nccl.groups.ending import Ending
 from pipegrid.testing.fake_nccl.groups.meeting import Meeting, global_ranks
+from pipegrid.testing.fake_nccl.groups.splits import split_source
 from pipegrid.testing.fake_nccl.groups.transfers import (
     BACKEND,
     NEVER,
@@ -254,9 +255,10 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self._splits += 1
         self._meeting(f"split {self._splits}").connect(seconds, ", to split this group for a new one")
 
-    def _get_backend(self, device: Any) -> FakeGroup:
-        del device
-        return self
+    def _get_backend(self, device: Any) -> Any:
+        if torch.device(device).index is None:
+            return self
+        return split_source(self)  # only splits ask by the device that a group is bound to
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout.total_seconds()

@@ -35,7 +35,7 @@ from pipegrid.testing.fake_nccl.groups.group import FakeGroup
 from pipegrid.testing.fake_nccl.groups.transfers import Freeable
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
 from pipegrid.testing.fake_nccl.rules import Nccl2Rules
-from pipegrid.testing.fake_nccl.torch_compat import WorkBase
+from pipegrid.testing.fake_nccl.torch_compat import BOUND_KIND, WorkBase
 
 
 class Nccl2Work(FakeWork):
@@ -98,7 +98,7 @@ class Nccl2Group(FakeGroup):
         super().__init__(device, options, chosen)
         self.rules = device.nccl2 or Nccl2Rules()
         if not options.global_ranks_in_group:  # the default group
-            self.bound_device_id = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self._here)))
+            self.bound_device_id = torch.device(BOUND_KIND, int(os.environ.get("LOCAL_RANK", self._here)))
         self.failure: Exception | None = None
         self._idle: deque[Entry] = deque()
         self._lock = threading.Lock()

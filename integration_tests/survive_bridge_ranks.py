@@ -22,11 +22,13 @@ from integration_tests.survive_ranks import (
     PLACES,
     WIDTH,
     Case,
+    History,
     Kill,
     Places,
     loss_of,
     module,
     optimizer_of,
+    train_on,
 )
 
 from pipegrid.bridges import ModuleGraph
@@ -79,7 +81,7 @@ def modules(case: ModulesCase, places: Places, store) -> dict[str, object]:
     else:
         grid = HyperCommGrid([replicas, STAGES], ["dp", "pp"])
         grid.create_pg("pp")
-    units, step, model = replicas * MICROBATCHES, 0, module(stage)
+    units, model = replicas * MICROBATCHES, module(stage)
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
     plan = schedule_for(GRAPH, case.schedule, MICROBATCHES)
     config = P2PConfig(deadline=20.0, open_deadline=8.0, strict=case.strict)
@@ -92,7 +94,7 @@ def modules(case: ModulesCase, places: Places, store) -> dict[str, object]:
         def forward(self, number, inputs):
             places.reach("forward")
             unit = number if world_of[0].plan.routes else number + replica * MICROBATCHES
-            output = output_of(stage, model, step, unit, inputs.values())
+            output = output_of(stage, model, places.step, unit, inputs.values())
             if outgoing:
                 return Forwarded(dict.fromkeys(outgoing, output))
             loss = loss_of(output, units)
@@ -140,22 +142,7 @@ def modules(case: ModulesCase, places: Places, store) -> dict[str, object]:
     survivors = Survivors(
         store, job, modules=model, heartbeat=case.heartbeat, deadline=case.deadline, retire=job.retire
     )
-    norms, totals = [], []
-    with places.around(survivors):
-        for step in range(case.steps):
-            places.begin(step)
-            places.reach("between")
-            totals.append(survivors.run(f"step {step}", train))
-            places.reach("in between")
-            norms.append(survivors.run(f"norm {step}", norm_of, keep_gradients=False))
-            places.reach("optimizer")
-            for parameter in model.parameters():
-                parameter.grad.mul_(1.0 / norms[-1])
-            optimizer.step()
-            places.reach("after optimizer")
-    weights = {f"{stage}.{name}": value for name, value in model.state_dict().items()}
-    weights |= {"norms": torch.stack(norms), "losses": torch.stack(totals)}
-    return {"weights": weights, "events": [str(event) for event in survivors.events]}
+    return train_on(survivors, case, places, model, stage, optimizer, train, norm_of, History())
 
 
 def modules_alone(case: ModulesCase) -> dict[str, torch.Tensor]:

@@ -273,7 +273,7 @@ class History:
 def pipeline(case: Case, places: Places, store) -> dict[str, object]:
     rank, (positions, replicas) = dist.get_rank(), (case.positions, case.replicas)
     grid = HyperCommGrid([replicas, positions], ["dp", "pp"])
-    units, at, step = replicas * MICROBATCHES, grid.coords(rank), 0
+    units, at = replicas * MICROBATCHES, grid.coords(rank)
     model = module(at["pp"])
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
     plan = SCHEDULES[case.schedule](positions, MICROBATCHES)
@@ -298,7 +298,7 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
                 plan.graph,
                 at["pp"],
                 model,
-                data=lambda unit: batch(step, unit if world.plan.routes else unit + at["dp"] * MICROBATCHES),
+                data=lambda unit: batch(places.step, unit if world.plan.routes else unit + at["dp"] * MICROBATCHES),
                 loss=loss,
                 before=lambda unit: places.reach("forward"),
             )
@@ -326,7 +326,6 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
         return norm
 
     history = History()
-    norms, totals = history.norms, history.losses
     survivors = Survivors(
         store,
         job,
@@ -336,23 +335,28 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
         deadline=case.deadline,
         retire=job.retire,
     )
+    return train_on(survivors, case, places, model, at["pp"], optimizer, train, norm_of, history)
+
+
+def train_on(survivors, case, places, model, number, optimizer, train, norm_of, history) -> dict[str, object]:
+    """The outcome of the steps of a job: this rank's stage is ``number``."""
     with places.around(survivors):
         for step in survivors.steps(range(case.steps)):
             places.begin(step)
             places.reach("between")
-            if step in case.back and rank == survivors.epochs.current.members[0]:
+            if step in case.back and dist.get_rank() == survivors.epochs.current.members[0]:
                 while len(survivors.epochs.current.members) < case.world_size and not survivors.epochs.asking:
                     time.sleep(0.02)
-            totals.append(survivors.run(f"step {step}", train))
+            history.losses.append(survivors.run(f"step {step}", train))
             places.reach("in between")
-            norms.append(survivors.run(f"norm {step}", norm_of, keep_gradients=False))
+            history.norms.append(survivors.run(f"norm {step}", norm_of, keep_gradients=False))
             places.reach("optimizer")
             for parameter in model.parameters():
-                parameter.grad.mul_(1.0 / norms[-1])
+                parameter.grad.mul_(1.0 / history.norms[-1])
             optimizer.step()
             places.reach("after optimizer")
-    weights = {f"{at['pp']}.{name}": value for name, value in model.state_dict().items()}
-    weights |= {"norms": torch.stack(norms), "losses": torch.stack(totals)}
+    weights = {f"{number}.{name}": value for name, value in model.state_dict().items()}
+    weights |= {"norms": torch.stack(history.norms), "losses": torch.stack(history.losses)}
     return {"weights": weights, "events": [str(event) for event in survivors.events]}
 
 

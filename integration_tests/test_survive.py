@@ -89,6 +89,15 @@ def require_undisturbed(context, case, folder, main=rank_main, *, within=1e-12):
         pytest.fail("\n".join([*faults, logs]), pytrace=False)
 
 
+def require_all(context, folder, cases, capsys, main=rank_main):
+    """`require_undisturbed` of many runs; says how many kills they were."""
+    for number, case in enumerate(cases):
+        require_undisturbed(context, case, folder / str(number), main)
+    kills = sum(len(case.kills) for case in cases)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{kills} kills in {len(cases)} runs: weights, norms and losses within 1e-12\n")
+
+
 # Each with six places, so that all are there; in the end one replica of each position is left.
 SEVERAL = {
     "sums": Case(
@@ -222,9 +231,4 @@ def test_an_error_without_a_death_ends_all_ranks(context, tmp_path, error, other
     ids=["2 x 2", "2 x 2, split backwards", "2 x 4", "2 x 4, split backwards", "4 x 4"],
 )
 def test_a_pipeline_goes_on_wherever_any_rank_is_killed(context, tmp_path, case, capsys):
-    cases = whole_matrix(case)
-    for number, one in enumerate(cases):
-        require_undisturbed(context, one, tmp_path / str(number))
-    kills = sum(len(one.kills) for one in cases)
-    with capsys.disabled():
-        sys.stdout.write(f"\n{kills} kills in {len(cases)} runs: weights, norms and losses within 1e-12\n")
+    require_all(context, tmp_path, whole_matrix(case), capsys)

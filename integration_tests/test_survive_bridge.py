@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as wel
 from integration_tests.survive_bridge_ranks import Kill, ModulesCase, rank_main, whole_matrix
 
 require_undisturbed = partial(test_survive.require_undisturbed, main=rank_main)
+require_all = partial(test_survive.require_all, main=rank_main)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,4 @@ def test_an_encoder_and_a_language_model_go_on_wherever_ranks_are_killed(context
 )
 def test_any_rank_of_two_modules_may_be_killed_anywhere(context, tmp_path, bridge, schedule, skips, strict, capsys):
     case = ModulesCase(replicas=2, schedule=schedule, bridge=bridge, skips=skips, strict=strict)
-    cases = whole_matrix(case)
-    for number, one in enumerate(cases):
-        require_undisturbed(context, one, tmp_path / str(number))
-    kills = sum(len(one.kills) for one in cases)
-    with capsys.disabled():
-        sys.stdout.write(f"\n{kills} kills in {len(cases)} runs: weights, norms and losses within 1e-12\n")
+    require_all(context, tmp_path, whole_matrix(case), capsys)

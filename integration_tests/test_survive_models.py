@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import sys
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 
 from .survive_models_ranks import IN_HALVES, PLACES, TRAITS, ModelCase
 from .survive_ranks import Kill
-from .test_survive import play, require_undisturbed
+from .test_survive import play, require_all, require_undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +110,16 @@ def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:
         ]
         chance.shuffle(actors)
         ranks = [actor * case.tp + chance.randrange(case.tp) for actor in actors]
-        kills = [Kill(rank, places.pop(), step) for step, rank in enumerate(ranks, start=1) if places]
-        votes = [kill.step for kill in kills if kill.place == "vote"]
-        if votes:  # there is one where another rank has died
-            kills = [evolve(kill, step=votes[0]) if kill.step == votes[0] - 1 else kill for kill in kills]
+        chosen = [places.pop() for _ in ranks if places]
+        if chosen[0] == "vote":  # there is one where another rank has died
+            chosen = [*(chosen[1:2] or ["F"]), "vote", *chosen[2:]]
+        kills = [
+            Kill(rank, place, step) for step, (rank, place) in enumerate(zip(ranks, chosen, strict=False), start=1)
+        ]
+        if "vote" in chosen:  # in the step before it, or late in that
+            number = chosen.index("vote")
+            if chosen[number - 1] not in ("optimizer", "after optimizer"):
+                kills[number - 1] = evolve(kills[number - 1], step=number + 1)
         cases.append(evolve(case, kills=tuple(kills)))
     return cases
 
@@ -155,10 +160,3 @@ def test_each_model_goes_on_wherever_ranks_are_killed(context, tmp_path, traits,
 @pytest.mark.nightly
 def test_tensor_parallel_replicas_go_on_wherever_ranks_are_killed(context, tmp_path, capsys):
     require_all(context, tmp_path, in_turn(PAIRS, 0), capsys)
-
-
-def require_all(context, folder, cases, capsys):
-    for number, case in enumerate(cases):
-        require_undisturbed(context, case, folder / str(number))
-    with capsys.disabled():
-        sys.stdout.write(f"\n{sum(len(case.kills) for case in cases)} kills in {len(cases)} runs: within 1e-12\n")

@@ -10,47 +10,24 @@ its first step with the others, which have gone on meanwhile; beside an undistur
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
-from pipegrid.schedules import PipelineConfig, UnitBatches, forward_backward_with_schedule, one_f_one_b
+from pipegrid.schedules import one_f_one_b
 from pipegrid.topology import HyperCommGrid, job_store, serve_store
 from pipegrid.training.survive import PipelineJob, PipelineWorld, Survivors, init_process_group
+from survive_job import MICROBATCHES, POSITIONS, RANKS, Stage
 
-POSITIONS, MICROBATCHES, ROWS, LIFE = 2, 8, 64, 8  # LIFE: steps of a process that is to die
-# Ranks are forked by a server that has imported torch, and has no threads.
-RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch._dynamo", "pipegrid.training.survive"])
-
-
-class Stage(nn.Module):
-    """Half of the model."""
-
-    def __init__(self, position: int, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(position)
-        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())])
-        self.config = PipelineConfig(pipeline_dtype=torch.float32)
-        self.position, self.received = position, list[Tensor]()
-
-    def set_input_tensor(self, received: list[Tensor]) -> None:
-        """Called by the step functions."""
-        self.received = received
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layers."""
-        y: Tensor = self.layers(self.received[0] if self.position else x)
-        return y
+LIFE = 8  # steps of a process that is to die
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,23 +77,11 @@ def run_rank(address: str, rank: int, replicas: int, width: int, life: int, comi
     store = PrefixStore("world", TCPStore(host, int(port), is_master=False))
     init_process_group("gloo", store=store, rank=rank, world_size=POSITIONS * replicas)
     grid = HyperCommGrid([replicas, POSITIONS], ["dp", "pp"])
-    stage, rows = Stage(grid.coords(rank)["pp"], width), torch.ones(ROWS, width)
+    stage = Stage(grid.coords(rank)["pp"], width)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-6)
 
-    def forward_step(batches: Iterator[Tensor], model: Stage) -> tuple[Tensor, object]:
-        return model(next(batches)), lambda output: (output.square().mean(), None)
-
     def step(world: PipelineWorld) -> bool:
-        forward_backward_with_schedule(
-            schedule="1f1b",
-            forward_step_func=forward_step,
-            data_iterator=UnitBatches(lambda *_: rows),
-            model=stage,
-            num_microbatches=MICROBATCHES,
-            p2p_communicator=world.communicator,
-            pg_collection=world.groups,
-            routes=world.routes,
-        )
+        stage.step(world)
         enough = torch.tensor(float(said.check(["enough"])))
         dist.all_reduce(enough, dist.ReduceOp.MAX, group=world.job_group)
         return bool(enough)

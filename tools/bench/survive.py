@@ -12,46 +12,20 @@ it. Printed: seconds of both on rank 0, and the median ratio of neighbouring pai
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
-from pipegrid.schedules import PipelineConfig, UnitBatches, forward_backward_with_schedule, one_f_one_b
+from pipegrid.schedules import one_f_one_b
 from pipegrid.topology import HyperCommGrid, job_store, serve_store
 from pipegrid.training.survive import PipelineJob, PipelineWorld, Survivors
-
-POSITIONS, MICROBATCHES, ROWS = 2, 8, 64
-# Ranks are forked by a server that has imported torch, and has no threads.
-RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch.distributed", "pipegrid.training.survive"])
-
-
-class Stage(nn.Module):
-    """Half of the model."""
-
-    def __init__(self, position: int, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(position)
-        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())])
-        self.config = PipelineConfig(pipeline_dtype=torch.float32)
-        self.position, self.received = position, list[Tensor]()
-
-    def set_input_tensor(self, received: list[Tensor]) -> None:
-        """Called by the step functions."""
-        self.received = received
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layers."""
-        y: Tensor = self.layers(self.received[0] if self.position else x)
-        return y
+from survive_job import MICROBATCHES, POSITIONS, RANKS, Stage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,23 +71,6 @@ def run_rank(address: str, rank: int, replicas: int, width: int, pairs: int) -> 
     grid = HyperCommGrid([replicas, POSITIONS], ["dp", "pp"])
     grid.create_pg("pp")
     stage = Stage(grid.coords(rank)["pp"], width)
-    rows = torch.ones(ROWS, width)
-
-    def forward_step(batches: Iterator[Tensor], model: Stage) -> tuple[Tensor, object]:
-        return model(next(batches)), lambda output: (output.square().mean(), None)
-
-    def step(world: PipelineWorld) -> None:
-        forward_backward_with_schedule(
-            schedule="1f1b",
-            forward_step_func=forward_step,
-            data_iterator=UnitBatches(lambda *_: rows),
-            model=stage,
-            num_microbatches=MICROBATCHES,
-            p2p_communicator=world.communicator,
-            pg_collection=world.groups,
-            routes=world.routes,
-        )
-
     worlds: list[PipelineWorld] = []
     job = PipelineJob(grid, one_f_one_b(POSITIONS, MICROBATCHES), stage.config)
     times: dict[str, list[float]] = {"direct": [], "surviving": []}
@@ -124,9 +81,9 @@ def run_rank(address: str, rank: int, replicas: int, width: int, pairs: int) -> 
                 dist.barrier()
                 began = time.perf_counter()
                 if kind == "direct":
-                    step(worlds[0])
+                    stage.step(worlds[0])
                 else:
-                    survivors.run(f"step {number}", step)
+                    survivors.run(f"step {number}", stage.step)
                 dist.barrier()
                 times[kind].append(time.perf_counter() - began)
                 stage.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules import Actor, LossScale, LossScaler, PipelineConfig
+from pipegrid.schedules import Actor, LossScale, LossScaler, PipelineConfig, clip_grad_norm_
 from pipegrid.schedules.gradients import accumulate_in_main_grad
 from pipegrid.schedules.gradients.layout import TieMark
 from pipegrid.schedules.monitor import JobFailedError
-from pipegrid.topology import HyperCommGrid
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import DropoutMasks
 from pipegrid.training.survive import (
     KeptState,
@@ -48,6 +49,33 @@ def equal(a, b):
 
 
 class TestKeptState:
+    @pytest.mark.parametrize("main", [False, True])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda parameter, place: getattr(parameter, place).mul_(1.0),
+            lambda parameter, place: setattr(parameter, place, getattr(parameter, place).clone()),
+            lambda parameter, place: setattr(parameter, place, None),
+        ],
+        ids=["written", "replaced", "dropped"],
+    )
+    def test_gradients_that_are_not_kept_may_be_read_alone(self, change, main):
+        stage = model()
+        if main:
+            accumulate_in_main_grad(stage, dtype=torch.float64)
+        step(stage)
+        kept = KeptState(stage)
+        kept.keep(gradients=False)
+        clip_grad_norm_(stage, ProcessGroupCollection(), math.inf)
+        kept.require_unwritten("norm 0")
+        parameter = random.choice(list(stage.parameters()))
+        change(parameter, "main_grad" if main else "grad")
+        with pytest.raises(SurviveError, match="'norm 0' has changed the gradient of .* with keep_gradients=False"):
+            kept.require_unwritten("norm 0")
+        kept.keep()
+        stage.zero_grad()
+        kept.require_unwritten("clip 0")
+
     @pytest.mark.parametrize("earlier", [0, 1, 2])
     @pytest.mark.parametrize("main", [False, True])
     def test_a_step_after_restore_is_the_step_bit_for_bit(self, earlier, main):

@@ -300,6 +300,21 @@ class TestSurvivors:
         assert Ring.made[1].closed
 
 
+def test_a_function_that_writes_gradients_which_are_not_kept_is_an_error_in_the_first_step(survivors):
+    stage = nn.Linear(1, 1)
+    made, _, _ = survivors(YES, YES, stage=stage)
+    stage.weight.grad = torch.ones(1, 1)
+
+    def clip(world):
+        stage.weight.grad.mul_(0.5)
+
+    with made:
+        made.run("clip 0", clip)
+        with pytest.raises(SurviveError, match="'clip 1' has changed the gradient of a parameter of shape \\(1, 1\\)"):
+            made.run("clip 1", clip, keep_gradients=False)
+    assert made.epochs.calls == ["done clip 0", "close"]
+
+
 class Open(World):
     peers = "the peers"
 

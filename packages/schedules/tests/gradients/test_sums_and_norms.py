@@ -174,6 +174,19 @@ def test_norms_below_the_bound_leave_gradients_alone(ranks, norm_type):
     assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), kept, strict=True))
 
 
+@pytest.mark.parametrize("value", [2.0, float("nan"), float("inf")])
+def test_an_infinite_bound_measures_and_writes_nothing(value):
+    module = two_layers()
+    fill(module, value)
+    kept = [(p.grad, p.grad._version, p.grad.clone()) for p in module.parameters()]
+    norm = clip_grad_norm_(module, Groups(), math.inf)
+    assert torch.isfinite(norm) == math.isfinite(value)
+    for parameter, (gradient, writes, copy) in zip(module.parameters(), kept, strict=True):
+        assert parameter.grad is gradient
+        assert gradient._version == writes
+        assert torch.equal(gradient.nan_to_num(), copy.nan_to_num())
+
+
 def test_what_cannot_be_reduced_is_named():
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

@@ -269,11 +269,11 @@ class ColocatedBridgeCommunicator:
         On fan-out and between equal replicas it may share memory with ``tensor``: do not change it in place.
 
         Raises:
-            BridgeError: FAN_OUT by an integer scale that does not divide the batch.
+            BridgeError: FAN_OUT by an integer scale that does not divide the batch; with ``check_replicated``, the
+                copies of a source replica differ.
             ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
                 ``dim_mapping``: compared in the first call with each shape.
             CollectiveFailedError: a rank did not come before the deadline, or died; or the bridge was aborted.
-            BridgeError: with ``check_replicated``, the copies of a source replica differ.
             P2PLaneDeadError: after `destroy`.
         """
         self._require_alive()

@@ -35,8 +35,7 @@ class ReplicationCheck:
         """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis.
 
         Raises:
-            BridgeError: the copies of some replica differ.
-            BridgeError: replicas have different numbers of rows.
+            BridgeError: the copies of some replica differ, or replicas have different numbers of rows.
             CollectiveFailedError: a rank of the side died, or did not come before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)

@@ -205,8 +205,8 @@ class P2PCommunicator(LaneCommunicator):
             is_first_stage: there is nothing to receive.
 
         Raises:
-            P2PUsageError: there is no ``pipeline_dtype``, and dtypes are not agreed at run time.
-            P2PUsageError: invalid or missing shapes; or a ``placement`` or ``traffic`` without this lane.
+            P2PUsageError: there is no ``pipeline_dtype``, and dtypes are not agreed at run time; invalid or missing
+                shapes; a ``placement`` or ``traffic`` without this lane.
             P2PMismatchError: another shape, dtype or structure was announced; the lane is dead on both sides.
             P2PTimeoutError: nothing came by the deadline; the lane is dead.
             P2PPeerError: the previous rank died, or ended the lane.

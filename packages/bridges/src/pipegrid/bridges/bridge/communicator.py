@@ -89,8 +89,8 @@ class BridgeCommunicator(BridgeEnds):
             others, so that one batch can span them, and gives them to `attach`.
 
     Raises:
-        BridgeError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name.
-        BridgeError: replicas of the two sides that hold different numbers of samples.
+        BridgeError: a dim of a grid without a declaration, or a sharded axis that the tensor does not name; replicas of
+            the two sides that hold different numbers of samples.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ def plan_reshard(
         rank: list only what this rank takes part in; linear in what that is.
 
     Raises:
-        BridgeError: a side shards an axis that ``sizes.axes`` does not name.
-        BridgeError: sizes of replicas that fit neither the sides nor each other.
+        BridgeError: a side shards an axis that ``sizes.axes`` does not name; sizes of replicas that fit neither the
+            sides nor each other.
     """
     itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
     choice = Choice(strategy, leader_below, links)

@@ -332,8 +332,8 @@ def boundary_side(
     ``stage_dim`` where it is not the last or the first (stages placed as a V).
 
     Raises:
-        BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name.
-        BridgeError: not one weight for each replica.
+        BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name; not one weight for
+            each replica.
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end

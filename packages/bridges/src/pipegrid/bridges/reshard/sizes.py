@@ -97,8 +97,8 @@ class Sizes:
 
     Raises:
         ShapeError: a shape of another number of axes, or with a negative extent.
-        BridgeError: axes without names, or without a batch.
-        BridgeError: replicas or samples do not add up to the extent of the batch axis.
+        BridgeError: axes without names, or without a batch; replicas or samples that do not add up to the extent of the
+            batch axis.
     """
 
     shape: tuple[Index, ...]

@@ -50,7 +50,8 @@ def clip_grad_norm_(
     Args:
         modules: as in `reduce_gradients`; call that first.
         collections: as in `reduce_gradients`; ``tp`` is read as well.
-        max_norm: gradients are scaled by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        max_norm: gradients are scaled by ``max_norm / (norm + 1e-6)`` where that is below 1. Infinity measures, and
+            leaves them as they are.
         norm_type: 2, any positive p, or infinity.
         job_group: all ranks of the job; default: the default process group.
         deadline: seconds that the host waits for the all-reduce; None leaves it to the group's timeout.
@@ -67,6 +68,7 @@ def clip_grad_norm_(
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)
+    add = checked(add, _Add, "add", GradientError)
     gradients: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
     layout = GradientLayout.of(modules, collections)
@@ -87,13 +89,14 @@ def clip_grad_norm_(
         whole = parts.nan_to_num(nan=0.0, posinf=math.inf)
         total[0] = whole.max() if infinite else whole.pow(norm_type).sum()
         total[1] = parts.isnan().any()
-    if checked(add, _Add, "add", GradientError) == "by_unit" and not infinite:
+    if add == "by_unit" and not infinite:
         total = _rounded_once(total, job_group, Waiting(deadline))
     else:
         all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(Waiting(deadline))
     norm = total[0] if infinite else total[0] ** (1.0 / norm_type)
     norm = torch.where(total[1] > 0, torch.full_like(norm, math.nan), norm)
-    foreach.scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    if max_norm < math.inf:
+        foreach.scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 

@@ -101,8 +101,8 @@ class PipelineRuntime:
             its lanes, versions), and torch's NCCL flight recorder beside it; None writes nothing.
 
     Raises:
-        StepArgumentError: an argument cannot be used.
-        StepArgumentError: stages, communicator or reducers that are not those of the plan, or a plan without messages.
+        StepArgumentError: an argument cannot be used; stages, communicator or reducers that are not those of the plan;
+            a plan without messages.
         P2PError: ways to other replicas that the communicator does not have, or that could not be opened.
         PlanError: the plan has faults, all of which are listed.
     """

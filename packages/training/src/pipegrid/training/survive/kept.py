@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from pipegrid.schedules.gradients.dtensors import local_of
 from pipegrid.schedules.gradients.layout import TieMark
@@ -17,6 +17,7 @@ from pipegrid.schedules.gradients.loss_scaler import LossScaler
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
 from pipegrid.schedules.megatron.config import config_owner, option
 from pipegrid.training.generators import States, capture, restore
+from pipegrid.training.survive.errors import SurviveError
 
 _PLACES = ("grad", "main_grad")
 
@@ -39,6 +40,25 @@ class _Gradient:
         if self.tensor is not None and self.value is not None:
             local_of(self.tensor).copy_(self.value)
         setattr(self.parameter, self.place, self.tensor)
+
+
+@frozen
+class _Seen:
+    """The attribute ``place`` of a parameter, by the identity of its tensor and the number of writes to that.
+
+    Those through ``.data`` are not counted.
+    """
+
+    parameter: torch.nn.Parameter = field(eq=id)
+    place: str
+    tensor: torch.Tensor | None = field(eq=id)
+    writes: int
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter, place: str) -> _Seen:
+        tensor: torch.Tensor | None = getattr(parameter, place, None)
+        writes = 0 if tensor is None else local_of(tensor)._version  # noqa: SLF001 -- the documented way to ask for writes
+        return cls(parameter, place, tensor, writes)
 
 
 @frozen(eq=False)
@@ -70,6 +90,7 @@ class KeptState:
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
         self._gradients: list[_Gradient] = []
+        self._seen: list[_Seen] = []
         self._buffers: list[_Buffer] = []
         self._sums: list[tuple[TieMark, bool]] = []
         self._scales: list[tuple[LossScaler, LossScale, int]] = []
@@ -77,14 +98,11 @@ class KeptState:
 
     @torch.no_grad()
     def keep(self, *, gradients: bool = True) -> None:
-        """Keep the state as it is now; without ``gradients``, those are left alone by `restore`."""
+        """Keep the state as it is now; without ``gradients``, `restore` leaves those alone: see `require_unwritten`."""
         parameters = [parameter for _, parameter in parameters_of(self._modules)]
-        self._gradients = [
-            _Gradient.of(parameter, place)
-            for parameter in (parameters if gradients else ())
-            for place in _PLACES
-            if hasattr(parameter, place)
-        ]
+        held = [(parameter, place) for parameter in parameters for place in _PLACES if hasattr(parameter, place)]
+        self._gradients = [_Gradient.of(*each) for each in held] if gradients else []
+        self._seen = [] if gradients else [_Seen.of(*each) for each in held]
         marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
         self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
         configs = [getattr(config_owner(stage), "config", None) for _, stage in named_modules(self._modules)]
@@ -98,6 +116,20 @@ class KeptState:
             for name, buffer in module._buffers.items()  # noqa: SLF001
         ]
         self._states = capture()
+
+    def require_unwritten(self, key: str) -> None:
+        """Raise where gradients are others than at the last `keep`, which was without them.
+
+        Raises:
+            SurviveError: the function of ``key`` has written one, or put another tensor in its place.
+        """
+        for seen in self._seen:
+            if seen != _Seen.of(seen.parameter, seen.place):
+                raise SurviveError(
+                    f"the function of {key!r} has changed the gradient of a parameter of shape "
+                    f"{tuple(seen.parameter.shape)} with keep_gradients=False, so it could not run again: leave that "
+                    "out, or change gradients after it"
+                )
 
     @torch.no_grad()
     def restore(self) -> None:

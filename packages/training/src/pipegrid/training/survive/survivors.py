@@ -174,7 +174,7 @@ class Survivors(Generic[W]):
             keep_gradients: False for a function that leaves gradients as they are, such as a norm: saves the copy.
 
         Raises:
-            SurviveError: the key is that of the last function.
+            SurviveError: the key is that of the last function; or a function changes gradients that are not kept.
             JobFailedError: the ranks that live cannot go on, or a rank has failed by an error of its own.
             RankRetiredError: a rank that computes together with this one has died.
         """
@@ -189,6 +189,7 @@ class Survivors(Generic[W]):
                 world = self._living_world()
                 if not edge or not self.epochs.asking:
                     results.append(function(world))
+                    self._kept.require_unwritten(key)
                     done = self.epochs.done(key)
                     self._watching = self._watching or done
             except RuntimeError as caught:  # of a transfer, a collective, a store; also a failure passed on by others

@@ -18,7 +18,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Grid
 from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 
-from .survive_models_ranks import IN_HALVES, PLACES, TRAITS, ModelCase
+from .survive_models_ranks import IN_HALVES, OVERFLOWS, PLACES, TRAITS, ModelCase
 from .survive_ranks import Kill
 from .test_survive import play, require_all, require_undisturbed
 
@@ -113,15 +113,20 @@ def in_turn(case: ModelCase, seed: int) -> list[ModelCase]:
         chosen = [places.pop() for _ in ranks if places]
         if chosen[0] == "vote":  # there is one where another rank has died
             chosen = [*(chosen[1:2] or ["F"]), "vote", *chosen[2:]]
-        kills = [
-            Kill(rank, place, step) for step, (rank, place) in enumerate(zip(ranks, chosen, strict=False), start=1)
-        ]
-        if "vote" in chosen:  # in the step before it, or late in that
-            number = chosen.index("vote")
-            if chosen[number - 1] not in ("optimizer", "after optimizer"):
-                kills[number - 1] = evolve(kills[number - 1], step=number + 1)
-        cases.append(evolve(case, kills=tuple(kills)))
+        cases.append(evolve(case, kills=tuple(map(Kill, ranks, chosen, in_steps(case, chosen)))))
     return cases
+
+
+def in_steps(case: ModelCase, places: list[str]) -> list[int]:
+    """Steps that come to ``places`` one after the other: none to what an overflow skips, and a vote after a death."""
+    skipped = ("clip", "after clip", "optimizer") if "scaled" in case.traits else ()
+    late = ("optimizer", "after optimizer")
+    steps, step = [], 0
+    for number, place in enumerate(places):
+        if place != "vote" or places[number - 1] in late:  # on a death that late, the others vote in the next step
+            step += 2 if step + 1 == OVERFLOWS and place in skipped else 1
+        steps.append(step)
+    return steps
 
 
 @pytest.mark.nightly

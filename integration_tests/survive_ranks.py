@@ -26,7 +26,7 @@ from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, ze
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups, destroy_groups, discard_groups
 from pipegrid.training.survive import PipelineJob, RankRetiredError, Survivors, handover, init_process_group
 from pipegrid.training.survive.connections import end_connections
-from pipegrid.transport import P2PConfig
+from pipegrid.transport import P2PConfig, streams
 
 SIZE, SHARES = 5, 12
 ANY = -2  # of steps: where a new process comes is the matter of the machine
@@ -166,10 +166,30 @@ def rank_main(case: Case, rank: int, port: int, folder: str, process: int = 0) -
 # ---- Sums of shares, which the ranks that live divide among themselves.
 
 
+class LateDevice:
+    """In the place of `torch.cuda`: the host waits for no collective, and one with a dead rank ends by an abort."""
+
+    def __init__(self):
+        self.works = []
+
+    def is_initialized(self):
+        return True
+
+    def synchronize(self):
+        while self.works:
+            work, world = self.works.pop()
+            try:
+                work.wait()
+            except RuntimeError:  # a kernel has no errors: it waits for its data, until the abort of its group
+                while not world.aborted:
+                    time.sleep(0.001)
+
+
 class Members:
     """The world of plain functions: a group of the ranks that live."""
 
-    def __init__(self, epoch):
+    def __init__(self, epoch, device=None):
+        self.device = device
         self.members, spec = epoch.members, GroupSpec(epoch.members, f"members of epoch {epoch.number}")
         self.groups = create_groups([spec], backend="gloo", timeout=timedelta(seconds=5))
         self.group, self.aborted = self.groups[spec], False
@@ -181,8 +201,12 @@ class Members:
     def close(self):
         (discard_groups if self.aborted else destroy_groups)(self.groups)
 
-    def sum(self, tensor):
-        dist.all_reduce(tensor, group=self.group)
+    def reduce(self, tensor, operation=dist.ReduceOp.SUM):
+        work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
+        if self.device is None:
+            work.wait()
+        else:
+            self.device.works.append((work, self))
         return tensor
 
 
@@ -193,9 +217,12 @@ def share(step: int, number: int) -> torch.Tensor:
 def sums(case: Case, places: Places, store) -> dict[str, object]:
     """Each step adds a sum of shares to a weight, divided by its largest element: two functions of all ranks."""
     rank, weight = dist.get_rank(), torch.zeros(SIZE, dtype=torch.float64)
+    device = LateDevice() if case.job == "late sums" else None
+    if device is not None:
+        streams.cuda = device
     survivors = Survivors(
         store,
-        Members,
+        partial(Members, device=device),
         modules={},
         heartbeat=case.heartbeat,
         deadline=case.deadline,
@@ -205,14 +232,13 @@ def sums(case: Case, places: Places, store) -> dict[str, object]:
     def total(step, world):
         own = [share(step, n) for n in range(SHARES) if world.members[n % len(world.members)] == rank]
         places.reach("compute")
-        result = world.sum(torch.stack(own).sum(0))
+        result = world.reduce(torch.stack(own).sum(0))
         places.reach("after sum")
         return result
 
     def largest(value, world):
         places.reach("largest")
-        result = value.abs().max()
-        dist.all_reduce(result, dist.ReduceOp.MAX, group=world.group)
+        result = world.reduce(value.abs().max(), dist.ReduceOp.MAX)
         places.reach("after largest")
         return result
 
@@ -413,8 +439,8 @@ def page(case: Case, places: Places, store) -> dict[str, object]:
 
 
 SCHEDULES = {"1f1b": one_f_one_b, "zero_bubble": zero_bubble_h1}
-JOBS = {"sums": sums, "pipeline": pipeline, "page": page}
-ALONE = {"sums": sums_alone, "pipeline": pipeline_alone}
+JOBS = {"sums": sums, "late sums": sums, "pipeline": pipeline, "page": page}
+ALONE = {"sums": sums_alone, "late sums": sums_alone, "pipeline": pipeline_alone}
 PLACES = {
     "sums": (
         "between",

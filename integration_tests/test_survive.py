@@ -106,6 +106,9 @@ SEVERAL = {
     "sums, the others": Case(
         "sums", 1, 4, tuple(Kill(n, place, n) for n, place in enumerate(PLACES["sums"][6:], start=1))
     ),
+    "on a device that is behind the host": Case(
+        "late sums", 1, 4, (Kill(2, "compute"), Kill(1, "largest", 2), Kill(0, "after sum", 3))
+    ),
     "several at once": Case("sums", 1, 5, (Kill(0, "compute"), Kill(3, "compute"), Kill(1, "vote"))),
     "the next while they agree": Case("sums", 1, 4, (Kill(0, "compute"), Kill(1, "after vote"))),
     "the next as they connect": Case("sums", 1, 4, (Kill(2, "compute"), Kill(0, "after build"))),

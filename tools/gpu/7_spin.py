@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """What the proofs assume of a GPU, measured beside a kernel that spins as a posted receive does: one table.
 
+    python tools/gpu/7_spin.py [calls] [polls] [receives] [streams] [communicators]
+
 One GPU and one process; needs torch alone. A call *waits* where it returns only after the spinning kernel's time is
 over. The last column says what the proofs assume; an empty cell, nothing. ``DRY_RUN=1``: threads in the place of
 kernels, and calls that wait or return as assumed, so that the frame of each question runs on a CPU.
@@ -8,6 +10,7 @@ kernels, and calls that wait or return as assumed, so that the frame of each que
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -24,14 +27,14 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from spinning import Device, Dry, Gpu, Keeper, begun
+from spinning import Device, Dry, Gpu, begun
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, untyped
 
 LIMIT = 540  # seconds for everything; then the process ends with its stacks
 MEGABYTE = 1 << 20
 WAITS, RETURNS = "waits", "returns"
 DRY = bool(os.environ.get("DRY_RUN"))
-SPIN = 0.6 if DRY else 2.0  # seconds that a kernel spins where nothing sets its flag before
+SPIN = 0.6 if DRY else 1.5  # seconds that a kernel spins where nothing sets its flag before
 Call: TypeAlias = Callable[[], object]
 
 # The calls, in the order in which they are made, and what the proofs assume of each.
@@ -150,19 +153,19 @@ def beside(device: Device, call: Call) -> str:
     """How a call goes while a kernel spins: waits, returns or fails; and its time."""
     slot = device.spin(SPIN)
     if not begun(device, [slot]):
-        device.keeper.release(slot)
+        device.release(slot)
         device.idle()
         return "the spinning kernel did not start"
     began = time.perf_counter()
     try:
         call()
-        word = WAITS if device.keeper.is_set(slot) else RETURNS
+        word = WAITS if device.has_ended(slot) else RETURNS
         if time.perf_counter() - began > 1.5 * SPIN:
             word = "takes longer than the kernel spun"
     except RuntimeError as error:
         word = f"fails: {str(error).splitlines()[0]}"
     took = time.perf_counter() - began
-    device.keeper.release(slot)
+    device.release(slot)
     device.idle()
     return f"{word}, {1e3 * took:.1f} ms"
 
@@ -217,13 +220,41 @@ def early_receives(device: Device) -> None:
         slots = [device.spin(2 * SPIN, ctas) for _ in range(kernels)]
         started = begun(device, slots)
         reached = rate()
-        stuck = any(map(device.keeper.is_set, slots))
+        stuck = any(map(device.has_ended, slots))
         for slot in slots:
-            device.keeper.release(slot)
+            device.release(slot)
         device.idle()
         answer = "stuck behind them" if stuck else f"{reached:.1f} TFLOP/s, {100 * reached / alone:.0f} %"
         answer = "not measured" if DRY else answer
         row(f"beside {kernels} receives of {ctas} thread blocks ({started} started)", answer)
+
+
+def streams(device: Device) -> None:
+    """How many streams go on while one of them waits for a kernel that spins: they share the GPU's hardware queues."""
+    most = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    for count in (2, 4, 8, 16, 28):
+        slot, done = device.spin(SPIN), 0
+        if isinstance(device, Gpu):
+            spinning = device.stream(slot)
+            every = [torch.cuda.Stream() for _ in range(2 * count + 4)]  # type: ignore[no-untyped-call]
+            several = {each.cuda_stream: each for each in every if each != spinning}  # they come round again
+            waiting, *others = list(several.values())[: count + 1]
+            x = torch.zeros(1, device="cuda")
+            waiting.wait_stream(spinning)
+            with torch.cuda.stream(waiting):
+                x.add_(1)
+            events = []
+            for stream in others:
+                with torch.cuda.stream(stream):
+                    x.add_(1)
+                    events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                    events[-1].record()
+            time.sleep(SPIN / 4)
+            done = sum(event.query() for event in events)
+        device.release(slot)
+        device.idle()
+        answer = "not measured" if DRY else f"{done} go on"
+        row(f"{count} streams beside one that waits for a receive, CUDA_DEVICE_MAX_CONNECTIONS {most}", answer)
 
 
 def communicators(device: Device) -> None:
@@ -244,6 +275,7 @@ def communicators(device: Device) -> None:
         return 0 if DRY else torch.cuda.mem_get_info()[0] // MEGABYTE
 
     connected()
+    row("first collective of a new communicator", beside(device, device.idle if DRY else connected), WAITS)
     for most in (1, 2, 4, 8, 16, 32):
         before = free()
         connected(most)
@@ -270,21 +302,29 @@ def alone_in_a_world() -> Iterator[None]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or the parts of it that are named."""
+    made: GpuCalls | DryCalls
+    parts: dict[str, Call] = {
+        "calls": lambda: calls(device, made),
+        "polls": lambda: polls_behind_a_free(device, made),
+        "receives": lambda: early_receives(device),
+        "streams": lambda: streams(device),
+        "communicators": lambda: communicators(device),
+    }
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*parts, []])
+    wanted = parser.parse_args().parts or list(parts)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    keeper = Keeper()
-    device = Dry(keeper) if DRY else Gpu(keeper)
+    device = Dry() if DRY else Gpu()
     made = GpuCalls(device) if isinstance(device, Gpu) else DryCalls(device)
-    device.keeper.release(device.spin(SPIN))  # its own first use
+    device.release(device.spin(SPIN))  # its own first use
     device.idle()
     print(f"torch {torch.__version__}, {'a dry run: nothing is measured' if DRY else torch.cuda.get_device_name()}")
     row("question", "answer", "assumed")
     row("---", "---", "---")
-    calls(device, made)
     with alone_in_a_world():
-        polls_behind_a_free(device, made)
-        early_receives(device)
-        communicators(device)
+        for part in wanted:
+            parts[part]()
     sys.stdout.flush()
     os._exit(0)  # the end of a communicator that was aborted is no question of this table
 

@@ -56,7 +56,11 @@ def test_a_wait_orders_the_stream_and_completion_is_polled(ranks):
     # What the streamed lane counts on.
     device = on_gpu(ranks)
     tensor = torch.full((1 << 20,), float(ranks.rank), device=device)
-    dist.barrier()
+    # The first message of two ranks connects them, and holds the host until both are there.
+    first = [dist.P2POp(verb, tensor.clone(), group_peer=1 - ranks.rank) for verb in (dist.isend, dist.irecv)]
+    for work in dist.batch_isend_irecv(first):
+        work.wait()
+    torch.cuda.synchronize()
     verb = dist.isend if ranks.rank == 0 else dist.irecv
     if ranks.rank == 0:
         ranks.barrier()

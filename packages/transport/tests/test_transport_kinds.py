@@ -115,6 +115,11 @@ def test_a_default_group_on_another_gpu_is_an_error_that_names_both(world, gpu):
     assert resolve_device("gloo", "cuda:1") == ("gloo", torch.device("cuda", 1))
 
 
+def test_staged_payloads_of_a_job_over_gloo_are_on_the_gpu(world, gpu):
+    assert resolve_device("gloo", None) == ("gloo", torch.device("cpu"))
+    assert resolve_device("gloo", None, staged=True) == ("gloo", torch.device("cuda", 1))
+
+
 class Work:
     """Counts the calls that reach the driver on a GPU."""
 

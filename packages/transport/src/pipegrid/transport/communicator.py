@@ -48,7 +48,7 @@ class P2PCommunicator(LaneCommunicator):
         placement: rank in the group of each stage, where it is not cyclic (a V: ``(0, 1, 2, 3, 3, 2, 1, 0)``).
         tensor_shape: the one shape of all messages, in ``pipeline_dtype``: compared between neighbours now, so that no
             message ever needs a header.
-        device: where tensors live; None is the device of the group's backend.
+        device: where tensors live; None is the device of the group's backend, or the current GPU if ``staged``.
         traffic: the edges and directions that the plan uses; other lanes are not opened. None opens all, or those that
             the ``communicators`` of the config are for.
         replicas: the global ranks of the pipeline of each replica, in order: for plans whose routes move units between
@@ -81,7 +81,7 @@ class P2PCommunicator(LaneCommunicator):
         self._edges = edges = None if graph is None else frozenset(graph.stage_edges)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         known = None if replicas is None else checked_replicas(replicas, self._ranks, self.config.communicators)
-        backend, self.device = resolve_device(None, device, group)
+        backend, self.device = resolve_device(None, device, group, staged=self.config.staged)
         specs, carried = planned_lanes(self._ranks, self._placement, traffic, self.config.communicators, edges)
         example = None if tensor_shape is None else _example(tensor_shape, self.config)
         open_some = partial(_open, example, config=self.config, backend=backend, device=self.device)

@@ -28,6 +28,14 @@ def current_device() -> torch.device | None:
     return torch.device("cuda", cuda.current_device()) if cuda.is_available() else None
 
 
+def wait_for_device() -> bool:
+    """Wait until the current device has done all that was issued to it; False where this process uses none."""
+    used: bool = cuda.is_initialized()
+    if used:
+        cuda.synchronize()
+    return used
+
+
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the one that computes; None on a device without streams."""
     stream: torch.Stream | None = cuda.Stream(device) if has_streams(device) else None

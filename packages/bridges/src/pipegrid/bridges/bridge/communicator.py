@@ -138,7 +138,7 @@ class BridgeCommunicator(BridgeEnds):
         settings = as_config(config)
         self.variable = settings.variable_seq_lengths if shapes is None else shapes == "variable"
         backend = backend or getattr(src_grid, "backend", None) or getattr(dest_grid, "backend", None)
-        backend, self.device = resolve_device(backend, device)
+        backend, self.device = resolve_device(backend, device, staged=settings.staged)
         self.lane_config = lane_config(settings, variable=self.variable)
         name, wiring, stream = str(self), self._wiring, new_stream(self.device)
         self._traffic = EdgeTraffic(name, wiring, backend=backend, device=self.device, config=settings, stream=stream)

@@ -115,7 +115,9 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             traffic=traffic,
         )
         self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
-        self._backend, self.device = resolve_device(backend or self._backend_of_grids(), device)
+        self._backend, self.device = resolve_device(
+            backend or self._backend_of_grids(), device, staged=self.config.staged
+        )
         self.bridge_comms, self.rank_module_map = list[BridgeCommunicator](), dict[str, RankModuleInfo]()
         self._build_bridge_comms()
         self._build_rank_module_info_map()

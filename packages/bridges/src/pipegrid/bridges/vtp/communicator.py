@@ -89,7 +89,7 @@ class VTPCommunicator(VTPFunctions):
         self.config = as_config(config)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
         self._check_config(config)
-        backend, self.device = resolve_device(backend, device)
+        backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         boundaries = topology.boundaries(self.replica)
         used = checked_traffic(traffic, [boundary.edge for boundary in boundaries])
         here = tuple(boundary for boundary in boundaries if self.rank in boundary.ranks)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pipegrid.topology.torch_compat import is_alive
+from pipegrid.training.survive.errors import SurviveError
+from pipegrid.transport.backends.nccl import watchdog_acts
 from pipegrid.transport.waits.aborts import abort_groups
 
 if TYPE_CHECKING:
@@ -39,6 +41,20 @@ def end_connections(groups: Iterable[ProcessGroup], cause: str) -> None:
             if peer != group.rank():
                 with contextlib.suppress(RuntimeError):
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(_AT_ONCE)
+
+
+def require_no_watchdog() -> None:
+    """Raise where torch ends this process, or lets its kernels end without their data, before others are asked.
+
+    Raises:
+        SurviveError: it does, for a backend of the default group.
+    """
+    for part in torch.distributed.get_backend_config().split(","):
+        if watchdog_acts(backend := part.split(":")[1]):
+            raise SurviveError(
+                f"with {backend!r} torch's watchdog ends a process that has lost another one, or aborts its groups; "
+                "set TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment before init_process_group"
+            )
 
 
 def _on_host(group: Any) -> bool:

@@ -14,12 +14,14 @@ from pipegrid.schedules.monitor.epochs import Epochs
 from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
+from pipegrid.training.survive.connections import require_no_watchdog
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
 from pipegrid.training.survive.events import Survived, print_once
 from pipegrid.training.survive.handover import JobState, Stateful
 from pipegrid.training.survive.kept import KeptState
 from pipegrid.training.survive.redoable import require_redoable
 from pipegrid.training.survive.worlds import ConfiguringWorld, OpenWorld, World
+from pipegrid.transport.streams import wait_for_device
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.main_grad import Modules
@@ -73,7 +75,7 @@ class Survivors(Generic[W]):
 
     Raises:
         SurviveError: a step of ``modules`` cannot be done again (`require_redoable`), or ``state`` cannot be sent to a
-            new process; before anything is sent.
+            new process; or torch's watchdog of NCCL would end the ranks that live. Before anything is sent.
 
     Attributes:
         epochs: who lives, and what is done.
@@ -94,6 +96,7 @@ class Survivors(Generic[W]):
         on_event: Callable[[Survived], object] = print_once,
     ) -> None:
         rank, size = require_default_group()
+        require_no_watchdog()
         require_redoable(modules, {*range(size)}.difference(retire(frozenset({rank}))), allow=allow)
         self.events: list[Survived] = []
         self._build, self._on_event = build, on_event
@@ -190,7 +193,7 @@ class Survivors(Generic[W]):
                 if not edge or not self.epochs.asking:
                     results.append(function(world))
                     self._kept.require_unwritten(key)
-                    done = self.epochs.done(key)
+                    done = self._done(key)
                     self._watching = self._watching or done
             except RuntimeError as caught:  # of a transfer, a collective, a store; also a failure passed on by others
                 if isinstance(caught, JobFailedError) and self._world is None:  # of `build`
@@ -231,9 +234,21 @@ class Survivors(Generic[W]):
                 raise RuntimeError(f"{type(world).__name__} has no peers, so new processes do not come in")
             self._step = self._state.hand_over(world.peers, epoch.joining, self._step)
             self.epochs.ready = True
-        if not self.epochs.done(_of_state(epoch)):
+        if not self._done(_of_state(epoch)):
             raise RuntimeError("new processes have not got the state of the job")
         self._handed = self._watching = True
+
+    def _done(self, key: str) -> bool:
+        """Say that this rank has done ``key``, its device too; whether all others have.
+
+        A kernel that waits for a dead rank ends by the abort of its group, as if it had what it waited for.
+
+        Raises:
+            RankLostError: the epoch ends, and the device may not have done it.
+        """
+        if wait_for_device():
+            self.epochs.check(key)
+        return self.epochs.done(key)
 
     def _lost(self, epoch: Epoch, rank: int, why: str) -> None:
         """In a thread: the connection to the next rank has ended.

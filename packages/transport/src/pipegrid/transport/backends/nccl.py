@@ -36,10 +36,16 @@ _POLL_SECONDS = 0.0001
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
+def watchdog_acts(backend: str) -> bool:
+    """Whether torch's watchdog ends the process, or aborts a group by itself, after an error that it sees."""
+    kind = kind_of(backend)
+    return kind.options and kind.ends_process is not None and os.environ.get(_ERROR_HANDLING) != "0"
+
+
 def warn_of_watchdog(backend: str) -> None:
     """Warn where torch's watchdog will end the process after an error that it sees before an abort."""
     kind = kind_of(backend)
-    if kind.options and kind.ends_process is not None and _ERROR_HANDLING not in os.environ:
+    if watchdog_acts(backend) and _ERROR_HANDLING not in os.environ:
         warnings.warn(
             f"{_ERROR_HANDLING} is not set: by default (3) torch's watchdog ends this process {kind.ends_process:g} s "
             "after an NCCL error that it sees before the lanes do, without their error; set it to 0",

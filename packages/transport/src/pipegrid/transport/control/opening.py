@@ -62,7 +62,8 @@ def open_lanes(
         config: a `P2PConfig`, or any object with some of its attributes.
         backend: ``"gloo"``, ``"nccl"``, or another one that completes in stream order; None is the default group's for
             ``device``.
-        device: where payloads live; None is the current GPU where the backend is NCCL, else the CPU.
+        device: where payloads live; None is the current GPU where the backend is NCCL or ``config`` says ``staged``,
+            else the CPU.
         rank: this rank, where the caller knows it.
         standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
             between the two sides, and never need a header.
@@ -81,7 +82,7 @@ def open_lanes(
     settings = as_config(config)
     here = dist.get_rank() if rank is None else rank
     ordered = _ordered(specs, standing or {})
-    backend, place = resolve_device(backend, device)
+    backend, place = resolve_device(backend, device, staged=settings.staged)
     mine = [spec for spec in ordered if here in spec.pair]
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
     every = communicators_of([spec for spec in ordered if not spec.is_local], settings.communicators, carried or {})
@@ -120,13 +121,20 @@ def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> lis
 
 
 def resolve_device(
-    backend: str | None, device: torch.device | str | None, group: dist.ProcessGroup | None = None
+    backend: str | None,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    staged: bool = False,
 ) -> tuple[str, torch.device]:
-    """The backend that moves payloads, and the device where they live, from the backends of the group."""
+    """The backend that moves payloads, and the device where they live, from the backends of the group.
+
+    ``staged``: payloads of a GPU travel through host memory.
+    """
     offered = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if device is None:
         kind = kind_of(backend or offered.get("cuda", "none"))
-        gpu = current_device() if kind.in_streams and "cuda" in kind.devices else None
+        gpu = current_device() if (kind.in_streams or staged) and "cuda" in kind.devices else None
         device = gpu or torch.device("cpu")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:

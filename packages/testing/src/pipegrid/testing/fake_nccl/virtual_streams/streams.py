@@ -51,6 +51,10 @@ class Streams(StreamWork):
         del device
         return nullcontext()
 
+    def is_initialized(self) -> bool:
+        """The device is in use."""
+        return True
+
     def current_device(self) -> int:
         """The number of the one device."""
         return 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipegrid.topology import GridError, GroupSpec, WorldError, create_groups, destroy_groups
+from pipegrid.topology import GridError, GroupSpec, HyperCommGrid, WorldError, create_groups, destroy_groups
 from pipegrid.topology import torch_compat as compat
 
 
@@ -108,6 +108,37 @@ def test_a_bound_device_is_hidden_from_torch_while_it_makes_a_group(world, monke
         )
     assert seen == {"device_id": torch.device("cuda", 0), "bound": None, "group_rank": 1}
     assert bound.bound_device_id == torch.device("cuda", 0)
+
+
+class Nccl:
+    """The options of NCCL in torch 2.15."""
+
+    class Options:
+        lazy_init = False
+
+
+@pytest.mark.parametrize("options", [Nccl.Options, object], ids=["2.15", "before"])
+def test_the_places_of_ranks_that_may_be_dead_connect_to_none_of_them(monkeypatch, options):
+    monkeypatch.setattr(Nccl, "Options", options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(compat, "connecting_device", lambda served, bound: torch.device("cpu"))
+    seen = {}
+
+    def helper(*arguments, device_id, backend_options, **_):
+        seen.update(device=device_id, lazy=getattr(backend_options, "lazy_init", None), name=arguments[5])
+        raise ConnectionError("after the look")
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
+        monkeypatch.setattr(compat, "resolve_backend", lambda backend: "cuda:nccl")
+        monkeypatch.setattr(compat, "backends_by_device", lambda backend: {"cuda": "nccl"})
+        with pytest.raises(ConnectionError, match="after the look"):
+            HyperCommGrid([2, 2], ["dp", "pp"]).create_places("pp")
+    finally:
+        dist.destroy_process_group()
+    assert (seen["device"], seen["lazy"]) == (None, None if options is object else True)
+    assert "from rank 1" in seen["name"]  # the other group of these dims has a name of its own
 
 
 def cpu_only(options, _):

@@ -213,7 +213,7 @@ def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
     from pipegrid.topology import torch_compat as compat
 
     options = group_options()
-    name = f"pipegrid/places/{label}"
+    name = f"pipegrid/places/{label} from rank {ranks[0]}"
     sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
     with compat.unconnected():
         return compat.make_group(
@@ -222,8 +222,9 @@ def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
             backend=options.backend,
             timeout=options.timeout,
             creation_timeout=options.creation_timeout,
-            pg_options=None,
+            pg_options=compat.unconnected_options(options.backend),
             group_desc=label,
+            connects=False,
         )
 
 

@@ -162,10 +162,12 @@ def make_group(
     creation_timeout: timedelta,
     pg_options: Any,
     group_desc: str,
+    connects: bool = True,
 ) -> ProcessGroup:
     """Create and connect the group ``name`` of ``ranks``, in group-rank order, this process among them.
 
-    Only the members call this. Torch's public functions find the group like any other.
+    Only the members call this. Torch's public functions find the group like any other. Without ``connects`` a group of
+    NCCL is of this rank alone until its first operation; for gloo see `unconnected`.
 
     Raises:
         SilentStoreError: a group of a device was not connected within its creation's timeout; the thread that connects
@@ -181,7 +183,8 @@ def make_group(
     # world must take part in. Unbound, the members connect a communicator of their own.
     bound = default.bound_device_id
     # A group of one rank has no one to connect to.
-    device = connecting_device(backends_by_device(backend), bound) if len(ranks) > 1 else None
+    connects = connects and len(ranks) > 1
+    device = connecting_device(backends_by_device(backend), bound) if connects else None
 
     def connect() -> ProcessGroup:
         made: ProcessGroup = _c10d._new_process_group_helper(  # noqa: SLF001
@@ -205,7 +208,7 @@ def make_group(
 
     default.bound_device_id = None
     try:
-        if len(ranks) > 1 and _is_of_device(backend):
+        if connects and _is_of_device(backend):
             group = bounded(connect_beside, seconds=creation_timeout.total_seconds(), name="pipegrid-connect")
         else:
             group = connect()
@@ -215,6 +218,16 @@ def make_group(
     if timeout != creation_timeout:
         set_timeout(group, timeout)
     return group
+
+
+def unconnected_options(backend: str) -> Any:
+    """NCCL's options by which torch 2.15 leaves a new group unconnected; None where none are needed."""
+    named = "nccl" in backend and hasattr(dist, "ProcessGroupNCCL")
+    options: Any = dist.ProcessGroupNCCL.Options() if named else None
+    if not hasattr(options, "lazy_init"):
+        return None
+    options.lazy_init = True
+    return options
 
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"

@@ -84,10 +84,10 @@ def modules(case: ModulesCase, places: Places, store) -> dict[str, object]:
     units, model = replicas * MICROBATCHES, module(stage)
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
     plan = schedule_for(GRAPH, case.schedule, MICROBATCHES)
-    config = P2PConfig(deadline=20.0, open_deadline=8.0, strict=case.strict)
+    config = P2PConfig(deadline=20.0, open_deadline=300.0, strict=case.strict)
     routes = Routes((MICROBATCHES,) * replicas, skips={"images": case.skips})
     options = {"module_output_ndim": {"images": 2}} if case.bridge else {}
-    job = PipelineJob(grid, plan, config, routes=routes, timeout=8.0, options=options)
+    job = PipelineJob(grid, plan, config, routes=routes, timeout=300.0, options=options)
     outgoing = [edge for edge in GRAPH.stage_edges if edge.source == stage]
 
     class Stage:

@@ -89,13 +89,13 @@ def train(attempts: Attempts, number: int, places: Places) -> tuple[int, dict[st
     rank, grid = dist.get_rank(), HyperCommGrid([REPLICAS, POSITIONS], ["dp", "pp"])
     grid.create_pg("pp")
     at, directory = grid.coords(rank)["pp"], places.folder / "checkpoints"
-    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=20.0, open_deadline=8.0, hooks=(places,))
+    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=20.0, open_deadline=300.0, hooks=(places,))
     model = module(at)
     model.config, model.received = config, None
     model.set_input_tensor = lambda received: setattr(model, "received", received)
     optimizer = optimizer_of(model)
     state = TrainingState(stages={"model": {at: torch.nn.ModuleDict({str(at): model})}}, optimizers=[optimizer])
-    job = PipelineJob(grid, one_f_one_b(POSITIONS, MICROBATCHES), config, timeout=8.0, checkpoints=directory)
+    job = PipelineJob(grid, one_f_one_b(POSITIONS, MICROBATCHES), config, timeout=300.0, checkpoints=directory)
     write = saving.dcp.save
 
     def written(*arguments, **options):

@@ -146,7 +146,7 @@ class OnRank:
             grad_add=case.add,
             hooks=(places,),
             deadline=20.0,
-            open_deadline=8.0,
+            open_deadline=300.0,
             variable_seq_lengths=True,
         )
         tp = grid.get_pg("tp") if case.tp > 1 else None
@@ -164,7 +164,7 @@ class OnRank:
             self.masks.apply(self.model)
         self.optimizer = optimizer_of([self.model])
         plan = SCHEDULES[case.schedule].plan(case.positions, case.microbatches)
-        self.job = PipelineJob(grid, plan, self.config, timeout=8.0)
+        self.job = PipelineJob(grid, plan, self.config, timeout=300.0)
 
     def forward_step(self, batches, model):
         self.places.reach("forward")

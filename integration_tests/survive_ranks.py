@@ -191,7 +191,7 @@ class Members:
     def __init__(self, epoch, device=None):
         self.device = device
         self.members, spec = epoch.members, GroupSpec(epoch.members, f"members of epoch {epoch.number}")
-        self.groups = create_groups([spec], backend="gloo", timeout=timedelta(seconds=5))
+        self.groups = create_groups([spec], backend="gloo", timeout=timedelta(seconds=300))
         self.group, self.aborted = self.groups[spec], False
 
     def abort(self, cause):
@@ -304,8 +304,8 @@ def pipeline(case: Case, places: Places, store) -> dict[str, object]:
     model = module(at["pp"])
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
     plan = SCHEDULES[case.schedule](positions, MICROBATCHES)
-    config = P2PConfig(deadline=20.0, open_deadline=8.0)
-    job = PipelineJob(grid, plan, config, timeout=8.0)
+    config = P2PConfig(deadline=20.0, open_deadline=300.0)
+    job = PipelineJob(grid, plan, config, timeout=300.0)
 
     def reduce(world):
         places.reach("REDUCE")
@@ -427,7 +427,7 @@ def page(case: Case, places: Places, store) -> dict[str, object]:
         "rank": rank,
         "store": store,
         "stage": stage,
-        "config": P2PConfig(open_deadline=8.0),
+        "config": P2PConfig(open_deadline=300.0),
         "steps": case.steps,
         "optimizer": optimizer_of(stage),
         "forward_backward": forward_backward,

@@ -111,7 +111,8 @@ SEVERAL = {
     ),
     "several at once": Case("sums", 1, 5, (Kill(0, "compute"), Kill(3, "compute"), Kill(1, "vote"))),
     "the next while they agree": Case("sums", 1, 4, (Kill(0, "compute"), Kill(1, "after vote"))),
-    "the next as they connect": Case("sums", 1, 4, (Kill(2, "compute"), Kill(0, "after build"))),
+    "the next as they connect": Case("sums", 1, 5, (Kill(2, "compute"), Kill(0, "after build"), Kill(3, "build"))),
+    "the next as they connect a pipeline": Case("pipeline", 2, 3, (Kill(2, "F"), Kill(5, "build"))),
     "a pipeline": Case(
         "pipeline",
         2,

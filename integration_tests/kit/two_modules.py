@@ -103,4 +103,4 @@ def of_one_process(steps, *, per_token):
 def norm_of(modules):
     """Of all gradients; of a parameter that two modules share once."""
     unique = {id(parameter): parameter.grad for module in modules for parameter in module.parameters()}
-    return torch.cat([gradient.flatten() for gradient in unique.values()]).norm()
+    return torch.cat([gradient.flatten().cpu() for gradient in unique.values()]).norm()

@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from attrs import define, field
@@ -20,6 +21,28 @@ _ASK_SECONDS = 0.1
 
 class SilentStoreError(RuntimeError):
     """A store did not answer before the deadline of a call."""
+
+
+_here = threading.local()
+
+
+@contextmanager
+def giving_up(why: Callable[[], str]) -> Iterator[None]:
+    """In the block, groups that this thread creates are given up once ``why()`` is a text, which is asked often.
+
+    From other threads as well. So a rank that knows of a death does not wait out the timeout of the dead one.
+    """
+    before, _here.why = reason_to_give_up(), why
+    try:
+        yield
+    finally:
+        _here.why = before
+
+
+def reason_to_give_up() -> Callable[[], str]:
+    """What `giving_up` asks in this thread; outside of it `str`, which has no text."""
+    why: Callable[[], str] = getattr(_here, "why", str)
+    return why
 
 
 @define(eq=False)
@@ -103,7 +126,12 @@ class BoundedCalls:
 
 
 def bounded(
-    function: Callable[..., _T], *arguments: Any, seconds: float, name: str = "pipegrid-store", patience: float = 1.0
+    function: Callable[..., _T],
+    *arguments: Any,
+    seconds: float,
+    name: str = "pipegrid-store",
+    patience: float = 1.0,
+    given_up: Callable[[], object] = lambda: False,
 ) -> _T:
     """One call, on a thread of its own; see `BoundedCalls`.
 
@@ -112,7 +140,7 @@ def bounded(
     """
     calls = BoundedCalls(name, patience=patience)
     try:
-        return calls.run(function, *arguments, seconds=seconds)
+        return calls.run(function, *arguments, seconds=seconds, given_up=given_up)
     finally:
         calls.close()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.topology.bounded_calls import SilentStoreError, bounded
+from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
@@ -274,6 +274,8 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
             group_desc=options.group_desc or spec.label,
         )
     except SilentStoreError:
+        if reason := reason_to_give_up()():
+            raise GroupConnectionError(f"rank {rank} gave up group {spec.label!r}: {reason}") from None
         raise not_connected(
             compat.default_store(),
             connected,

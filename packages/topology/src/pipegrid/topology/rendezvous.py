@@ -9,17 +9,18 @@ whose store it is. No torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from pipegrid.topology.bounded_calls import SilentStoreError, bounded
+from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+_LOOK = 0.5  # seconds between two looks for a reason to give up
 _SHOWN = 16  # ranks of a group that an error lists
 _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a FileStore takes one more than asked
 
@@ -68,14 +69,15 @@ def meet(
         step: the verb of the error: what the missing ranks did not do.
 
     Raises:
-        GroupCreationTimeoutError: some members did not come in time, which it names; the meeting is withdrawn from
-            then, so the same members can try again.
+        GroupCreationTimeoutError: some members did not come in time, which it names, or `giving_up` has a reason; the
+            meeting is withdrawn from then, so the same members can try again.
         GroupStoreError: the store did not answer.
     """
     limit = timeout.total_seconds() + _GRACE
-    name = f"pipegrid meeting {label}"
+    name, why = f"pipegrid meeting {label}", reason_to_give_up()
     try:
-        return bounded(_meet, store, key, ranks, rank, label, timeout, step, seconds=limit, name=name, patience=0.0)
+        arguments = store, key, ranks, rank, label, timeout, step, why
+        return bounded(_meet, *arguments, seconds=limit, name=name, patience=0.0)
     except SilentStoreError as error:
         raise GroupStoreError(
             f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
@@ -88,7 +90,16 @@ def meet(
         raise
 
 
-def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, timeout: timedelta, step: str) -> int:
+def _meet(
+    store: Store,
+    key: str,
+    ranks: Sequence[int],
+    rank: int,
+    label: str,
+    timeout: timedelta,
+    step: str,
+    why: Callable[[], str],
+) -> int:
     sequence = store.add(f"{key}/sequence", 0)
     here = f"{key}/{sequence}"
     arrived = f"{here}/arrived/{rank}"
@@ -100,10 +111,11 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
         return sequence
     start = time.monotonic()
     try:
-        store.wait([f"{here}/complete"], timeout)
+        _wait(store, f"{here}/complete", timeout, why)
     except RuntimeError as error:
+        reason = why()
         # Stores differ in the error they raise at the deadline; an earlier one is about the store itself.
-        if time.monotonic() - start < 0.9 * timeout.total_seconds():
+        if not reason and time.monotonic() - start < 0.9 * timeout.total_seconds():
             raise
         # The counter decides who was too late, so that either all members go on or none does.
         if store.add(f"{here}/count", -1) + 1 < len(ranks):
@@ -112,6 +124,10 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
             missing = [other for other in absent if other not in set(gone)]
             store.set(f"{here}/gone/{rank}", "1")
             store.delete_key(arrived)
+            if reason:
+                raise GroupCreationTimeoutError(
+                    f"rank {rank} gave up group {label!r} of ranks {_abbreviated(ranks)}: {reason}"
+                ) from error
             late = f"ranks {_abbreviated(gone)} came and gave up before"
             also = f" ({late})" if gone else ""
             fault = f"ranks {_abbreviated(missing)} did not {step}{also}" if missing else late
@@ -123,6 +139,21 @@ def _meet(store: Store, key: str, ranks: Sequence[int], rank: int, label: str, t
         store.add(f"{here}/count", 1)
         store.wait([f"{here}/complete"], timeout)
     return sequence
+
+
+def _wait(store: Store, key: str, timeout: timedelta, why: Callable[[], str]) -> None:
+    """Wait for a key, and look at ``why`` again and again where it may have a text."""
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        left, began = end - time.monotonic(), time.monotonic()
+        turn = left if why is str else min(left, _LOOK)
+        try:
+            store.wait([key], timedelta(seconds=max(turn, 0.001)))
+        except RuntimeError:
+            if why() or turn >= left or time.monotonic() - began < 0.9 * turn:
+                raise
+        else:
+            return
 
 
 def not_connected(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipegrid.topology.bounded_calls import bounded
+from pipegrid.topology.bounded_calls import bounded, reason_to_give_up
 from pipegrid.topology.errors import GridError
 
 _c10d: Any = distributed_c10d
@@ -170,8 +170,8 @@ def make_group(
     NCCL is of this rank alone until its first operation; for gloo see `unconnected`.
 
     Raises:
-        SilentStoreError: a group of a device was not connected within its creation's timeout; the thread that connects
-            it is left behind. NCCL waits for a member that has died for as long as it takes.
+        SilentStoreError: a group of a device was not connected within its creation's timeout, or was given up; the
+            thread that connects it is left behind. NCCL waits for a member that has died for as long as it takes.
     """
     default = _c10d._get_default_group()  # noqa: SLF001
     ranks = list(ranks)
@@ -208,8 +208,10 @@ def make_group(
 
     default.bound_device_id = None
     try:
-        if connects and _is_of_device(backend):
-            group = bounded(connect_beside, seconds=creation_timeout.total_seconds(), name="pipegrid-connect")
+        why = reason_to_give_up()
+        if connects and (_is_of_device(backend) or why is not str):
+            seconds = creation_timeout.total_seconds()
+            group = bounded(connect_beside, seconds=seconds, name="pipegrid-connect", given_up=why)
         else:
             group = connect()
     finally:

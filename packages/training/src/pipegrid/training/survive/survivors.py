@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epochs
+from pipegrid.topology.bounded_calls import giving_up
 from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
@@ -139,7 +140,8 @@ class Survivors(Generic[W]):
         self.epochs.join()
         while True:
             try:
-                self._living_world()
+                with giving_up(self._why_not_wait):
+                    self._living_world()
             except RuntimeError as error:
                 if isinstance(error, JobFailedError) and self._world is None:
                     raise
@@ -189,9 +191,11 @@ class Survivors(Generic[W]):
         while True:
             done, error, results = False, None, list[T]()
             try:
-                world = self._living_world()
-                if not edge or not self.epochs.asking:
-                    results.append(function(world))
+                with giving_up(self._why_not_wait):
+                    world = self._living_world()
+                    if not edge or not self.epochs.asking:
+                        results.append(function(world))
+                if results:
                     self._kept.require_unwritten(key)
                     done = self._done(key)
                     self._watching = self._watching or done
@@ -249,6 +253,14 @@ class Survivors(Generic[W]):
         if wait_for_device():
             self.epochs.check(key)
         return self.epochs.done(key)
+
+    def _why_not_wait(self) -> str:
+        """Why other ranks do not come, where this one knows that the epoch ends."""
+        try:
+            self.epochs.check("it ends")
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def _lost(self, epoch: Epoch, rank: int, why: str) -> None:
         """In a thread: the connection to the next rank has ended.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from pipegrid.topology import abort_group
+from pipegrid.topology.bounded_calls import reason_to_give_up
 from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.transport.backends.base import Operation
 from pipegrid.transport.backends.kinds import BackendKind, kind_of
@@ -120,8 +121,10 @@ class NcclTicket:
 
     def hold(self, timeout: timedelta) -> None:
         """See `Ticket.hold`."""
-        end = time.monotonic() + timeout.total_seconds()
+        end, why = time.monotonic() + timeout.total_seconds(), reason_to_give_up()
         while not self.done():
+            if reason := why():
+                raise RuntimeError(f"given up: {reason}")
             if time.monotonic() > end:
                 raise RuntimeError(f"not done after {timeout.total_seconds():.3g} s")
             time.sleep(_POLL_SECONDS)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 
 from kit.stages import Stage
 from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
+from pipegrid.testing.fake_nccl import FakeDevice, Nccl2Rules, register
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups, destroy_groups, discard_groups
 from pipegrid.training.survive import PipelineJob, RankRetiredError, Survivors, handover, init_process_group
 from pipegrid.training.survive.connections import end_connections
@@ -55,7 +56,8 @@ class Case:
     """A job of ``positions`` x ``replicas`` ranks, and the kills in it.
 
     ``pairs``: ranks compute only two by two, so the other one of a dead rank retires. ``back``: steps that
-    wait for a new process that asks to come in.
+    wait for a new process that asks to come in. ``backend``: gloo, or a mode of the fake NCCL, of which no connection
+    ends when a process does.
     """
 
     job: str
@@ -67,6 +69,7 @@ class Case:
     back: tuple[int, ...] = ()
     heartbeat: float = 5.0
     deadline: float = 20.0
+    backend: str = "gloo"
 
     @property
     def steps(self) -> int:
@@ -146,7 +149,13 @@ def rank_main(case: Case, rank: int, port: int, folder: str, process: int = 0) -
     torch.set_num_threads(1)
     torch.manual_seed(rank + 1000 * process)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
-    init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=60))
+    backend = case.backend
+    if backend != "gloo":
+        nccl2 = Nccl2Rules() if backend in ("nccl2", "lazy") else None
+        device = FakeDevice(serial=backend == "serial", nccl2=nccl2, lazy=backend in ("legacy", "lazy"))
+        device.watchdog.store = store
+        backend = f"cpu:{register(device)}"
+    init_process_group(backend, store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=60))
     places = Places(case, rank, path, process)
     outcome, retired = dict[str, object](), False
     try:

@@ -140,6 +140,9 @@ SEVERAL = {
         ),
         schedule="zero_bubble",
     ),
+    "a pipeline over NCCL": Case(
+        "pipeline", 2, 3, (Kill(4, "B"), Kill(1, "SEND_F", 2), Kill(2, "REDUCE", 3)), backend="nccl2"
+    ),
     "a pipeline's edges": Case(
         "pipeline",
         2,
@@ -231,8 +234,9 @@ def test_an_error_without_a_death_ends_all_ranks(context, tmp_path, error, other
         Case("pipeline", 2, 4),
         Case("pipeline", 2, 4, schedule="zero_bubble"),
         Case("pipeline", 4, 4, heartbeat=10.0, deadline=40.0),
+        *(Case("pipeline", 2, 2, backend=mode) for mode in ("legacy", "serial", "nccl2", "lazy")),
     ],
-    ids=["2 x 2", "2 x 2, split backwards", "2 x 4", "2 x 4, split backwards", "4 x 4"],
+    ids=lambda case: f"{case.positions} x {case.replicas}, {case.schedule}, {case.backend}",
 )
 def test_a_pipeline_goes_on_wherever_any_rank_is_killed(context, tmp_path, case, capsys):
     require_all(context, tmp_path, whole_matrix(case), capsys)

@@ -202,7 +202,7 @@ def make_group(
         return made
 
     def connect_beside() -> ProcessGroup:
-        if device is not None:  # the current device is one of each thread
+        if device is not None and _is_of_device(backend):  # the current device is one of each thread
             torch.get_device_module(device.type).set_device(device)
         return connect()
 

@@ -115,9 +115,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             traffic=traffic,
         )
         self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
-        self._backend, self.device = resolve_device(
-            backend or self._backend_of_grids(), device, staged=self.config.staged
-        )
+        backend = backend or self._backend_of_grids()
+        self._backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         self.bridge_comms, self.rank_module_map = list[BridgeCommunicator](), dict[str, RankModuleInfo]()
         self._build_bridge_comms()
         self._build_rank_module_info_map()
@@ -171,12 +170,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
 
     def _open(self) -> None:
         users: list[ModuleChain | BridgeCommunicator] = [*self._chains.values(), *self.bridge_comms]
-        open_some = partial(
-            open_lanes,
-            config=lane_config(self.config, variable=self.config.shape_mode == "header"),
-            backend=self._backend,
-            device=self.device,
-        )
+        config = lane_config(self.config, variable=not self.fixed_shapes)
+        open_some = partial(open_lanes, config=config, backend=self._backend, device=self.device)
         self.lanes = open_some(
             [spec for user in users for spec in user.lane_specs],
             declared={spec: text for bridge in self.bridge_comms for spec, text in bridge.declared.items()},

@@ -184,7 +184,12 @@ class LateDevice:
     def is_initialized(self):
         return True
 
-    def synchronize(self):
+    is_available = is_initialized
+
+    def current_device(self):
+        return 0
+
+    def synchronize(self, device):
         while self.works:
             work, world = self.works.pop()
             try:

@@ -28,12 +28,14 @@ def current_device() -> torch.device | None:
     return torch.device("cuda", cuda.current_device()) if cuda.is_available() else None
 
 
-def wait_for_device() -> bool:
-    """Wait until the current device has done all that was issued to it; False where this process uses none."""
-    used: bool = cuda.is_initialized()
-    if used:
-        cuda.synchronize()
-    return used
+def used_device() -> torch.device | None:
+    """The current device, where this process has used one with streams; does not begin to."""
+    return current_device() if cuda.is_initialized() else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Hold this thread until the device has done all that was issued to it."""
+    cuda.synchronize(device)
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:

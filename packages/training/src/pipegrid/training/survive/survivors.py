@@ -16,13 +16,13 @@ from pipegrid.topology.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.survive.connections import require_no_watchdog
+from pipegrid.training.survive.device import DeviceEnd
 from pipegrid.training.survive.errors import RankRetiredError, SurviveError
 from pipegrid.training.survive.events import Survived, print_once
 from pipegrid.training.survive.handover import JobState, Stateful
 from pipegrid.training.survive.kept import KeptState
 from pipegrid.training.survive.redoable import require_redoable
 from pipegrid.training.survive.worlds import ConfiguringWorld, OpenWorld, World
-from pipegrid.transport.streams import wait_for_device
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.main_grad import Modules
@@ -70,7 +70,7 @@ class Survivors(Generic[W]):
         state: what else a new process gets, by name: the optimizer, a scheduler of learning rates, anything with
             ``state_dict`` and ``load_state_dict``. None: new processes do not come in.
         heartbeat: as of `Epochs`.
-        deadline: likewise.
+        deadline: likewise; and for the device to end what a function has issued, but in the first one of an epoch.
         retire: likewise.
         on_event: called with each `Survived`; by default the lowest living rank prints a line to stderr.
 
@@ -108,7 +108,7 @@ class Survivors(Generic[W]):
         self._world: W | None = None
         self._ring: Neighbours | None = None
         self._watching = False
-        self._timeout = timedelta(seconds=deadline / 2)
+        self._timeout, self._device = timedelta(seconds=deadline / 2), DeviceEnd(deadline)
         self._key = ""
         self.epochs = Epochs(
             store,
@@ -129,7 +129,7 @@ class Survivors(Generic[W]):
         except BaseException as error:
             self._end(f"{type(error).__name__}: {error}")
             self._leave_ring()
-            self.epochs.close()
+            self._close()
             raise
         return self
 
@@ -248,9 +248,9 @@ class Survivors(Generic[W]):
         A kernel that waits for a dead rank ends by the abort of its group, as if it had what it waited for.
 
         Raises:
-            RankLostError: the epoch ends, and the device may not have done it.
+            RuntimeError: the epoch ends, and the device may not have done it; or the device does not end.
         """
-        if wait_for_device():
+        if self._device.wait(key, self._why_not_wait, first=not self._watching):
             self.epochs.check(key)
         return self.epochs.done(key)
 
@@ -311,6 +311,10 @@ class Survivors(Generic[W]):
                 world.abort(cause)
             world.close()
 
+    def _close(self) -> None:
+        self.epochs.close()
+        self._device.close()
+
     def _leave_ring(self) -> None:
         ring, self._ring, self._watching = self._ring, None, False
         if ring is not None:
@@ -327,4 +331,4 @@ class Survivors(Generic[W]):
                 self.epochs.give_up(said)
             self._end(said)
         self._leave_ring()
-        self.epochs.close()
+        self._close()

@@ -1,0 +1,43 @@
+"""The end of what a function has issued to the device: on CUDA the host is done before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import define, field
+
+from pipegrid.schedules.monitor.monitor import FIRST_STEP_SECONDS
+from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
+from pipegrid.transport.streams import synchronize, used_device
+
+
+@define(eq=False)
+class DeviceEnd:
+    """Waits for the current device in a thread of its own: a kernel whose data never comes holds no one for ever.
+
+    Attributes:
+        deadline: seconds; at least half an hour where ``first``, in which others may still load and compile.
+    """
+
+    deadline: float
+    _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-device"), init=False)
+
+    def wait(self, what: str, why: Callable[[], str], *, first: bool) -> bool:
+        """Wait until all is done that was issued; False where this process uses no device with streams.
+
+        Raises:
+            RuntimeError: not within the deadline, or ``why`` has a text, which is asked every 0.1 s.
+        """
+        device = used_device()
+        if device is None:
+            return False
+        seconds = max(FIRST_STEP_SECONDS, self.deadline) if first else self.deadline
+        try:
+            self._calls.run(synchronize, device, seconds=seconds, given_up=why)
+        except SilentStoreError as error:
+            raise RuntimeError(why() or f"{device} has not done {what} after {seconds:g} s") from error
+        return True
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._calls.close()

@@ -1,0 +1,68 @@
+"""The wait for a device whose work may never end."""
+
+import threading
+import time
+
+import pytest
+
+from pipegrid.training.survive.device import DeviceEnd
+from pipegrid.transport import streams
+
+
+class Cuda:
+    """A device that ends what was issued when it is told to."""
+
+    def __init__(self):
+        self.ends = threading.Event()
+
+    def is_initialized(self):
+        return True
+
+    is_available = is_initialized
+
+    def current_device(self):
+        return 1
+
+    def synchronize(self, device):
+        assert str(device) == "cuda:1"
+        self.ends.wait(20)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    made = Cuda()
+    monkeypatch.setattr(streams, "cuda", made)
+    yield made
+    made.ends.set()
+
+
+def test_a_process_without_a_device_waits_for_none():
+    assert not DeviceEnd(0.0).wait("step 1", str, first=False)
+
+
+def test_it_returns_when_the_device_is_done(cuda):
+    end = DeviceEnd(10.0)
+    threading.Timer(0.1, cuda.ends.set).start()
+    assert end.wait("step 1", str, first=False)
+    end.close()
+
+
+def test_a_device_that_does_not_end_is_an_error_at_the_deadline(cuda):
+    end = DeviceEnd(0.3)
+    with pytest.raises(RuntimeError, match=r"cuda:1 has not done step 1 after 0\.3 s"):
+        end.wait("step 1", str, first=False)
+
+
+def test_in_the_first_function_others_may_load_and_compile(cuda):
+    end, began = DeviceEnd(0.1), time.monotonic()
+    threading.Timer(0.4, cuda.ends.set).start()
+    assert end.wait("step 1", str, first=True)
+    assert time.monotonic() - began > 0.3
+    end.close()
+
+
+def test_a_death_ends_the_wait(cuda):
+    end, began = DeviceEnd(20.0), time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 3 is lost"):
+        end.wait("step 1", lambda: "rank 3 is lost", first=False)
+    assert time.monotonic() - began < 10

@@ -1,11 +1,15 @@
 """The wait for a device whose work may never end."""
 
+import contextlib
 import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
+from pipegrid.training.survive.connections import require_no_watchdog
 from pipegrid.training.survive.device import DeviceEnd
+from pipegrid.training.survive.errors import SurviveError
 from pipegrid.transport import streams
 
 
@@ -66,3 +70,13 @@ def test_a_death_ends_the_wait(cuda):
     with pytest.raises(RuntimeError, match=r"rank 3 is lost"):
         end.wait("step 1", lambda: "rank 3 is lost", first=False)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("setting", "ends"), [(None, True), ("3", True), ("2", True), ("0", False)])
+def test_torchs_watchdog_would_end_those_that_live(monkeypatch, setting, ends):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl-legacy")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", setting)
+    with pytest.raises(SurviveError, match=r"nccl-legacy.*HANDLING=0") if ends else contextlib.nullcontext():
+        require_no_watchdog()

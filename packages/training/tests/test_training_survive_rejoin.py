@@ -195,6 +195,7 @@ def alone():
 @pytest.fixture
 def threads(monkeypatch):
     monkeypatch.setattr("pipegrid.training.survive.survivors.require_default_group", lambda: (here.rank, RANKS))
+    monkeypatch.setattr("pipegrid.training.survive.survivors.require_no_watchdog", lambda: None)
     monkeypatch.setattr("pipegrid.training.survive.survivors.Neighbours", Ring)
     monkeypatch.setattr(dist, "get_rank", lambda *_: here.rank)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(group.members))

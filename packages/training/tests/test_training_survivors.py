@@ -120,6 +120,7 @@ class Ring:
 def survivors(monkeypatch):
     """Makes `Survivors` of rank 0, the worlds that they get, and their events."""
     monkeypatch.setattr("pipegrid.training.survive.survivors.require_default_group", lambda: (0, 2))
+    monkeypatch.setattr("pipegrid.training.survive.survivors.require_no_watchdog", lambda: None)
 
     monkeypatch.setattr("pipegrid.training.survive.survivors.Neighbours", Ring)
     monkeypatch.setattr(Ring, "made", ())

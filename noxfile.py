@@ -173,7 +173,9 @@ def integration(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The full matrices and fuzzing that are too long for every run."""
     install(session, ALL, *EVERY_TEST)
-    session.run("pytest", "-m", "nightly", "packages", "integration_tests", "tools/tests", *session.posargs)
+    tests = ("packages", "integration_tests", "tools/tests", "--hypothesis-profile", "night", *session.posargs)
+    for chosen in ("nightly", "hypothesis and not nightly"):  # properties with more examples, drawn anew
+        session.run("pytest", "-m", chosen, *tests)
     _over_fake_nccl(session)
 
 

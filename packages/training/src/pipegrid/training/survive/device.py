@@ -22,21 +22,20 @@ class DeviceEnd:
     deadline: float
     _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-device"), init=False)
 
-    def wait(self, what: str, why: Callable[[], str], *, first: bool) -> bool:
-        """Wait until all is done that was issued; False where this process uses no device with streams.
+    def wait(self, what: str, why: Callable[[], str], *, first: bool) -> None:
+        """Wait until all is done that was issued; not where this process uses no device with streams.
 
         Raises:
             RuntimeError: not within the deadline, or ``why`` has a text, which is asked every 0.1 s.
         """
         device = used_device()
         if device is None:
-            return False
+            return
         seconds = max(FIRST_STEP_SECONDS, self.deadline) if first else self.deadline
         try:
             self._calls.run(synchronize, device, seconds=seconds, given_up=why)
         except SilentStoreError as error:
             raise RuntimeError(why() or f"{device} has not done {what} after {seconds:g} s") from error
-        return True
 
     def close(self) -> None:
         """End the thread. Idempotent."""

@@ -245,13 +245,14 @@ class Survivors(Generic[W]):
     def _done(self, key: str) -> bool:
         """Say that this rank has done ``key``, its device too; whether all others have.
 
-        A kernel that waits for a dead rank ends by the abort of its group, as if it had what it waited for.
+        A kernel that waits for a dead rank ends by the abort of its group, as if it had what it waited for; so where
+        this rank knows of a death by now, it has not done it.
 
         Raises:
-            RuntimeError: the epoch ends, and the device may not have done it; or the device does not end.
+            RuntimeError: the epoch ends; or the device does not.
         """
-        if self._device.wait(key, self._why_not_wait, first=not self._watching):
-            self.epochs.check(key)
+        self._device.wait(key, self._why_not_wait, first=not self._watching)
+        self.epochs.check(key)
         return self.epochs.done(key)
 
     def _why_not_wait(self) -> str:

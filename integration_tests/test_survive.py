@@ -141,7 +141,7 @@ SEVERAL = {
         schedule="zero_bubble",
     ),
     "a pipeline over NCCL": Case(
-        "pipeline", 2, 3, (Kill(4, "B"), Kill(1, "SEND_F", 2), Kill(2, "REDUCE", 3)), backend="nccl2"
+        "pipeline", 2, 3, (Kill(0, "after REDUCE"), Kill(4, "B", 2), Kill(1, "SEND_F", 3)), backend="legacy"
     ),
     "a pipeline's edges": Case(
         "pipeline",

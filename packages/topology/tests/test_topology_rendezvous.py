@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from pipegrid.topology import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError, control_store
+from pipegrid.topology.bounded_calls import giving_up, reason_to_give_up
 from pipegrid.topology.rendezvous import meet
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
@@ -48,6 +49,23 @@ def test_a_missing_member_is_named_and_the_others_may_try_again(store):
         assert "in creation_order" in text
     assert all_meet(store, ranks) == [0, 0, 0]
     assert all_meet(store, ranks) == [1, 1, 1]
+
+
+def test_a_member_with_a_reason_gives_up_at_once_and_all_may_try_again(store):
+    ranks, began, known = [4, 7, 9], time.monotonic(), threading.Event()
+
+    def gives_up():
+        with giving_up(lambda: "rank 7 is dead" if known.is_set() else ""):
+            return member(store, 4, ranks)
+
+    threading.Timer(0.2, known.set).start()
+    with pytest.raises(GroupCreationTimeoutError, match=r"rank 4 gave up group 'lane' of ranks .*: rank 7 is dead"):
+        gives_up()
+    assert time.monotonic() - began < LONG.total_seconds() / 2
+    assert all_meet(store, ranks) == [0, 0, 0]
+    with giving_up(lambda: "rank 7 is dead"):
+        pass
+    assert reason_to_give_up() is str
 
 
 def test_a_member_that_came_and_gave_up_is_named_apart(store):

@@ -28,9 +28,10 @@ _here = threading.local()
 
 @contextmanager
 def giving_up(why: Callable[[], str]) -> Iterator[None]:
-    """In the block, groups that this thread creates are given up once ``why()`` is a text, which is asked often.
+    """In the block, this thread gives up the groups that it creates once ``why()`` is a text.
 
-    From other threads as well. So a rank that knows of a death does not wait out the timeout of the dead one.
+    So a rank that knows of a death does not wait out the timeout of the dead one. ``why`` is asked several times a
+    second, in other threads as well.
     """
     before, _here.why = reason_to_give_up(), why
     try:

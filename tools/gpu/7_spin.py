@@ -243,7 +243,7 @@ def streams(device: Device) -> None:
             waiting.wait_stream(spinning)
             with torch.cuda.stream(waiting):
                 x.add_(1)
-            events = []
+            events: list[Any] = []
             for stream in others:
                 with torch.cuda.stream(stream):
                     x.add_(1)

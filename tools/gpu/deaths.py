@@ -1,6 +1,6 @@
 """Pipelines of which a rank is killed in the middle of a step: how soon the others go on, and with which weights.
 
-    python tools/gpu/survive.py [--backend gloo] [--jobs 0 1 2] [--seconds 60]
+    python tools/gpu/deaths.py [--backend gloo] [--jobs 0 1 2] [--seconds 60]
 
 Over NCCL on the GPUs that there are, in float64. Each job runs undisturbed, and with a death: what the ranks print, and
 the largest difference of a weight.

@@ -3,5 +3,5 @@
 . "$(dirname "$0")/common.sh"
 backend=cpu:gloo,cuda:nccl
 [ -z "$DRY_RUN" ] || backend=gloo
-run 300 "$PYTHON" tools/gpu/deaths.py --backend "$backend"
+run 300 "$PYTHON" tools/bench/deaths.py --backend "$backend" --rounds 1
 finish

@@ -16,6 +16,7 @@ BENCHES = Path(__file__).parents[1] / "bench"
     ("name", "printed"),
     [
         ("epochs", [r"done +\d+ us per key", r"killed +[\d.]+ s from the signal", r"silent +[\d.]+ s from the signal"]),
+        ("deaths", [r"rank 3 killed .* again after [\d.]+ s", r"rank 0 stopped .* again after [\d.]+ s .* by \d"]),
         ("rejoin", [r"came +[\d.]+ s from asking", r"step +[\d.]+ s undisturbed; [\d.]+ MiB"]),
         ("survive", [r"direct [\d.]+ ms, surviving [\d.]+ ms", r"ratio [\d.]+ \(quartiles"]),
     ],

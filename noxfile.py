@@ -202,7 +202,7 @@ def tests_torch(session: nox.Session) -> None:
         session.error(f"give a version of torch after --, such as 2.15.0; got {version!r}")
     constraints = Path(session.virtualenv.location) / "constraints.txt"
     constraints.write_text(re.sub(r"^torch==.*$", f"torch=={version}", CONSTRAINTS.read_text(), flags=re.MULTILINE))
-    install(session, ALL, *EVERY_TEST, "import-linter", constraints=constraints)
+    install(session, ALL, *EVERY_TEST, "import-linter", "hatchling", *NOTEBOOK, constraints=constraints)
     session.run("pytest", "-m", "not nightly", "packages", "integration_tests", "tools/tests", *options)
 
 

@@ -224,8 +224,8 @@ def make_group(
 
 def unconnected_options(backend: str) -> Any:
     """NCCL's options by which torch 2.15 leaves a new group unconnected; None where none are needed."""
-    named = "nccl" in backend and hasattr(dist, "ProcessGroupNCCL")
-    options: Any = dist.ProcessGroupNCCL.Options() if named else None
+    known: Any = getattr(dist, "ProcessGroupNCCL", None) if _is_of_device(backend) else None
+    options: Any = None if known is None else known.Options()
     if not hasattr(options, "lazy_init"):
         return None
     options.lazy_init = True

@@ -15,7 +15,7 @@ if find_spec("hypothesis") is not None:
 
     # Time never decides a test: on a fresh machine the first text drawn builds a table for a second.
     slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("pipegrid", slow, max_examples=50)
+    settings.register_profile("pipegrid", slow)
     settings.register_profile("night", slow, max_examples=200, derandomize=False)
     settings.load_profile("pipegrid")
 

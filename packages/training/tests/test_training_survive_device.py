@@ -14,7 +14,7 @@ from pipegrid.transport import streams
 
 
 class Cuda:
-    """A device that ends what was issued when it is told to."""
+    """In the place of `torch.cuda`: `synchronize` returns when the event ``ends`` is set."""
 
     def __init__(self):
         self.ends = threading.Event()

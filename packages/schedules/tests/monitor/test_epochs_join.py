@@ -4,6 +4,10 @@ import random
 
 import pytest
 
+from pipegrid.schedules.monitor.epochs.ledger import Ledger
+from pipegrid.schedules.monitor.epochs.pulse import Pulse
+from pipegrid.schedules.monitor.epochs.records import Epoch
+
 from ..kit.epoch_world import LATER, World
 from .test_epochs_model import crashes
 
@@ -147,3 +151,23 @@ def test_a_new_process_dies_at_each_of_its_operations_and_the_next_one_comes_in(
         operation += 3
         points += 1
     assert points >= 30
+
+
+def test_a_round_of_the_heartbeat_is_of_the_epoch_in_which_it_began(monkeypatch):
+    """Rank 1 has died, its new process has come in, and rank 2 has died, all in one call of the store."""
+    old, new = Epoch(0, (0, 1, 2)), Epoch(1, (0, 1), {0: 1, 1: 2, 2: 1})
+    lost = []
+
+    def beats(ledger, rank, incarnation, amount=0):
+        if rank == 1:
+            pulse.epoch = new
+        return 7
+
+    monkeypatch.setattr(Ledger, "asking", lambda ledger: {})
+    monkeypatch.setattr(Ledger, "beats", beats)
+    pulse = Pulse(Ledger(None), 0, 1, old, 1.0, 60.0, lambda why: None)
+    monkeypatch.setattr(Pulse, "lost", lambda pulse, rank, why, epoch=None: lost.append((rank, epoch.number)))
+    for now in range(50):
+        pulse.epoch = old
+        pulse.beat(pulse._beaten + now)
+    assert set(lost) == {(1, 0), (2, 0)}

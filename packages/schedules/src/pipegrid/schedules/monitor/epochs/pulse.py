@@ -57,8 +57,11 @@ class Pulse:
     @property
     def alarm(self) -> Alarm | None:
         """Why the current epoch ends, if this rank has noticed that it does."""
+        return self._alarm_of(self.epoch)
+
+    def _alarm_of(self, epoch: Epoch) -> Alarm | None:
         known = self._alarm
-        return known[1] if known is not None and known[0] == self.epoch.number else None
+        return known[1] if known is not None and known[0] == epoch.number else None
 
     def beat(self, now: float) -> None:
         """Beat, and listen to the ranks that this one watches.
@@ -71,14 +74,16 @@ class Pulse:
         asking = self.ledger.asking()
         before = {one: self._asking.get(one, (self.ledger.beats(*one), self.heartbeat)) for one in asking.items()}
         self._asking = {one: self._listen(one, before, elapsed) for one in before}
-        for rank in self._watched():
-            one = rank, self.epoch.incarnations[rank]
+        epoch = self.epoch  # of the whole round: the rank's own thread may enter the next one meanwhile
+        for rank in self._watched(epoch):
+            one = rank, epoch.incarnations[rank]
             now_beats, silent = self._heard[one] = self._listen(one, self._heard, elapsed)
             if now_beats >= LEFT:
                 if self.waiting:
-                    self.lost(rank, "it has left, and others wait for it")
+                    self.lost(rank, "it has left, and others wait for it", epoch)
             elif silent >= (self.heartbeat if now_beats else self.deadline):
-                self.lost(rank, f"nothing was heard of it for {silent:.3g} s" if now_beats else "it has never come")
+                why = f"nothing was heard of it for {silent:.3g} s" if now_beats else "it has never come"
+                self.lost(rank, why, epoch)
 
     def _listen(
         self, process: tuple[int, int], heard: dict[tuple[int, int], tuple[int, float]], elapsed: float
@@ -97,28 +102,28 @@ class Pulse:
             if beats < LEFT and silent <= 3 * self.interval
         }
 
-    def _watched(self) -> Iterator[int]:
-        members = self.epoch.members
-        if not self.epoch.has(self.rank, self.incarnation):
+    def _watched(self, epoch: Epoch) -> Iterator[int]:
+        members = epoch.members
+        if not epoch.has(self.rank, self.incarnation):
             return
-        here, alarm, found = members.index(self.rank), self.alarm, 0
+        here, alarm, found = members.index(self.rank), self._alarm_of(epoch), 0
         for rank in (*members[here + 1 :], *members[:here]):
             if alarm is not None and rank in alarm.lost:
                 continue
             yield rank
-            found += self._heard[rank, self.epoch.incarnations[rank]][0] < LEFT
+            found += self._heard[rank, epoch.incarnations[rank]][0] < LEFT
             if found == WATCHED:
                 return
 
     def look(self) -> None:
         """Notice an alarm of this epoch, and end this rank's wait in it."""
-        epoch, known = self.epoch.number, self.alarm
-        alarm = self.ledger.alarm(epoch)
+        epoch = self.epoch
+        known, alarm = self._alarm_of(epoch), self.ledger.alarm(epoch.number)
         if alarm is not None and alarm != known:
-            self._alarm = epoch, alarm
+            self._alarm = epoch.number, alarm
         if alarm is not None and known is None:
             # The order matters: a rank that sets its number and then finds no alarm waits for a key that is set here.
-            self.ledger.wake(epoch, self.number)
+            self.ledger.wake(epoch.number, self.number)
             self.on_alarm(str(alarm))
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:

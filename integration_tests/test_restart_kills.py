@@ -6,9 +6,11 @@ store over all restarts, as torchrun's do.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -146,14 +148,33 @@ def test_a_run_whose_ranks_are_killed_a_few_times_has_the_weights_of_an_undistur
 TYPED = re.compile(r"(JobFailed|Pipeline|P2P\w+|Checkpoint|Disagreement)Error: .*(lost rank|is gone)", re.DOTALL)
 
 
-def notes_signals(rank):
-    """Whether SIGTERM is a request there: `Attempt.begin` was called. True as well of a rank that has ended."""
+def status_of(rank):
+    """What the kernel says of a process: its state, and the signals for which it has handlers. Empty if it is gone."""
     try:
         status = Path(f"/proc/{rank.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return True
-    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+        return {}
+    return dict(re.findall(r"^(State|SigCgt):\s*(\w+)", status, re.MULTILINE))
+
+
+def request_stop(rank, seconds):
+    """SIGTERM once it is a request there: `Attempt.begin` was called. A rank that ends by itself gets none.
+
+    It stands still meanwhile: a rank that leaves takes its handler away.
+    """
+    stop = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        while rank.exitcode is None and time.monotonic() < stop:
+            os.kill(rank.pid, signal.SIGSTOP)
+            while (status := status_of(rank)).get("State", "Z") not in "TZX":
+                time.sleep(0.001)
+            asked = bool(int(status.get("SigCgt", "0"), 16) >> (signal.SIGTERM - 1) & 1)
+            if asked:
+                rank.terminate()
+            os.kill(rank.pid, signal.SIGCONT)
+            if asked:
+                return
+            time.sleep(0.01)
 
 
 def require_typed_ends(context, directory, world_size, victim, lines, *, begun=False):
@@ -168,11 +189,11 @@ def require_typed_ends(context, directory, world_size, victim, lines, *, begun=F
         run = directory / str(line)
         ranks = start(context, world_size, store.port, run, options, {victim: line})
         ranks[victim].join(60)
-        stop = time.monotonic() + LEAVE_SECONDS
         for rank in ranks:
-            while begun and rank.exitcode is None and not notes_signals(rank) and time.monotonic() < stop:
-                time.sleep(0.01)
-            rank.terminate()
+            if begun:
+                request_stop(rank, LEAVE_SECONDS)
+            else:
+                rank.terminate()
         codes[line] = end(ranks, seconds=15.0)
         for rank, code in enumerate(codes[line]):
             file = said_by(run, rank)

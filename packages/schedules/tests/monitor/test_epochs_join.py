@@ -12,7 +12,7 @@ from ..kit.epoch_world import LATER, World
 from .test_epochs_model import crashes
 
 KEYS = 8
-BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, 8))]
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, 100))]
 
 
 def world_with_comers(seed, **settings):

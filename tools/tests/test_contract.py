@@ -1,8 +1,12 @@
-"""The import contract holds, and bites: a planted upward import is reported by name."""
+"""The import contract holds, and bites: each planted upward import is reported by name, under its contract.
+
+One run sees all of them, each in a module of its own; a second one sees a circle in every package.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,90 +31,107 @@ def lint_imports(sources: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def sources(tmp_path):
-    """A copy of all packages, to plant violations in."""
-    shutil.copytree(ROOT / "packages", tmp_path / "packages", ignore=shutil.ignore_patterns("tests"))
-    return tmp_path / "packages"
+def plant(sources: Path, package: str, name: str, text: str, *, folder: str = "") -> str:
+    """Write a module; its dotted name."""
+    (sources / package / "src" / "pipegrid" / package / folder / f"{name}.py").write_text(text)
+    return ".".join(part for part in ("pipegrid", package, *folder.split("/"), name) if part)
 
 
-def plant(sources: Path, package: str, line: str, *, folder: str = "") -> None:
-    module = sources / package / "src" / "pipegrid" / package / folder / "planted.py"
-    module.write_text(f"{line}\n")
+def broken(report: str) -> dict[str, str]:
+    """What a run says of each broken contract, by its name."""
+    parts = re.split(r"^(.+)\n-+\n", report.partition("Broken contracts")[2], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_the_contract_holds(sources):
-    result = lint_imports(sources)
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Copies all packages, to plant violations in."""
+
+    def copy(name: str) -> Path:
+        target = tmp_path_factory.mktemp(name) / "packages"
+        shutil.copytree(ROOT / "packages", target, ignore=shutil.ignore_patterns("tests"))
+        return target
+
+    return copy
+
+
+def test_the_contract_holds(copied):
+    result = lint_imports(copied("clean"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "0 broken" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("package", "line", "contract"),
-    [
-        ("topology", "import pipegrid.transport", "strictly downward"),
-        ("topology", "import pipegrid.layout", "strictly downward"),
-        ("layout", "import pipegrid.topology", "strictly downward"),
-        ("transport", "from pipegrid.bridges import graph", "strictly downward"),
-        ("bridges", "import pipegrid.schedules", "strictly downward"),
-        ("schedules", "import pipegrid.training", "strictly downward"),
-        ("schedules", "import pipegrid.planner", "strictly downward"),
-        ("planner", "import pipegrid.training", "strictly downward"),
-        ("planner", "import torch", "planner has no torch"),
-        ("testing", "import pipegrid.topology", "testing imports no pipegrid package"),
-        ("transport", "import pipegrid.testing", "no package imports testing"),
-        ("training", "import pipegrid.testing", "no package imports testing"),
-        ("layout", "import torch", "layout has no torch and no numpy"),
-    ],
-)
-def test_a_planted_violation_is_reported(sources, package, line, contract):
-    plant(sources, package, line)
+# Package, folder, line, and the beginning of the name of the contract that it breaks.
+PLANTED = [
+    ("topology", "", "import pipegrid.transport", "strictly downward"),
+    ("topology", "", "import pipegrid.layout", "strictly downward"),
+    ("layout", "", "import pipegrid.topology", "strictly downward"),
+    ("transport", "", "from pipegrid.bridges import graph", "strictly downward"),
+    ("bridges", "", "import pipegrid.schedules", "strictly downward"),
+    ("schedules", "", "import pipegrid.training", "strictly downward"),
+    ("schedules", "", "import pipegrid.planner", "strictly downward"),
+    ("planner", "", "import pipegrid.training", "strictly downward"),
+    ("planner", "", "import torch", "planner has no torch"),
+    ("testing", "", "import pipegrid.topology", "testing imports no pipegrid package"),
+    ("transport", "", "import pipegrid.testing", "no package imports testing"),
+    ("training", "", "import pipegrid.testing", "no package imports testing"),
+    ("layout", "", "import torch", "layout has no torch and no numpy"),
+    ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
+    ("schedules", "gradients", "import pipegrid.schedules.runtime", "schedules: from the step functions down"),
+    ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
+    ("schedules", "gradients/reduction", "import pipegrid.schedules.gradients.clip", "gradients: from reduction"),
+    ("schedules", "verify", "import pipegrid.schedules.simulate", "schedules: from a plan that runs down"),
+    ("schedules", "generators", "import pipegrid.schedules.passes", "schedules: from a plan that runs down"),
+    ("schedules", "search", "import torch", "schedules: planning has no torch"),
+    ("transport", "backends", "import pipegrid.transport.lane", "transport: from the communicator down to an edge"),
+    ("bridges", "reshard", "import pipegrid.bridges.bridge", "bridges: from many modules down to a graph"),
+    ("bridges", "bridge", "import pipegrid.bridges.colocated", "bridges: from many modules down to a graph"),
+    ("bridges", "vtp", "import pipegrid.bridges.multimodule", "bridges: from many modules down to a graph"),
+]
+
+
+@pytest.fixture(scope="module")
+def of_planted(copied):
+    """The modules with the lines of `PLANTED`, and the reports on them."""
+    sources = copied("planted")
+    names = [
+        plant(sources, package, f"planted_{number}", f"{line}\n", folder=folder)
+        for number, (package, folder, line, _) in enumerate(PLANTED)
+    ]
     result = lint_imports(sources)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert f"{contract}" in result.stdout
-    assert f"pipegrid.{package}.planted" in result.stdout
+    return names, broken(result.stdout)
 
 
-@pytest.mark.parametrize(
-    ("package", "folder", "line", "contract"),
-    [
-        ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
-        ("schedules", "gradients", "import pipegrid.schedules.runtime", "schedules: from the step functions down"),
-        ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
-        ("schedules", "gradients/reduction", "import pipegrid.schedules.gradients.clip", "gradients: from reduction"),
-        ("schedules", "verify", "import pipegrid.schedules.simulate", "schedules: from a plan that runs down"),
-        (
-            "schedules",
-            "generators",
-            "import pipegrid.schedules.passes",
-            "schedules: from a plan that runs down",
-        ),
-        ("schedules", "search", "import torch", "schedules: planning has no torch"),
-        (
-            "transport",
-            "backends",
-            "import pipegrid.transport.lane",
-            "transport: from the communicator down to an edge",
-        ),
-        ("bridges", "reshard", "import pipegrid.bridges.bridge", "bridges: from many modules down to a graph"),
-        ("bridges", "bridge", "import pipegrid.bridges.colocated", "bridges: from many modules down to a graph"),
-        ("bridges", "vtp", "import pipegrid.bridges.multimodule", "bridges: from many modules down to a graph"),
-    ],
-)
-def test_a_planted_violation_between_folders_is_reported(sources, package, folder, line, contract):
-    plant(sources, package, line, folder=folder)
+@pytest.mark.parametrize("number", range(len(PLANTED)), ids=[" ".join(row[:3]) for row in PLANTED])
+def test_a_planted_violation_is_reported(of_planted, number):
+    names, reports = of_planted
+    (report,) = [report for contract, report in reports.items() if contract.startswith(PLANTED[number][3])]
+    assert re.search(rf"{re.escape(names[number])}\b", report), report
+
+
+BACK = {"later": "def later():", "types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:"}
+
+
+@pytest.fixture(scope="module")
+def of_circles(copied):
+    """The report on circles, with one of each kind in every package."""
+    sources = copied("circles")
+    for package in PACKAGES:
+        for kind, back in BACK.items():
+            there = plant(
+                sources, package, f"planted_{kind}_b", f"{back}\n    import pipegrid.{package}.planted_{kind}_a\n"
+            )
+            plant(sources, package, f"planted_{kind}_a", f"import {there}\n")
     result = lint_imports(sources)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert any(contract in text and text.endswith("BROKEN") for text in result.stdout.splitlines())
-    assert f"pipegrid.{package}.{folder.replace('/', '.')}.planted" in result.stdout
+    return broken(result.stdout)["no circles inside packages"]
 
 
-@pytest.mark.parametrize("back", ["def later():", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:"])
+@pytest.mark.parametrize("kind", BACK)
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_planted_circle_is_reported(sources, package, back):
-    folder = sources / package / "src" / "pipegrid" / package
-    (folder / "planted_a.py").write_text(f"import pipegrid.{package}.planted_b\n")
-    (folder / "planted_b.py").write_text(f"{back}\n    import pipegrid.{package}.planted_a\n")
-    result = lint_imports(sources)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "no circles inside packages BROKEN" in result.stdout
+def test_a_planted_circle_is_reported(of_circles, package, kind):
+    (own,) = [
+        text for text in of_circles.split("No cycles are allowed in ") if text.startswith(f"pipegrid.{package}.\n")
+    ]
+    assert f".planted_{kind}_b -> .planted_{kind}_a" in own

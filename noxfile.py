@@ -57,6 +57,8 @@ _SLOW_TO_IMPORT = (
 PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 # What runs the notebook of the documentation.
 NOTEBOOK = ("nbclient", "ipykernel")
+# Modules are compiled when they are imported, which most of what pip installs never is.
+PIP = ("--quiet", "--no-compile", "--constraint")
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
 SITE = tuple(META["optional-dependencies"]["docs"])
@@ -77,7 +79,7 @@ def _shared(session: nox.Session, constraints: Path, *requirements: str) -> Path
     if not folder.exists():
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
-        target = ("--quiet", "--constraint", str(constraints), "--target", str(part))
+        target = (*PIP, str(constraints), "--target", str(part))
         session.run("python", "-m", "pip", "install", *target, *requirements, silent=True)
         part.rename(folder)
     return folder
@@ -112,7 +114,7 @@ def install(
     declared = {need for name in packages for need in _metadata(name)["project"]["dependencies"]}
     if any(re.match(r"torch\b", need) for need in declared):
         (site / "torch.pth").write_text(f"{_shared(session, constraints, 'torch')}\n")
-    session.install("--quiet", "--constraint", str(constraints), *map(str, wheels), *requirements)
+    session.install(*PIP, str(constraints), *map(str, wheels), *requirements)
     stamp.write_text(key)
 
 
@@ -234,13 +236,13 @@ def install_as_written(session: nox.Session) -> None:
     for name in ALL:
         _installed_by(session, PACKAGES / name / "README.md", {name})
     everything = _installed_by(session, ROOT / "README.md", set(ALL))
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), *everything)
+    session.install(*PIP, str(CONSTRAINTS), *everything)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
     extras = "./meta[hf,cli]"
     if f'`pip install ./packages/* "{extras}"`' not in (ROOT / "docs" / "install.md").read_text():
         session.error(f"docs/install.md has no line that installs ./packages/* and {extras}")
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), extras)
+    session.install(*PIP, str(CONSTRAINTS), extras)
     session.run("python", "-c", "import transformers, rich, pipegrid.training", silent=True)
 
 

@@ -71,11 +71,11 @@ def judged(arguments, *, cases=(), seconds):
 
 
 def test_one_fault_of_each_kind_and_place():
-    assert judged(["--case", "-", "--jobs", "2"], cases=CASES, seconds=600) == f"{len(CASES)} passed, 0 failed"
+    assert judged(["--case", "-", "--jobs", "4"], cases=CASES, seconds=600) == f"{len(CASES)} passed, 0 failed"
 
 
 def test_faults_over_the_fake_nccl():
-    assert judged(["--case", "-", "--jobs", "2"], cases=FAKES, seconds=600) == f"{len(FAKES)} passed, 0 failed"
+    assert judged(["--case", "-", "--jobs", "4"], cases=FAKES, seconds=600) == f"{len(FAKES)} passed, 0 failed"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_faults_over_the_fake_nccl():
 )
 def test_faults_over_the_fake_nccl_after_forty_days(backend):
     cases = [evolve(case, backend=backend, days=DAYS) for case in AGED]
-    assert judged(["--case", "-", "--jobs", "2"], cases=cases, seconds=600) == f"{len(AGED)} passed, 0 failed"
+    assert judged(["--case", "-", "--jobs", "4"], cases=cases, seconds=600) == f"{len(AGED)} passed, 0 failed"
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,29 @@ import pytest
 from .kit.museum import BACKENDS, stuck_at, table
 
 HERE = Path(__file__).parent
+SESSIONS = 2
 CELLS = {f"{name}/{model}": verdict for (name, model), verdict in table().items() if model in BACKENDS}
 
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """Of each cell that is selected, the text of its failure; "" where its ranks came to the end of their orders."""
-    directory = tmp_path_factory.mktemp("museum")
+    """Of each cell that is selected, the text of its failure; "" where its ranks came to the end of their orders.
+
+    In a few sessions side by side: a hang only waits for its deadline.
+    """
+    items = [item for item in request.session.items if item.module is request.module]
+    cells = [item.callspec.params["cell"] for item in items if "outcomes" in item.fixturenames]
+    shares = [share for number in range(SESSIONS) if (share := cells[number::SESSIONS])]
+    with ThreadPoolExecutor(SESSIONS) as pool:
+        found = pool.map(_ends, shares, [tmp_path_factory.mktemp("museum") for _ in shares])
+        return {cell: text for share in found for cell, text in share.items()}
+
+
+def _ends(cells, directory):
+    """The same of ``cells``, in one session of pytest."""
     report = directory / "out.xml"
     shutil.copy(HERE / "museum_ranks.py", directory / "test_orders.py")
     (directory / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
-    items = [item for item in request.session.items if item.module is request.module]
-    cells = [item.callspec.params["cell"] for item in items if "outcomes" in item.fixturenames]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),

@@ -57,8 +57,7 @@ _SLOW_TO_IMPORT = (
 PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 # What runs the notebook of the documentation.
 NOTEBOOK = ("nbclient", "ipykernel")
-# Modules are compiled when they are imported, which most of what pip installs never is.
-PIP = ("--quiet", "--no-compile", "--constraint")
+PIP = ("--quiet", "--constraint")  # compiling: where PYTHONDONTWRITEBYTECODE is set, each process would do it anew
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
 SITE = tuple(META["optional-dependencies"]["docs"])

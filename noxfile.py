@@ -57,7 +57,8 @@ _SLOW_TO_IMPORT = (
 PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 # What runs the notebook of the documentation.
 NOTEBOOK = ("nbclient", "ipykernel")
-PIP = ("--quiet", "--constraint")  # compiling: where PYTHONDONTWRITEBYTECODE is set, each process would do it anew
+# Not --no-compile: where PYTHONDONTWRITEBYTECODE is set, each process would compile torch anew.
+PIP = ("--quiet", "--constraint")
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
 SITE = tuple(META["optional-dependencies"]["docs"])

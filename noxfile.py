@@ -1,8 +1,8 @@
 """Every check of the project, one session each. `nox` alone runs `tests`; `nox -l` lists them.
 
 Environments are made once and reused: a session installs again only when a metadata file, the constraints
-or its own list of requirements changed. What every environment needs is made once for all: torch, a gigabyte, and
-the packages themselves as wheels that refer to their sources.
+or its own list of requirements changed. What several environments need is made once for all: what is large, each in a
+folder of its own, and the packages themselves as wheels that refer to their sources.
 """
 
 from __future__ import annotations
@@ -47,18 +47,25 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
-# What ranks of integration tests are forked with, so that each need not import it by itself.
+# What ranks are forked with where the tests have imported it, so that each need not import it by itself.
 _SLOW_TO_IMPORT = (
     "hypothesis.strategies",
     "numpy",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
+    "pipegrid.bridges.multimodule",
+    "pipegrid.schedules.megatron",
+    "pipegrid.training.checkpoint",
 )
 PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 # What runs the notebook of the documentation.
 NOTEBOOK = ("nbclient", "ipykernel")
 # Not --no-compile: where PYTHONDONTWRITEBYTECODE is set, each process would compile torch anew.
 PIP = ("--quiet", "--constraint")
+# What takes pip longer than a second or two.
+LARGE = ("torch", "transformers", "scikit-learn", "matplotlib")
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
 SITE = tuple(META["optional-dependencies"]["docs"])
@@ -111,9 +118,9 @@ def install(
         session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *(f"pipegrid-{name}" for name in ALL))
     wheels = [_editable(session, name) for name in packages]
     (site,) = Path(session.virtualenv.location).glob("[Ll]ib/**/site-packages")
-    declared = {need for name in packages for need in _metadata(name)["project"]["dependencies"]}
-    if any(re.match(r"torch\b", need) for need in declared):
-        (site / "torch.pth").write_text(f"{_shared(session, constraints, 'torch')}\n")
+    needed = {*requirements, *(need for name in packages for need in _metadata(name)["project"]["dependencies"])}
+    large = [name for name in LARGE if any(re.match(rf"{name}\b", need) for need in needed)]
+    (site / "large.pth").write_text("".join(f"{_shared(session, constraints, name)}\n" for name in large))
     session.install(*PIP, str(constraints), *map(str, wheels), *requirements)
     stamp.write_text(key)
 
@@ -122,7 +129,8 @@ def _test_package(session: nox.Session, name: str) -> None:
     needs = TEST_NEEDS[name]
     others = [need for need in needs if not _siblings([need])]
     install(session, (*DEPENDENCIES[name], *_siblings(needs), name), *others)
-    session.run("pytest", "-m", "not nightly", str(PACKAGES / name / "tests"), *session.posargs)
+    preload = ("-o", PRELOAD) if "pipegrid-testing" in needs else ()
+    session.run("pytest", "-m", "not nightly", *preload, str(PACKAGES / name / "tests"), *session.posargs)
 
 
 def _declare_package_sessions() -> None:
@@ -236,13 +244,14 @@ def install_as_written(session: nox.Session) -> None:
     for name in ALL:
         _installed_by(session, PACKAGES / name / "README.md", {name})
     everything = _installed_by(session, ROOT / "README.md", set(ALL))
-    session.install(*PIP, str(CONSTRAINTS), *everything)
+    quick = ("--no-compile", *PIP, str(CONSTRAINTS))  # each is imported once
+    session.install(*quick, *everything)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
     extras = "./meta[hf,cli]"
     if f'`pip install ./packages/* "{extras}"`' not in (ROOT / "docs" / "install.md").read_text():
         session.error(f"docs/install.md has no line that installs ./packages/* and {extras}")
-    session.install(*PIP, str(CONSTRAINTS), extras)
+    session.install(*quick, extras)
     session.run("python", "-c", "import transformers, rich, pipegrid.training", silent=True)
 
 
@@ -307,10 +316,11 @@ def tests(session: nox.Session) -> None:
     Sessions run side by side, one more than there are cores, since many a test waits (at most 4); each is printed whole
     when it ends.
     """
-    # What the environments share is made before two of them want it.
-    _shared(session, CONSTRAINTS, "torch")
+    # What the environments share is made before any wants it; of what is large, a half on each core.
     for name in ALL:
         _editable(session, name)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: _shared(session, CONSTRAINTS, name), LARGE))
     # The longest first: what is left for the end is short.
     packages = sorted(
         ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/**/*.py"))

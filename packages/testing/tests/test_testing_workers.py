@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 LIVES = """
-import ctypes, os, pathlib, subprocess, threading, time
+import ctypes, gc, os, pathlib, subprocess, sys, threading, time
 import pytest, torch, torch.distributed as dist
 
 HERE = pathlib.Path(__file__).parent
@@ -46,6 +46,17 @@ def test_a_group_kept():
 def test_is_no_group_any_more():
     with pytest.raises(ValueError, match="[Gg]roup"):
         dist.get_group_rank(KEPT.pop(), 0)
+
+@pytest.mark.ranks(2)
+def test_a_module_imported():
+    assert "mailbox" not in sys.modules
+    import mailbox
+    assert any(each is mailbox.Mailbox for each in gc.get_objects())
+
+@pytest.mark.ranks(2)
+def test_is_walked_by_no_collection():
+    import mailbox
+    assert not any(each is mailbox.Mailbox for each in gc.get_objects())
 
 @pytest.mark.ranks(2)
 def test_few_descriptors_kept():
@@ -138,6 +149,7 @@ def lived(session):
     ("before", "after"),
     [
         ("test_a_group_kept", "test_is_no_group_any_more"),
+        ("test_a_module_imported", "test_is_walked_by_no_collection"),
         ("test_few_descriptors_kept", "test_cost_nothing"),
         ("test_another_directory", "test_is_left_again"),
         ("test_many_descriptors_kept", "test_cost_the_place"),

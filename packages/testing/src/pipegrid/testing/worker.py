@@ -8,6 +8,7 @@ the file of a test is collected when the first of its tests arrives, and kept.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import os
 import queue
@@ -168,6 +169,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run jobs until the process is killed."""
+        modules = 0
         while True:
             job: Job = self._inbox.get()
             left: list[str] = []
@@ -177,6 +179,9 @@ class RankSession:
                 ranks, self.ranks = self.ranks, None
                 end_world(ranks)
                 os.chdir(self._directory)  # the next test's path may be relative
+            if len(sys.modules) != modules:  # as in the template: no later collection walks what is imported
+                modules = len(sys.modules)
+                gc.freeze()
             self._channel.send(Cleaned(left="; ".join(left)))
 
     @pytest.hookimpl(wrapper=True)

@@ -64,7 +64,7 @@ PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 NOTEBOOK = ("nbclient", "ipykernel")
 # Not --no-compile: where PYTHONDONTWRITEBYTECODE is set, each process would compile torch anew.
 PIP = ("--quiet", "--constraint")
-# What takes pip longer than a second or two.
+# What takes pip several seconds to install: once, for all environments that need it.
 LARGE = ("torch", "transformers", "scikit-learn", "matplotlib")
 # What builds the documentation.
 META: dict[str, Any] = tomllib.loads((ROOT / "meta" / "pyproject.toml").read_text())["project"]
@@ -316,7 +316,7 @@ def tests(session: nox.Session) -> None:
     Sessions run side by side, one more than there are cores, since many a test waits (at most 4); each is printed whole
     when it ends.
     """
-    # What the environments share is made before any wants it; of what is large, a half on each core.
+    # What the environments share is made before any wants it, what is large two at a time.
     for name in ALL:
         _editable(session, name)
     with ThreadPoolExecutor(2) as pool:

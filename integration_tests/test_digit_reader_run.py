@@ -14,8 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from digit_reader.launch import _what_happened
 from pipegrid.schedules import Costs, recording_from_json, simulate
+from pipegrid.schedules.monitor import Control
 
 from .kit import programs
 
@@ -175,6 +179,19 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
             assert ranks_of(str(tmp_path)) == {}
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [(3, "rank 3 failed first (ValueError: bad); "), (2, "rank 3 failed first (SIGABRT); "), (None, "(SIGABRT); ")],
+)
+def test_of_a_rank_that_a_signal_ended_its_own_word_is_told_and_no_other_ranks(said, text):
+    store = HashStore()
+    if said is not None:
+        Control(store, said, (2, 3)).record("ValueError: bad")
+    codes = {2: 1, 3: -signal.SIGABRT}
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=code, error_file="") for rank, code in codes.items()}
+    assert text in _what_happened(ChildFailedError("train.py", failures), Control(store, -1, (2, 3)))
 
 
 def test_a_rank_that_fails_is_named_with_what_it_said_and_where_all_stood(tmp_path):

@@ -70,8 +70,7 @@ def _what_happened(error: ChildFailedError, control: Control) -> str:
     """Whose failure was the first, and where all ranks stood.
 
     A rank that was killed could not say so itself, and the others then fail on its closed connections; of a rank that
-    failed in any other way, the control store has the first word. A signal may also end a process that has said its
-    failure: where its threads are in torch when the interpreter exits.
+    failed in any other way, the control store has the first word, and of one that a signal ended after it had said it.
     """
     rank, failure = min(error.failures.items(), key=lambda item: (not _killed(item[1].exitcode), item[1].timestamp))
     ended, said = f"exit code {failure.exitcode}", control.failure()

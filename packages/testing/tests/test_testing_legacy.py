@@ -117,6 +117,25 @@ def test_a_group_that_was_never_used_ends_without_the_other_members(ranks):
 
 
 @LEGACY
+def test_no_member_of_a_communicator_is_connected_before_all_are(ranks, monkeypatch):
+    """Wrong: a rank that connects first and aborts at once, which fails the connecting of its peer."""
+    gloo = dist.ProcessGroupGloo
+
+    def slow(*args):
+        made = gloo(*args)
+        time.sleep(0.3)  # as long as the last steps of connecting take here
+        assert not ranks.store.check(["connected"])
+        return made
+
+    if ranks.rank == 1:
+        monkeypatch.setattr(dist, "ProcessGroupGloo", slow)
+    group = dist.new_group([0, 1])
+    group._pair(1 - ranks.rank)
+    ranks.store.set("connected", "1")
+    ranks.barrier()
+
+
+@LEGACY
 @pytest.mark.parametrize("together", [True, False])
 def test_an_abort_ends_the_lone_messages_of_its_group_too(ranks, together, monkeypatch):
     """Wrong: communicators of one group aborted one by one, each waiting for the others' kernels."""

@@ -84,7 +84,10 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         with self._connecting:
             if self._hidden is None:
                 self._meeting("make").connect(self.timeout)
-                self._hidden = self._make_hidden()
+                hidden = self._make_hidden()
+                # Gloo fails at a member that still connects when another one, connected before it, cuts already.
+                self._meeting("go").connect(self.timeout)
+                self._hidden = hidden
                 self.device.add_group(self._name, self._hidden.cut)
             return self._hidden
 

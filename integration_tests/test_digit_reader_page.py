@@ -83,8 +83,10 @@ def test_curves_lie_inside_their_picture(values, later):
     rows = [figures(step, loss, accuracy) for step, (loss, accuracy) in enumerate(values, 1)]
     picture = ET.fromstring(curves(rows, len(rows) + later).split("</svg>")[0] + "</svg>")
     lines = {path.get("class"): path.get("d") for path in picture.iter("path") if path.get("class") != "axis"}
-    assert set(lines) == {"loss"} | ({"exact"} if any(accuracy is not None for _, accuracy in values) else set())
     drawn = {css: [tuple(map(float, point.split())) for point in line[1:].split("L")] for css, line in lines.items()}
+    assert all(len(points) > 1 for points in drawn.values()), "a line through one point is not to be seen"
+    drawn |= {dot.get("class"): [(float(dot.get("cx")), float(dot.get("cy")))] for dot in picture.iter("circle")}
+    assert set(drawn) == {"loss"} | ({"exact"} if any(accuracy is not None for _, accuracy in values) else set())
     for points in drawn.values():
         assert all(56 <= x <= 944 and 9.9 <= y <= 214.1 for x, y in points)
         assert points == sorted(points, key=lambda point: point[0])

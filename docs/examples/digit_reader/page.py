@@ -131,6 +131,9 @@ def curves(rows: Sequence[Figures], steps: int) -> str:
         return 10 + (bottom - 10) * (1 - share)
 
     def path(points: Sequence[tuple[int, float]], css: str) -> str:
+        if len(points) == 1:  # a short run
+            ((step, share),) = points
+            return f'<circle class="{css}" cx="{x(step):.1f}" cy="{level(share):.1f}" r="3" fill="currentColor"/>'
         line = "L".join(f"{x(step):.1f} {level(share):.1f}" for step, share in points)
         return f'<path class="{css}" d="M{line}"/>' if points else ""
 

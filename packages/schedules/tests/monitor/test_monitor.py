@@ -24,6 +24,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.monitor import Control
+from pipegrid.schedules.monitor.control import Failure
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
 from ..kit.threads import MemoryCommunicator, Network, Scale, in_threads, raising
@@ -149,6 +150,31 @@ class TestMonitor:
 
         for text in in_threads([lambda s=s: changing(s) for s in range(2)]):
             assert "do not run the same step 2: rank 0: 4 microbatches" in text
+
+    def test_a_failure_is_told_although_the_store_is_busy_when_it_comes(self, store):
+        """A call of the thread holds up the record for longer than the record waits."""
+        control, held, asked = Control(store, 1, range(2)), threading.Event(), threading.Event()
+
+        class Busy:
+            def __getattr__(self, name):
+                return getattr(store, name)
+
+            def set(self, key, value):
+                if value.startswith('["held up"'):
+                    asked.set()
+                    held.wait(20)
+                store.set(key, value)
+
+        monitor, place = Monitor(Busy(), rank=0, ranks=[0], interval=600.0), ["0F0"]
+        monitor.begin(one_f_one_b(1, 1), where=lambda: place[0], abort=lambda _: held.set())
+        place[0] = "held up"
+        looking = threading.Thread(target=monitor.look, args=(time.monotonic(),))
+        looking.start()
+        assert asked.wait(20)
+        assert monitor.failed("ValueError: bad sample").first.text == "ValueError: bad sample"
+        assert control.failure() == Failure(0, "ValueError: bad sample")
+        looking.join()
+        monitor.close()
 
     def test_a_failed_job_runs_no_further_step(self, store):
         network, monitors = Network(), []

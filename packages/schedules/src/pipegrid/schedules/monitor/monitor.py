@@ -134,6 +134,7 @@ class Monitor:
         self._brief = Control(bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, everyone)
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
+        self._untold = False  # whether the store has not heard of it
         self._steps = 0
         self._plan: tuple[Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
@@ -192,13 +193,17 @@ class Monitor:
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        The record comes before the abort, so that ranks which the abort reaches find it.
+        The record comes before the abort, so that ranks which the abort reaches find it. A store that does not answer
+        meanwhile is asked once more after it.
         """
         watched, self._watched = self._watched, None
         first = self._record(text)
         if watched is not None:
             watched.abort(first.text)
         try:
+            if self._untold:
+                first = self._failure = self._brief.record(first.text, rank=first.rank)
+                self._untold = False
             if watched is not None:
                 self._brief.publish(watched.where(), last=True)
             places = where_all_stand(self._brief.positions(seconds=min(self.interval, _BRIEF_SECONDS) + 0.1))
@@ -324,8 +329,8 @@ class Monitor:
         if self._failure is None:
             try:
                 self._failure = self._brief.record(text, rank=rank)
-            except RuntimeError:  # the store is gone with its process
-                self._failure = Failure(self.rank if rank is None else rank, text)
+            except RuntimeError:  # the store is busy, or gone with its process
+                self._failure, self._untold = Failure(self.rank if rank is None else rank, text), True
         return self._failure
 
     def _late(self, stood: float, place: str, deadline: float) -> str:

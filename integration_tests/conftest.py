@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
+from pathlib import Path
+
 import pytest
+
+# Forked ranks find their function by name.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# What they run; and pytest, of which some of these take parts.
+JOBS = ("restart", "survive", "survive_models", "survive_handover", "survive_bridge")
+PRELOAD = ("pytest", "torch._dynamo", *(f"integration_tests.{name}_ranks" for name in JOBS))
+
+
+@pytest.fixture(scope="session")
+def context():
+    """Ranks are forked by a server that has imported their jobs, and what an optimizer imports: seconds of each rank.
+
+    A process has one such server, so it has the jobs of all files.
+    """
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(list(PRELOAD))
+    return made
 
 
 @pytest.fixture

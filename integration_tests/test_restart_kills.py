@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -19,16 +18,13 @@ import time
 from pathlib import Path
 
 import pytest
+from integration_tests.restart_ranks import lines_of, rank_main, said_by
 from torch.distributed import TCPStore
 
 from pipegrid.training.restart import read_attempts
 from restart import job
 
 from .test_restart import require_undisturbed
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
-
-from integration_tests.restart_ranks import lines_of, rank_main, said_by
 
 KILLS = 200
 EPISODES = 20  # runs from the first step to the last, in each of which a share of the kills happens
@@ -104,14 +100,6 @@ def end_of_run(context, port, directory, options):
     for rank in ranks:
         rank.join(120)
     return end(ranks)
-
-
-@pytest.fixture
-def context():
-    """Ranks are forked by a server that has imported the job."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["pytest", "torch._dynamo", "integration_tests.restart_ranks"])
-    return made
 
 
 def require_killed_run(tmp_path, context, episodes, kills):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -13,24 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, module, rank_main, whole_matrix
 from torch.distributed import TCPStore
 
 from .kit.programs import run
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
-
-from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, module, rank_main, whole_matrix
-
 ROOT = Path(__file__).parents[1]
 SECONDS = 60.0  # for a case of up to 8 ranks, which take a second or two of a machine that may do other work
-
-
-@pytest.fixture(scope="module")
-def context():
-    """Ranks are forked by a server that has imported the job, and what an optimizer imports: seconds of each."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_ranks"])
-    return made
 
 
 def play(context, case, folder, main=rank_main):

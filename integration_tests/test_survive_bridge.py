@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+from integration_tests.survive_bridge_ranks import Kill, ModulesCase, rank_main, whole_matrix
 
 from . import test_survive
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
-
-from integration_tests.survive_bridge_ranks import Kill, ModulesCase, rank_main, whole_matrix
-
 require_undisturbed = partial(test_survive.require_undisturbed, main=rank_main)
 require_all = partial(test_survive.require_all, main=rank_main)
-
-
-@pytest.fixture(scope="module")
-def context():
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_bridge_ranks"])
-    return made
 
 
 # Ranks: 0 and 1 are the encoder's, 2 and 3 the first of the language model, 4 and 5 the second.

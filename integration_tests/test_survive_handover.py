@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-
-from pipegrid.topology import serve_store
-from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
-
 from integration_tests.survive_handover_ranks import RANKS, Attempts, rank_main
 from integration_tests.survive_ranks import Kill
 
+from pipegrid.topology import serve_store
+from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
 from survive.launching import until_done
-
-
-@pytest.fixture(scope="module")
-def context():
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_handover_ranks"])
-    return made
 
 
 def play(context, attempts, folder):

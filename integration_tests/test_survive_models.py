@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 
 import pytest
@@ -21,15 +20,6 @@ from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 from .survive_models_ranks import IN_HALVES, OVERFLOWS, PLACES, TRAITS, ModelCase
 from .survive_ranks import Kill
 from .test_survive import play, require_all, require_undisturbed
-
-
-@pytest.fixture(scope="module")
-def context():
-    """As in `test_survive`; the job of these ranks imports more."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_models_ranks"])
-    return made
-
 
 ALL = ModelCase("models", 2, 3, schedule="zero_bubble_h1", traits=TRAITS)
 PAIRS = ModelCase("models", 2, 2, traits=("tied", "dropout", "scaled", "per_token", "norm"), pairs=True)

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
-import sys
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from threading import Timer
 
 import pytest
 import torch
-from torch.distributed import TCPStore
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the forked ranks as well, which find their function by name
-
 from integration_tests.survive_ranks import ALONE, ANY, Case, Kill, rank_main
+from torch.distributed import TCPStore
 
 from survive.launching import keep_running
 
 SECONDS = 90.0
-
-
-@pytest.fixture(scope="module")
-def context():
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch._dynamo", "integration_tests.survive_ranks"])
-    return made
 
 
 def play(context, case, folder):

@@ -328,7 +328,6 @@ def tests(session: nox.Session) -> None:
     packages = sorted(
         ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/**/*.py"))
     )
-    packages.insert(2, packages.pop(packages.index("testing")))  # its tests wait longer than they are
     names = ("integration", *(f"test-{name}" for name in packages[:2]), "contract")
     names += (*(f"test-{name}" for name in packages[2:]), "types", "docs", "install", "lint")
     failed = []

@@ -67,20 +67,15 @@ class Unread:
             StageOutputError: an unread payload is in the same memory.
         """
         if aliased is None or self.local:
-            one = isinstance(payload, torch.Tensor)  # as most payloads are
-            aliased = _alias(payload, self.local) if one else without_graph(payload, local=self.local)
+            aliased = without_graph(payload, local=self.local)
         kept, marks = self.kept[microbatch] = aliased
         places = self._places
-        if isinstance(marks, list):
-            for tensor, (_, address, _) in zip(tensors_in_order(kept), marks, strict=True):
-                if address:
-                    if address in places:
-                        self._require_read(microbatch, address, payload)
-                    places[address] = microbatch, weakref.ref(tensor)
-        elif address := marks[1]:
-            if address in places:
-                self._require_read(microbatch, address, payload)
-            places[address] = microbatch, weakref.ref(kept)
+        tensors, each = (tensors_in_order(kept), marks) if isinstance(marks, list) else ((kept,), (marks,))
+        for tensor, (_, address, _) in zip(tensors, each, strict=True):
+            if address:
+                if address in places:
+                    self._require_read(microbatch, address, payload)
+                places[address] = microbatch, weakref.ref(tensor)
 
     def _require_read(self, microbatch: int, address: int, payload: Payload) -> None:
         earlier, tensor = self._places[address]
@@ -118,17 +113,10 @@ class Unread:
         marks = self._left.pop(microbatch, None)
         if marks is None:
             return
-        if isinstance(marks, list):
-            for mark in marks:
-                self._end(microbatch, mark)
-        else:
-            self._end(microbatch, marks)
-
-    def _end(self, microbatch: int, mark: Mark) -> None:
-        version, address, probe = mark
-        if probe is not None and probe._version != version:  # noqa: SLF001 -- see `_alias`
-            raise self._written(microbatch)
-        self._places.pop(address, None)
+        for version, address, probe in marks if isinstance(marks, list) else (marks,):
+            if probe is not None and probe._version != version:  # noqa: SLF001 -- see `_alias`
+                raise self._written(microbatch)
+            self._places.pop(address, None)
 
     def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
         if not isinstance(marks, list):
@@ -168,18 +156,18 @@ def is_shared(tensor: torch.Tensor) -> bool:
 def without_graph(payload: Payload, *, local: bool = False) -> Aliased:
     """The tensors as ones of their own, so that the memory's holders can be counted; and what they are known by."""
     if isinstance(payload, torch.Tensor):
-        return _alias(payload, local)
+        return _alias(payload, local=local)
     marks: list[Mark] = []
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
-        found, mark = _alias(tensor, local)
+        found, mark = _alias(tensor, local=local)
         marks.append(mark)
         return found
 
     return map_tensors(payload, alias), marks
 
 
-def _alias(tensor: torch.Tensor, local: bool) -> tuple[torch.Tensor, Mark]:
+def _alias(tensor: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, Mark]:
     if tensor.requires_grad:
         probe = tensor.detach()  # has the tensor's own version
         mark = tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr(), probe  # noqa: SLF001 -- the documented way to ask for changes in place

@@ -161,8 +161,9 @@ class StageRunner:
             del self.flight.kept[piece // self._num_slices]
         aliased: dict[int, Aliased] = {}
         for sends, payload in zip(self.leaving, payloads, strict=True):
-            shared = None if len(payloads) == 1 else aliased.setdefault(id(payload), without_graph(payload))
-            sends.put(piece, payload, pending, shared)
+            if len(payloads) > 1 and id(payload) not in aliased:
+                aliased[id(payload)] = without_graph(payload)
+            sends.put(piece, payload, pending, aliased.get(id(payload)))
 
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""

@@ -5,15 +5,13 @@ message is read later, on a device in the order of its stream, and a stage on th
 
 - A tensor without a graph is copied before its stage runs again, where something else holds its memory as well.
 - One with a graph is not, since the graph holds many outputs for the backward. Its version says whether it was written.
-- A second payload at the place of a first one that is not read is an error, whatever wrote it: the first one's tensor
-  lives, so no new tensor can be there.
-
-Nothing here holds the memory of a message after its send: the communicator does until it has read it.
+- A second payload at the place of a first one that is not read is an error, whatever wrote it. The first one is held
+  until its message is seen to have left, so no new tensor can be there. That it has left meanwhile is no excuse: the
+  stage may have written before that.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, TypeAlias
 
 import torch
@@ -27,13 +25,12 @@ from pipegrid.transport.edge import Direction, Edge
 _holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _ALONE = 2  # the one tensor, and torch's Python object of the storage
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_NOTHING = torch.empty(0)
 
 
-# What an unread tensor is known by: its version where it has a graph; the address of its memory, 0 where the same may
-# come again unchanged; and for one with a graph a tensor without memory that has its version. Made for each message.
-Mark: TypeAlias = tuple[int | None, int, torch.Tensor | None]
-_COPIED: Mark = (None, 0, None)
+# What an unread tensor is known by: its version where it has a graph, and the address of its memory, 0 where the same
+# may come again unchanged. Made for each message.
+Mark: TypeAlias = tuple[int | None, int]
+_COPIED: Mark = (None, 0)
 Marks: TypeAlias = Mark | list[Mark]
 Payload: TypeAlias = Any
 Aliased: TypeAlias = tuple[Payload, Marks]
@@ -51,8 +48,8 @@ class Unread:
     local: bool = False
     num_slices: int = 1
     kept: dict[int, Aliased] = field(factory=dict, init=False)
-    _left: dict[int, Marks] = field(factory=dict, init=False)  # from the send on until its end
-    _places: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = field(factory=dict, init=False)  # by address
+    _left: dict[int, Aliased] = field(factory=dict, init=False)  # from the send on until its end
+    _places: dict[int, int] = field(factory=dict, init=False)  # microbatches by address
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
@@ -67,20 +64,13 @@ class Unread:
             StageOutputError: an unread payload is in the same memory.
         """
         if aliased is None or self.local:
-            aliased = without_graph(payload, local=self.local)
-        kept, marks = self.kept[microbatch] = aliased
-        places = self._places
-        tensors, each = (tensors_in_order(kept), marks) if isinstance(marks, list) else ((kept,), (marks,))
-        for tensor, (_, address, _) in zip(tensors, each, strict=True):
+            aliased = without_graph(payload)
+        _, marks = self.kept[microbatch] = aliased
+        for _, address in marks if isinstance(marks, list) else (marks,):
             if address:
-                if address in places:
-                    self._require_read(microbatch, address, payload)
-                places[address] = microbatch, weakref.ref(tensor)
-
-    def _require_read(self, microbatch: int, address: int, payload: Payload) -> None:
-        earlier, tensor = self._places[address]
-        if earlier != microbatch and tensor() is not None and _may_change(payload, address):
-            raise self._written(earlier)
+                earlier = self._places.setdefault(address, microbatch)
+                if earlier != microbatch and _may_change(payload, address):
+                    raise self._written(earlier)
 
     def settle(self) -> None:
         """The stage runs again: copy what it may write."""
@@ -93,15 +83,15 @@ class Unread:
         Raises:
             StageOutputError: it was written since its stage returned it.
         """
-        payload, marks = self.kept.pop(microbatch)
-        if isinstance(marks, list) or marks[2] is None or marks[2]._version != marks[0]:  # noqa: SLF001 -- see `_alias`
-            payload, marks = self._own(microbatch, payload, marks)
+        payload, marks = aliased = self.kept.pop(microbatch)
+        if isinstance(marks, list) or marks[0] is None or payload._version != marks[0]:  # noqa: SLF001 -- see `_alias`
+            payload, marks = aliased = self._own(microbatch, payload, marks)
         if self.local:
-            for _, address, _ in marks if isinstance(marks, list) else (marks,):
+            for _, address in marks if isinstance(marks, list) else (marks,):
                 self._places.pop(address, None)
             return unpacked(_as_leaf(payload, marks))
         if marks is not _COPIED:
-            self._left[microbatch] = marks
+            self._left[microbatch] = aliased
         return payload
 
     def end(self, microbatch: int) -> None:
@@ -110,21 +100,23 @@ class Unread:
         Raises:
             StageOutputError: it was written before that.
         """
-        marks = self._left.pop(microbatch, None)
-        if marks is None:
+        aliased = self._left.pop(microbatch, None)
+        if aliased is None:
             return
-        for version, address, probe in marks if isinstance(marks, list) else (marks,):
-            if probe is not None and probe._version != version:  # noqa: SLF001 -- see `_alias`
+        payload, marks = aliased
+        each = zip(tensors_in_order(payload), marks, strict=True) if isinstance(marks, list) else ((payload, marks),)
+        for tensor, (version, address) in each:
+            if version is not None and tensor._version != version:  # noqa: SLF001 -- see `_alias`
                 raise self._written(microbatch)
             self._places.pop(address, None)
 
     def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
         if not isinstance(marks, list):
-            version, address, probe = marks
-            if probe is not None:
-                if probe._version != version:  # noqa: SLF001 -- see `_alias`
+            version, address = marks
+            if version is not None:
+                if payload._version != version:  # noqa: SLF001 -- see `_alias`
                     raise self._written(microbatch)
-            elif marks is not _COPIED and is_shared(payload):
+            elif address and is_shared(payload):
                 self._places.pop(address, None)
                 return payload.clone(), _COPIED
             return payload, marks
@@ -153,32 +145,28 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return _holders is None or _holders(tensor.untyped_storage()._cdata) > _ALONE  # noqa: SLF001
 
 
-def without_graph(payload: Payload, *, local: bool = False) -> Aliased:
+def without_graph(payload: Payload) -> Aliased:
     """The tensors as ones of their own, so that the memory's holders can be counted; and what they are known by."""
     if isinstance(payload, torch.Tensor):
-        return _alias(payload, local=local)
+        return _alias(payload)
     marks: list[Mark] = []
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
-        found, mark = _alias(tensor, local=local)
+        found, mark = _alias(tensor)
         marks.append(mark)
         return found
 
     return map_tensors(payload, alias), marks
 
 
-def _alias(tensor: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, Mark]:
+def _alias(tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
     if tensor.requires_grad:
-        probe = tensor.detach()  # has the tensor's own version
-        mark = tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr(), probe  # noqa: SLF001 -- the documented way to ask for changes in place
-        if local:  # the graph of the other stage compares versions from then on
-            return probe, mark
-        alias = tensor.detach() if type(tensor) not in _PLAIN else tensor.data
-        probe.data = _NOTHING
-        return alias, mark
+        # A leaf is an input that is passed on, or a parameter. Detached, a tensor keeps its version, which torch
+        # documents as the way to ask for changes in place.
+        return tensor.detach(), (tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr())  # noqa: SLF001
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return tensor, _COPIED  # left to the communicator's checks
-    return tensor.data, (None, tensor.data_ptr(), None)
+    return tensor.data, (None, tensor.data_ptr())
 
 
 def _as_leaf(payload: Payload, marks: Marks) -> Payload:

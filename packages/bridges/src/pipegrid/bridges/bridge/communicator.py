@@ -8,7 +8,7 @@ On the other side: `Lane.irecv`; `BridgeReceive` (receive), which is filled when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, Unpack
 
@@ -184,10 +184,15 @@ class BridgeCommunicator(BridgeEnds):
         """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
         return self._traffic.groups[group_spec(ranks, self.label, what)]
 
-    @property
-    def num_groups(self) -> int:
-        """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
-        return len(self._traffic.groups)
+    def verb(self, direction: Direction, *, sends: bool) -> Callable[[Any], Any] | None:
+        """What starts a send, or a receive, of this rank; None where it has none on the boundary."""
+        at_end = self.is_source if (direction is _FORWARD) is sends else self.is_destination
+        if not at_end or direction not in self._wiring.directions:
+            return None
+        exchange = self.exchange
+        if direction is _FORWARD:
+            return exchange.isend_forward if sends else exchange.irecv_forward
+        return exchange.isend_backward if sends else exchange.irecv_backward
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 

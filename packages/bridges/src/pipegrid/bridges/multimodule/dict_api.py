@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +10,6 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.structure import kind_of
 from pipegrid.bridges.errors import MissingTensorError, ShapeError
-from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import Handle, ReceiveHandle
@@ -19,92 +18,76 @@ Tensors: TypeAlias = dict[str, Any]
 
 
 @frozen
-class DictExchange:
-    """Starts the sends and receives of all modules on ``rank``: its ``infos`` and ``chains``, by module.
+class ModuleEnds:
+    """The edges at one module's stage on a rank, each with the module at its other end.
 
-    ``has_backward`` says of each module of the job whether gradients come back to it.
+    Attributes:
+        incoming: those that feed the stage.
+        outgoing: those that it feeds.
+    """
+
+    incoming: tuple[tuple[Edge, str], ...]
+    outgoing: tuple[tuple[Edge, str], ...]
+
+
+@frozen
+class DictExchange:
+    """The sends and receives of all modules on ``rank``, for dicts by module.
+
+    Attributes:
+        rank: this one.
+        ends: the edges of each of its modules, in the order of the graph.
+        with_backward: the edges of the job along which gradients come back.
+        isend: of the communicator, by edge and direction.
+        irecv: of the communicator.
     """
 
     rank: int
-    infos: dict[str, RankModuleInfo]
-    chains: Mapping[str, ModuleChain]
-    has_backward: Mapping[str, bool]
+    ends: dict[str, ModuleEnds]
+    with_backward: Collection[Edge]
+    isend: Callable[..., Handle]
+    irecv: Callable[..., ReceiveHandle]
 
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the inputs of this rank's modules, by source module."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in self.infos.items():
-            if info.pp_rank > 0:
-                edge = Edge(info.pp_rank - 1, info.pp_rank)
-                found[name] = [
-                    self.chains[name].irecv(
-                        edge=edge, direction=Direction.FORWARD, shapes=_shape(shapes, name, inside=True)
-                    )
-                ]
-            for bridge in info.bridge_comms_as_dest_module or ():
-                source = bridge.src_module_name
-                handle = bridge.irecv_forward(_shape(shapes, source))
-                found[source] = [] if handle is None else [handle]
+        for name, ends in self.ends.items():
+            for edge, source in ends.incoming:
+                expected = _shape(shapes, source, inside=source == name)
+                found[source] = [self.irecv(edge=edge, direction=Direction.FORWARD, shapes=expected)]
         return found
 
     def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the gradients of the outputs of this rank's modules, one for each destination."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in reversed(self.infos.items()):
-            if not self.has_backward[name]:
-                continue
-            if info.pp_rank < info.pp_size - 1:
-                edge = Edge(info.pp_rank, info.pp_rank + 1)
-                found[name] = [
-                    self.chains[name].irecv(
-                        edge=edge, direction=Direction.BACKWARD, shapes=_shape(shapes, name, inside=True)
-                    )
-                ]
-            for bridge in info.bridge_comms_as_src_module or ():
-                if bridge.backward:
-                    handle = bridge.irecv_backward(_shape(shapes, name))
-                    found.setdefault(name, []).extend([] if handle is None else [handle])
+        for name, ends in reversed(self.ends.items()):
+            for edge, destination in ends.outgoing:
+                if edge in self.with_backward:
+                    expected = _shape(shapes, name, inside=destination == name)
+                    handle = self.irecv(edge=edge, direction=Direction.BACKWARD, shapes=expected)
+                    found.setdefault(name, []).append(handle)
         return found
 
     def send_forward(self, outputs: Tensors) -> list[Handle]:
         """Start sending every module's output to all modules that it feeds."""
-        sending: list[Handle] = []
-        self._check_entries(
-            outputs,
-            {name for name, info in self.infos.items() if not info.is_terminal_stage},
-            set(self.infos),
-        )
-        for name, info in self.infos.items():
-            if info.pp_rank < info.pp_size - 1:
-                edge = Edge(info.pp_rank, info.pp_rank + 1)
-                sending.append(self.chains[name].isend(outputs[name], edge=edge, direction=Direction.FORWARD))
-            for bridge in info.bridge_comms_as_src_module or ():
-                handle = bridge.isend_forward(outputs[name])
-                sending += [] if handle is None else [handle]
-        return sending
+        self._check_entries(outputs, {name for name, ends in self.ends.items() if ends.outgoing}, set(self.ends))
+        return [
+            self.isend(outputs[name], edge=edge, direction=Direction.FORWARD)
+            for name, ends in self.ends.items()
+            for edge, _ in ends.outgoing
+        ]
 
     def send_backward(self, grads: Tensors) -> list[Handle]:
         """Start sending the gradients of received activations."""
-        sending: list[Handle] = []
-        needed, known = set(), set()
-        for name, info in self.infos.items():
-            if info.pp_rank > 0:
-                known.add(name)
-                needed |= {name} if self.has_backward[name] else set()
-            for bridge in info.bridge_comms_as_dest_module or ():
-                known.add(bridge.src_module_name)
-                needed |= {bridge.src_module_name} if bridge.backward else set()
-        self._check_entries(grads, needed, known)
-        for name, info in reversed(self.infos.items()):
-            if name in needed and info.pp_rank > 0:
-                edge = Edge(info.pp_rank - 1, info.pp_rank)
-                sending.append(self.chains[name].isend(grads[name], edge=edge, direction=Direction.BACKWARD))
-            # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.
-            for bridge in reversed(info.bridge_comms_as_dest_module or ()):
-                if bridge.backward:
-                    handle = bridge.isend_backward(grads[bridge.src_module_name])
-                    sending += [] if handle is None else [handle]
-        return sending
+        incoming = [one for ends in self.ends.values() for one in ends.incoming]
+        needed = {source for edge, source in incoming if edge in self.with_backward}
+        self._check_entries(grads, needed, {source for _, source in incoming})
+        # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.
+        return [
+            self.isend(grads[source], edge=edge, direction=Direction.BACKWARD)
+            for edge, source in reversed(incoming)
+            if edge in self.with_backward
+        ]
 
     def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
         if not isinstance(tensors, Mapping):

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
 from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.multimodule.dict_api import ModuleEnds
 from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
@@ -188,6 +189,20 @@ class ModulePipeline:
     def is_pp_last_stage(self) -> bool:
         """Whether this rank holds the last stage of a module that feeds nothing."""
         return any(self._is_sink_module(name) and self._holds_end(name, -1) for name in self.places)
+
+    def _ends_here(self) -> dict[str, ModuleEnds]:
+        """The edges at this rank's stages, by module in the order of the graph."""
+        inside = {edge: (name, name) for name in self.places for edge in self.graph.edges_inside(name)}
+        modules, held = {**inside, **self._edges.by_stages()}, set(self.stages)
+        into = [(edge, ends) for edge, ends in modules.items() if edge.destination in held]
+        out = [(edge, ends) for edge, ends in modules.items() if edge.source in held]
+        return {
+            name: ModuleEnds(
+                incoming=tuple((edge, src) for edge, (src, dst) in into if dst == name),
+                outgoing=tuple((edge, dst) for edge, (src, dst) in out if src == name),
+            )
+            for name in self.places
+        }
 
     def _holds_end(self, module_name: str, end: int) -> bool:
         """Whether this rank holds the first (0) or the last (-1) stage of the module."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,24 +57,6 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
     """A new tensor for the sum of the partial sums of the group's ranks, and the collective that adds them up."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     return total, dist.all_reduce(total, group=group, async_op=True)
-
-
-def broadcast_text(
-    text: str, src: int, group: dist.ProcessGroup, device: torch.device, wait: Callable[[Any], None]
-) -> str:
-    """The ``text`` of rank ``src``, on every rank of the group; other ranks' own is not looked at.
-
-    ``wait`` holds the host until a collective is done.
-
-    `torch.distributed.broadcast_object_list` would do, but needs numpy, which torch itself does not require.
-    """
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    wait(dist.broadcast(size, src=src, group=group, async_op=True))
-    if dist.get_rank() != src:
-        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    wait(dist.broadcast(data, src=src, group=group, async_op=True))
-    return bytes(data.tolist()).decode()
 
 
 class Completing:

@@ -157,13 +157,3 @@ class ModuleEdges:
                         f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
                         "itself: use isend and irecv with edges"
                     )
-
-    def without_backward(self) -> tuple[Edge, ...]:
-        """The edges between stages that are declared without backward, ascending."""
-        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self.options.items() if not o.backward))
-
-    def with_payload(self) -> frozenset[Edge]:
-        """The edges between stages whose payload is declared."""
-        return frozenset(
-            edge_between(self.graph, *ends) for ends, option in self.options.items() if option.payload is not None
-        )

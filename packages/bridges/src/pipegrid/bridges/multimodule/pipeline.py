@@ -118,12 +118,14 @@ class ModulePipeline:
     @cached_property
     def forward_edges(self) -> tuple[Edge, ...]:
         """The edges declared without backward, ascending; the same on every rank."""
-        return self._edges.without_backward()
+        edges = self._edges.by_stages().items()
+        return tuple(sorted(edge for edge, ends in edges if not self._edges.options[ends].backward))
 
     @cached_property
     def payload_edges(self) -> frozenset[Edge]:
         """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
-        return self._edges.with_payload()
+        edges = self._edges.by_stages().items()
+        return frozenset(edge for edge, ends in edges if self._edges.options[ends].payload is not None)
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pipegrid.topology import control_store, destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
-from pipegrid.transport.lane.batch import Submitter
+from pipegrid.transport.lane.batch import Batch, Submitter
 from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.queue import first_of
@@ -72,7 +72,8 @@ class Lanes(dict[LaneSpec, Lane]):
     def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
 
-        Communicators come in the order of calls; within a shared one, messages come in the order of lanes.
+        Communicators come in the order of calls; within a shared one, messages come in the order of lanes. Batches
+        inside a batch belong to it.
 
         Args:
             together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
@@ -81,7 +82,7 @@ class Lanes(dict[LaneSpec, Lane]):
                 receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
                 the kernels of several communicators one by one.
         """
-        return self.submitter.batch(together=together, by_lane=by_lane)
+        return Batch(self.submitter, together=together or self.submitter.batches, by_lane=by_lane)
 
     @property
     def batches(self) -> bool:

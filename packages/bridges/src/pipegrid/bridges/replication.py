@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same values do: a comparison of digests, and the same verdict for all."""
+"""Compares digests of tensors that should be equal on several ranks; all of them get the same verdict."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from attrs import frozen
 
-from pipegrid.bridges.bridge.structure import kind_of
+from pipegrid.bridges.bridge.structure import in_words
 from pipegrid.bridges.errors import MissingTensorError, ShapeError
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
@@ -91,7 +91,7 @@ class DictExchange:
 
     def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
         if not isinstance(tensors, Mapping):
-            raise ShapeError(f"a multi-module communicator exchanges dicts by module name, got {kind_of(tensors)}")
+            raise ShapeError(f"a multi-module communicator exchanges dicts by module name, got {in_words(tensors)}")
         if not needed <= set(tensors) <= known:
             raise MissingTensorError(
                 f"rank {self.rank} has tensors for {list(tensors)}; it needs {sorted(needed)} of {sorted(known)}"

@@ -28,7 +28,7 @@ from pipegrid.bridges.reshard import (
     boundary_side,
     plan_reshard,
 )
-from pipegrid.bridges.steps import pack, start_completions, unpack
+from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
 from pipegrid.topology.grid import Grid
@@ -405,7 +405,7 @@ def _moved(
     waits.wait(work, ranks, messages)
     for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
         unpack(piece, part.receives.get(peer, ()), out)
-    completing = start_completions(part.completions, out, lambda ranks: copies[tuple(ranks)], rank=rank, dtype=dtype)
+    completing = [Completing(step, out, copies[step.ranks], rank=rank, dtype=dtype) for step in part.completions]
     for step, made in zip(part.completions, completing, strict=True):
         waits.wait(made.work, step.ranks, made.group)
         made.write()

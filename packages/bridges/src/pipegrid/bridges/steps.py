@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -105,15 +105,3 @@ class Completing:
             if giver != self._rank and boxes:
                 start = 0 if self._broadcast else index * self._width
                 unpack(self.buffer[start : start + self._sizes[index]], boxes, self._out)
-
-
-def start_completions(
-    completions: Iterable[Completion],
-    out: torch.Tensor,
-    group_of: Callable[[Sequence[int]], dist.ProcessGroup],
-    *,
-    rank: int,
-    dtype: torch.dtype,
-) -> list[Completing]:
-    """Start the completions of a plan in which this rank takes part."""
-    return [Completing(step, out, group_of(step.ranks), rank=rank, dtype=dtype) for step in completions]

@@ -18,7 +18,7 @@ from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
+from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
@@ -263,10 +263,8 @@ class EdgeTraffic:
             unpack(pieces[peer].detach(), boxes, out)
         if not part.completions:
             return out, ()
-        return out, start_completions(
-            part.completions,
-            out,
-            lambda ranks: self.groups[self.wiring.completion_group(ranks, direction)],
-            rank=self.wiring.rank,
-            dtype=wire_dtype,
-        )
+        rank, group_of = self.wiring.rank, self.wiring.completion_group
+        return out, [
+            Completing(step, out, self.groups[group_of(step.ranks, direction)], rank=rank, dtype=wire_dtype)
+            for step in part.completions
+        ]

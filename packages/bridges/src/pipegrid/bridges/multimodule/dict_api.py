@@ -10,24 +10,12 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.structure import in_words
 from pipegrid.bridges.errors import MissingTensorError, ShapeError
+from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Tensors: TypeAlias = dict[str, Any]
-
-
-@frozen
-class ModuleEnds:
-    """The edges at one module's stage on a rank, each with the module at its other end.
-
-    Attributes:
-        incoming: those that feed the stage.
-        outgoing: those that it feeds.
-    """
-
-    incoming: tuple[tuple[Edge, str], ...]
-    outgoing: tuple[tuple[Edge, str], ...]
 
 
 @frozen

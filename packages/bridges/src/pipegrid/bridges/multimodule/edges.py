@@ -50,6 +50,19 @@ def modules_with_backward(graph: ModuleGraph, options: Mapping[Ends, EdgeOptions
     }
 
 
+@frozen
+class ModuleEnds:
+    """The edges at one module's stage on a rank, each with the module at its other end.
+
+    Attributes:
+        incoming: those that feed the stage.
+        outgoing: those that it feeds.
+    """
+
+    incoming: tuple[tuple[Edge, str], ...]
+    outgoing: tuple[tuple[Edge, str], ...]
+
+
 @frozen(eq=False)
 class ModuleEdges:
     """The edges between the modules of a job, as `MultiModulePipelineCommunicator` is given them."""

@@ -10,8 +10,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.multimodule.dict_api import ModuleEnds
-from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, checked_options, modules_with_backward
+from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
 from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names

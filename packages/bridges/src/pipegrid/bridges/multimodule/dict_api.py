@@ -102,25 +102,23 @@ def exchanged(
     received: Tensors = {}
     for name, handles in receiving.items():
         parts = [handle.result() for handle in handles]
-        if len(parts) > 1:
-            received[name] = _added(parts)
-        elif parts:
-            received[name] = parts[0]
+        received[name] = _added(parts) if len(parts) > 1 else parts[0]
     for handle in sending:
         handle.wait()
     return received
 
 
 def _added(parts: Sequence[Any]) -> Any:
-    """The sum of gradients of one payload, leaf by leaf; None where the leaf has none."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return sum(part.detach() for part in parts)
+    """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    first = given[0]
     if isinstance(first, dict):
-        return {key: _added([part[key] for part in parts]) for key in first}
+        return {key: _added([part[key] for part in given]) for key in first}
     if isinstance(first, (list, tuple)):
-        return type(first)(_added(items) for items in zip(*parts, strict=True))
-    return None
+        return type(first)(_added(items) for items in zip(*given, strict=True))
+    return sum(part.detach() for part in given)
 
 
 def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:

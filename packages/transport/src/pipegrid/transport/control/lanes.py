@@ -65,7 +65,9 @@ class Lanes(dict[LaneSpec, Lane]):
         self._groups.extend(groups)
         self._watchers.extend(_watch(ends))
         self.on_device = any(lane.mover.streams for lane in self.values())
-        self._progress.watch(ends)
+        self._ends.extend(ends)
+        if self.on_device:
+            self._progress.tick = _STREAMED_TICK_SECONDS
         if ends:
             self._calls.seconds = ends[0].config.deadline
 
@@ -268,21 +270,15 @@ def _is_closed(lane: LaneTransfers) -> bool:
 
 
 class _Progress:
-    """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
+    """Sweeps ``lanes``, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise."""
 
     def __init__(self, lanes: list[LaneTransfers], submit: Submitter) -> None:
         self._lanes = lanes
         self._submit = submit
         self._stopped = False
-        self._tick = _TICK_SECONDS
+        self.tick = _TICK_SECONDS
         self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
-
-    def watch(self, lanes: Sequence[LaneTransfers]) -> None:
-        """Sweep these lanes as well."""
-        if any(lane.connection.mover.streams for lane in lanes):
-            self._tick = _STREAMED_TICK_SECONDS
-        self._lanes.extend(lanes)
 
     def _run(self) -> None:
         submit = self._submit
@@ -292,7 +288,7 @@ class _Progress:
                 submit.wake.wait()
             submit.asleep = False
             submit.wake.clear()
-            time.sleep(self._tick)
+            time.sleep(self.tick)
             now = time.monotonic()
             for lane in self._lanes:
                 if lane.queue:

@@ -171,6 +171,11 @@ class PacedLanes(dict[LaneSpec, PacedLane]):
         return self._lanes.failed
 
     @property
+    def batches(self) -> bool:
+        """See `Lanes.batches`."""
+        return self._lanes.batches
+
+    @property
     def headers(self) -> int:
         """Announcements that this rank has sent or received beside payloads."""
         return sum(lane.stats.headers for lane in self._lanes.values())

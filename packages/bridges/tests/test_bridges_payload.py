@@ -439,25 +439,32 @@ def test_source_ranks_that_send_different_numbers_are_named(ranks):
 @pytest.mark.ranks(4)
 def test_the_verbs_of_many_modules_carry_payloads_and_add_up_their_gradients(ranks):
     grids = {"enc": grid(0, dp=2), "one": grid(2), "two": grid(3)}
-    declared = {"x": Axes("b", "h"), "ids": Axes("b")}
     comm = MultiModulePipelineCommunicator(
         grids,
         {"enc": ["one", "two"], "one": [], "two": []},
         CONFIG,
-        edges={("enc", name): EdgeOptions(payload=declared) for name in ("one", "two")},
+        edges={
+            ("enc", name): EdgeOptions(
+                payload={"x": Axes("b", "h"), "ids": Axes("b"), "late": Axes("b", gradient=name == "two")}
+            )
+            for name in ("one", "two")
+        },
     )
     assert comm.payload_edges == {Edge(0, 1), Edge(0, 2)}
     rows = torch.arange(6.0).view(2, 3)
     if ranks.rank < 2:
-        payload = {"x": rows[ranks.rank : ranks.rank + 1], "ids": torch.tensor([ranks.rank])}
+        own = slice(ranks.rank, ranks.rank + 1)
+        payload = {"x": rows[own], "ids": torch.tensor([ranks.rank]), "late": rows[own, 0]}
         comm.send_forward({"enc": payload})
         back = comm.recv_backward()["enc"]
         assert torch.equal(back["x"], 5 * payload["x"])
+        assert torch.equal(back["late"], 3 * payload["late"])
         assert back["ids"] is None
     else:
         arrived = comm.recv_forward()["enc"]
-        require_same(arrived, {"x": rows, "ids": torch.tensor([0, 1])})
-        comm.send_backward({"enc": {"x": ranks.rank * arrived["x"].detach(), "ids": None}})
+        require_same(arrived, {"x": rows, "ids": torch.tensor([0, 1]), "late": rows[:, 0]})
+        late = 3 * arrived["late"].detach() if ranks.rank == 3 else None
+        comm.send_backward({"enc": {"x": ranks.rank * arrived["x"].detach(), "ids": None, "late": late}})
     if ranks.rank < 2:
         with pytest.raises(ShapeError, match="the edge declares"):
             comm.isend(rows, edge=Edge(0, 1), direction=Direction.FORWARD)

@@ -235,7 +235,7 @@ def test_arguments_that_do_not_fit(ranks):
     ):
         with pytest.raises(P2PUsageError, match=error):
             communicator.open_across(sends=[way], receives=[])
-    with pytest.raises(P2PUsageError, match=r"no lane is open for isend of edge 0>1 forward, replica"):
+    with pytest.raises(P2PUsageError, match=r"no way is open for isend of edge 0>1 forward, replica"):
         communicator.port_across(FIRST, F, 1 - ranks.rank).isend(activation(0))
     communicator.close()
     with P2PCommunicator(own, config()) as alone, pytest.raises(P2PUsageError, match=r"replicas=\[\[ranks of"):

@@ -28,7 +28,7 @@ from pipegrid.bridges.reshard import (
     boundary_side,
     plan_reshard,
 )
-from pipegrid.bridges.steps import pack, start_completions, unpack
+from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
 from pipegrid.topology.grid import Grid
@@ -82,7 +82,7 @@ class ColocatedBridgeCommunicator:
         dest_module_name: for messages.
         dim_mapping: axis of ``"b"``, ``"s"``, ``"h"``; default ``{"b": 0, "s": 1, "h": 2}``. For flattened
             ``[tokens, h]`` pass ``{"b": 0, "h": 1}``: samples then need equal numbers of tokens.
-        check_replicated: in the first call, compare digests over the copies of each source replica, and their rows.
+        check_replicated: in the first call, compare checksums over the copies of each source replica, and their rows.
         check_every: compare them again every so many calls; 0 is never again.
         backend: of the groups; None is the default group's.
         timeout: of the groups; a ``timedelta``, None is beyond the deadline.
@@ -405,7 +405,7 @@ def _moved(
     waits.wait(work, ranks, messages)
     for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
         unpack(piece, part.receives.get(peer, ()), out)
-    completing = start_completions(part.completions, out, lambda ranks: copies[tuple(ranks)], rank=rank, dtype=dtype)
+    completing = [Completing(step, out, copies[step.ranks], rank=rank, dtype=dtype) for step in part.completions]
     for step, made in zip(part.completions, completing, strict=True):
         waits.wait(made.work, step.ranks, made.group)
         made.write()

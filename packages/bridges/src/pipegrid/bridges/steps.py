@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,24 +59,6 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
     return total, dist.all_reduce(total, group=group, async_op=True)
 
 
-def broadcast_text(
-    text: str, src: int, group: dist.ProcessGroup, device: torch.device, wait: Callable[[Any], None]
-) -> str:
-    """The ``text`` of rank ``src``, on every rank of the group; other ranks' own is not looked at.
-
-    ``wait`` holds the host until a collective is done.
-
-    `torch.distributed.broadcast_object_list` would do, but needs numpy, which torch itself does not require.
-    """
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    wait(dist.broadcast(size, src=src, group=group, async_op=True))
-    if dist.get_rank() != src:
-        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    wait(dist.broadcast(data, src=src, group=group, async_op=True))
-    return bytes(data.tolist()).decode()
-
-
 class Completing:
     """One completion under way on this rank: started at construction, written when its collective is done.
 
@@ -124,15 +105,3 @@ class Completing:
             if giver != self._rank and boxes:
                 start = 0 if self._broadcast else index * self._width
                 unpack(self.buffer[start : start + self._sizes[index]], boxes, self._out)
-
-
-def start_completions(
-    completions: Iterable[Completion],
-    out: torch.Tensor,
-    group_of: Callable[[Sequence[int]], dist.ProcessGroup],
-    *,
-    rank: int,
-    dtype: torch.dtype,
-) -> list[Completing]:
-    """Start the completions of a plan in which this rank takes part."""
-    return [Completing(step, out, group_of(step.ranks), rank=rank, dtype=dtype) for step in completions]

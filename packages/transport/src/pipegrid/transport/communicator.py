@@ -87,7 +87,9 @@ class P2PCommunicator(LaneCommunicator):
         open_some = partial(_open, example, config=self.config, backend=backend, device=self.device)
         self.lanes = open_some(specs, carried=carried)
         if known is not None:
-            self.across = ReplicaLanes(self.rank, *known, self._placement, edges, self.lanes, self.config, open_some)
+            self.across = ReplicaLanes(
+                self.rank, known[1], len(known[0]), self.lanes, known[0], self._placement, edges, self.config, open_some
+            )
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
         self._neighbours = NeighbourTransfers(
             self.lanes, self.config, ranks=self._ranks, place=self.current_stage, placement=self._placement

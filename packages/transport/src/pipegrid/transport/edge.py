@@ -22,6 +22,10 @@ class Edge:
     def __str__(self) -> str:
         return f"{self.source}>{self.destination}"
 
+    def end(self, direction: Direction, *, sends: bool) -> int:
+        """The stage that sends in ``direction``, or the one that receives."""
+        return self.source if sends is (direction is Direction.FORWARD) else self.destination
+
 
 class Direction(enum.Enum):
     """Direction of a message: activations along an edge, or gradients against it."""

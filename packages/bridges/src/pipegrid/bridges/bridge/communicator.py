@@ -8,7 +8,7 @@ On the other side: `Lane.irecv`; `BridgeReceive` (receive), which is filled when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, Unpack
 
@@ -21,7 +21,6 @@ from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.bridge.leaves import leaves_of
 from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
-from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import (
@@ -180,14 +179,15 @@ class BridgeCommunicator(BridgeEnds):
         """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
         return self.lanes[self._wiring.lane_spec(source, destination, Direction(direction))]
 
-    def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
-        return self._traffic.groups[group_spec(ranks, self.label, what)]
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of this rank beside the lanes: one per direction in which copies complete each other, or add up."""
-        return len(self._traffic.groups)
+    def verb(self, direction: Direction, *, sends: bool) -> Callable[[Any], Any] | None:
+        """What starts a send, or a receive, of this rank; None where it has none on the boundary."""
+        at_end = self.is_source if (direction is _FORWARD) is sends else self.is_destination
+        if not at_end or direction not in self._wiring.directions:
+            return None
+        exchange = self.exchange
+        if direction is _FORWARD:
+            return exchange.isend_forward if sends else exchange.irecv_forward
+        return exchange.isend_backward if sends else exchange.irecv_backward
 
     # -- the asynchronous verbs -------------------------------------------------------------------------
 

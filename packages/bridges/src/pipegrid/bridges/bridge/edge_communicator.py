@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         _neighbours: the ranks at the other ends of each edge.
     """
 
-    crossings: Sequence[Exchange] = ()
+    crossings: list[Exchange]
     _sends: dict[Way, Callable[[Any], Handle]]
     _receives: dict[Way, Callable[[Any], ReceiveHandle]]
     _neighbours: dict[Edge, Collection[int]]

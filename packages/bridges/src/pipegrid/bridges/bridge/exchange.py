@@ -22,9 +22,8 @@ from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, P
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
 from pipegrid.bridges.errors import ShapeError, StageError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.bridges.steps import Completing, broadcast_text
+from pipegrid.bridges.steps import Completing
 from pipegrid.transport.edge import Direction
-from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -226,7 +225,8 @@ class Exchange:
             fill,
             peers=peers if self._skips_empty else None,
             into=into,
-            blocks=None if self._wiring.sizes_from is None else self._waits_for_leader,
+            # Filling waits for the leader as long as sizes are not known.
+            blocks=None if self._wiring.sizes_from is None else lambda: self._arriving is None,
         )
         self._received.add(incoming, has_gradient=self._tied and torch.is_grad_enabled())
         return receive
@@ -247,24 +247,9 @@ class Exchange:
     def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
         copies, traffic = self._wiring.copies(_FORWARD), self.traffic
         group = traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
-        try:
-            text = broadcast_text(
-                json.dumps(sorted(notes.items())),
-                leader,
-                group,
-                traffic.device,
-                lambda work: traffic.waits.wait(work, copies, group, host=True),
-            )
-        except RuntimeError as error:
-            raise CollectiveFailedError(
-                f"rank {self.rank}, {self.name}: rank {leader} did not pass on the source's sizes before the "
-                f"deadline ({error})"
-            ) from error
-        return dict(json.loads(text))
-
-    def _waits_for_leader(self) -> bool:
-        """Whether filling still has to talk to the copies of this rank, and so may block."""
-        return self._arriving is None and self._wiring.sizes_from is not None
+        own = json.dumps(sorted(notes.items())) if self.rank == leader else ""
+        task = f"rank {leader} did not pass on the source's sizes"
+        return dict(json.loads(traffic.waits.gather_text(own, copies, group, task=task)[leader]))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The leaves of what crosses an edge: what a source announces of each, how each travels, what arrives of it.
+"""The leaves of a payload that crosses an edge: how a source announces each, how it travels, and what arrives.
 
 Pure but for new tensors: nothing is sent or received here.
 """
@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPair, ShapePlans, encode
 from pipegrid.bridges.bridge.receive import with_gradient
-from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, kind_of
+from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import ShapeError, StageError
 from pipegrid.bridges.reshard import RankPart
@@ -101,7 +101,7 @@ class Leaves:
         if is_tensor and tensor is None:
             given = value.tensor if isinstance(value, Packed) else value
             if isinstance(leaf.declared, Folded):
-                raise ShapeError(f"{where} carries one tensor, got {kind_of(given)}; zeros stand for no gradient")
+                raise ShapeError(f"{where} carries one tensor, got {in_words(given)}; zeros stand for no gradient")
             raise ShapeError(
                 f"{where} carries one tensor, got {type(given).__name__}; declare several with payload={{...}}, "
                 "and send a tensor without rows where there is nothing to send"
@@ -110,7 +110,7 @@ class Leaves:
             return Number(value)
         names = leaf.declared.names if isinstance(leaf.declared, Axes) and not is_tensor else None
         if tensor is None or (names is not None and tensor.ndim != len(names)):
-            found = kind_of(value if tensor is None else tensor)
+            found = in_words(value if tensor is None else tensor)
             raise ShapeError(f"{where} is {found}; the edge declares {leaf.declared}")
         if isinstance(leaf.declared, Folded):
             leaf.declared.check(tensor.shape, side=0)
@@ -195,7 +195,7 @@ class Leaves:
         if self.structure.is_tensor:
             whose, of = "its activation was of", "the gradient"
         due = f"shape {one.shape} of {one.dtype}" if one.gradient else "no gradient"
-        raise ShapeError(f"{self.name}: {of} is {kind_of(gradient)}, {whose} {due}")
+        raise ShapeError(f"{self.name}: {of} is {in_words(gradient)}, {whose} {due}")
 
     def activations(self, leaves: Microbatch, tensors: Sequence[torch.Tensor]) -> Any:
         """What arrived as the payload of the stage."""

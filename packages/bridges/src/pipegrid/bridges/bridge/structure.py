@@ -281,12 +281,12 @@ def _match(declared: Declared, value: Any, path: str, found: list[Any], name: st
     if not alike or given is None or given.keys() != parts.keys():
         leaves: list[Leaf] = []
         tree = _tree(declared, path, leaves)
-        raise ShapeError(f"{name}: payload{path} is {kind_of(value)}; the edge declares {describe(tree, leaves)}")
+        raise ShapeError(f"{name}: payload{path} is {in_words(value)}; the edge declares {describe(tree, leaves)}")
     for key, part in parts.items():
         _match(part, given[key], f"{path}[{key!r}]", found, name)
 
 
-def kind_of(value: Any) -> str:
+def in_words(value: Any) -> str:
     """A value in a few words, for an error."""
     if isinstance(value, Mapping):
         return f"a dict with the keys {list(value)}"

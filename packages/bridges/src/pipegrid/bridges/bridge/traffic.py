@@ -18,7 +18,7 @@ from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.bridges.steps import Completing, pack, require_summed, start_completions, start_sum, unpack
+from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
@@ -54,8 +54,7 @@ class EdgeTraffic:
         wiring: which lanes and groups it has.
         waits: for its completions; ended with its communicator.
         device: of the tensors.
-        batches: messages to several ranks are one batch. Where a wait holds the host, one by one is faster, except in
-            strict mode and on shared communicators, where two ranks that both send first would wait for each other.
+        lanes: this rank's of the edge among them; None before `attach`.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class EdgeTraffic:
     ) -> None:
         self.name, self.wiring, self.device = name, wiring, device
         holds_host = device.type == "cpu" and "gloo" in backend
-        self.batches = config.strict or config.communicators == "shared" or not holds_host
         task = "the copies on ranks {} did not complete this rank's tensor"
         self.waits = CollectiveWaits(name, wiring.rank, device, config.deadline, task, self._failure)
         self.queues: dict[Direction, ReceiveQueue] = {}
@@ -84,7 +82,7 @@ class EdgeTraffic:
                 unasked=not alone and holds_host,
                 stream=stream,
             )
-        self._lanes: Lanes | None = None
+        self.lanes: Lanes | None = None
         self._together: Callable[[], AbstractContextManager[None]] = nullcontext
         self._to: dict[Direction, dict[int, Lane]] = {}
         self._from: dict[Direction, dict[int, Lane]] = {}
@@ -99,22 +97,18 @@ class EdgeTraffic:
         wiring, rank = self.wiring, self.wiring.rank
         if missing := [str(spec) for spec in wiring.lane_specs if spec not in lanes]:
             raise BridgeError(f"{self.name}: lanes {missing} of rank {rank} are not among those given; open them, too")
-        self._lanes = lanes
-        self._together = lanes.batch if self.batches else nullcontext
+        self.lanes = lanes
+        # Messages to several ranks are one batch, or one by one where that is as good, and faster.
+        self._together = lanes.batch if lanes.batches else nullcontext
         for direction, routes in wiring.routes.items():
             found = {route: lanes[wiring.lane_spec(*route, direction)] for route in routes}
             self._to[direction] = {there: lane for (here, there), lane in found.items() if here == rank}
             self._from[direction] = {here: lane for (here, there), lane in found.items() if there == rank}
 
     @property
-    def lanes(self) -> Lanes | None:
-        """The lanes, this rank's of the edge among them; None before `attach`."""
-        return self._lanes
-
-    @property
     def failed_groups(self) -> Collection[dist.ProcessGroup]:
         """The groups, where a collective of theirs may be stuck or a lane has failed: to abort, not to destroy."""
-        failed = self.waits.stuck or (self._lanes is not None and self._lanes.failed)
+        failed = self.waits.stuck or (self.lanes is not None and self.lanes.failed)
         return self.groups.values() if failed else ()
 
     def end(self, reason: str) -> Collection[dist.ProcessGroup]:
@@ -130,7 +124,7 @@ class EdgeTraffic:
 
     def _failure(self) -> object | None:
         """The error of the first lane of the edge that failed; None while all live."""
-        lanes: Mapping[LaneSpec, Lane] = self._lanes or {}
+        lanes: Mapping[LaneSpec, Lane] = self.lanes or {}
         failed = (lanes[spec].error for spec in self.wiring.lane_specs if spec in lanes)
         return next((error for error in failed if error is not None), None)
 
@@ -239,8 +233,8 @@ class EdgeTraffic:
 
         queue = self.queues[direction]
         receive = BridgeReceive(queue, post, fill, into=into, blocks=blocks)
-        if queue.stream is not None and self._lanes is not None:
-            self._lanes.when_started(receive.fill_posted)
+        if queue.stream is not None and self.lanes is not None:
+            self.lanes.when_started(receive.fill_posted)
         return receive
 
     def fill(
@@ -269,10 +263,8 @@ class EdgeTraffic:
             unpack(pieces[peer].detach(), boxes, out)
         if not part.completions:
             return out, ()
-        return out, start_completions(
-            part.completions,
-            out,
-            lambda ranks: self.groups[self.wiring.completion_group(ranks, direction)],
-            rank=self.wiring.rank,
-            dtype=wire_dtype,
-        )
+        rank, group_of = self.wiring.rank, self.wiring.completion_group
+        return out, [
+            Completing(step, out, self.groups[group_of(step.ranks, direction)], rank=rank, dtype=wire_dtype)
+            for step in part.completions
+        ]

@@ -36,7 +36,7 @@ from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
-_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+_FORWARD = Direction.FORWARD
 _Send: TypeAlias = Callable[[], list[Handle]]
 _Receive: TypeAlias = Callable[[], Mapping[str, Sequence[ReceiveHandle]]]
 
@@ -117,9 +117,10 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
         backend = backend or self._backend_of_grids()
         self._backend, self.device = resolve_device(backend, device, staged=self.config.staged)
-        self.bridge_comms, self.rank_module_map = list[BridgeCommunicator](), dict[str, RankModuleInfo]()
+        self.bridge_comms = list[BridgeCommunicator]()
         self._build_bridge_comms()
-        self._build_rank_module_info_map()
+        self._chains = {name: self._chain(name) for name in self.places}
+        self.rank_module_map = {name: self._rank_module(name) for name in self.places}
         self._open()
 
     # -- construction -----------------------------------------------------------------------------------
@@ -151,17 +152,18 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             open=False,
         )
 
-    def _build_rank_module_info_map(self) -> None:
-        self.rank_module_map |= {name: self._rank_module(name) for name in self.places}
+    def _chain(self, name: str) -> ModuleChain:
+        grid, placement, first = self.module_to_grid_map[name], self.stage_placement[name], self.graph.stage(name, 0)
+        inside, backward = self.graph.edges_inside(name), self._has_backward[name]
+        ways = {edge: self._edges.directions(edge, backward=backward) for edge in inside}
+        return ModuleChain(name, grid, placement, self.rank, first=first, directions=ways)
 
     def _rank_module(self, name: str) -> RankModuleInfo:
-        first, last, grid = self._holds_end(name, 0), self._holds_end(name, -1), self.module_to_grid_map[name]
-        backward, inner = self._has_backward[name], self.graph.edges_inside(name)
-        ways = {Edge(at, at + 1): self._edges.directions(edge, backward=backward) for at, edge in enumerate(inner)}
+        first, last = self._holds_end(name, 0), self._holds_end(name, -1)
         return RankModuleInfo(
             pp_rank=self.places[name],
-            pp_size=as_grid(grid).length("pp"),
-            p2p_communicator=ModuleChain(name, grid, self.stage_placement[name], self.rank, directions=ways),
+            pp_size=as_grid(self.module_to_grid_map[name]).length("pp"),
+            p2p_communicator=self._chains[name],
             bridge_comms_as_src_module=[b for b in self.bridge_comms if b.src_module_name == name and last],
             bridge_comms_as_dest_module=[b for b in self.bridge_comms if b.dest_module_name == name and first],
             is_source_stage=first and self._is_source_module(name),
@@ -176,51 +178,35 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             [spec for user in users for spec in user.lane_specs],
             declared={spec: text for bridge in self.bridge_comms for spec, text in bridge.declared.items()},
         )
-        for user in users:
-            user.attach(self.lanes)
+        for bridge in self.bridge_comms:
+            bridge.attach(self.lanes)
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
         self.crossings = [bridge.exchange for bridge in self.bridge_comms]
-        chains = [(chain, self.graph.edges_inside(name)) for name, chain in self._chains.items()]
-        self._inner = {edge: (chain, Edge(at, at + 1)) for chain, own in chains for at, edge in enumerate(own)}
+        self._inner = {edge: chain for chain in self._chains.values() for edge in chain.directions}
         self._sends, self._receives, self._neighbours = {}, {}, {}
         if self._replica is not None:
             place, edges = (self.rank, self._replica, self._replicas), self._edges.by_stages()
             self.across = ModuleReplicas(*place, self.lanes, self._inner, edges, self._bridge_across, open_some)
         for edge, bridge in self._bridge_of.items():
-            self._add_bridge(edge, bridge)
-        for edge, (chain, inner) in self._inner.items():
-            self._neighbours[edge] = chain.spec(inner, _FORWARD).pair
+            self._neighbours[edge] = {rank for spec in bridge.lane_specs for rank in spec.pair}
             for direction in Direction:
-                lane = chain.find(inner, direction)
+                if (send := bridge.verb(direction, sends=True)) is not None:
+                    self._sends[edge, direction] = send
+                if (receive := bridge.verb(direction, sends=False)) is not None:
+                    self._receives[edge, direction] = receive
+        for edge, chain in self._inner.items():
+            self._neighbours[edge] = chain.spec(edge, _FORWARD).pair
+            for direction in Direction:
+                lane = self.lanes.get(chain.spec(edge, direction))
                 if lane is not None:
                     self._sends[edge, direction], self._receives[edge, direction] = lane.isend, lane.irecv
 
     def _bridge_across(self, ends: Ends, replicas: tuple[int, int]) -> BridgeCommunicator:
         self.bridge_comms.append(bridge := self._bridge(ends, replicas, None))
-        self.crossings = [one.exchange for one in self.bridge_comms]
+        self.crossings.append(bridge.exchange)
         return bridge
-
-    def _add_bridge(self, edge: Edge, bridge: BridgeCommunicator) -> None:
-        """The ends of a bridge on this rank."""
-        self._neighbours[edge] = {rank for spec in bridge.lane_specs for rank in spec.pair}
-        if bridge.is_source:
-            self._sends[edge, _FORWARD] = bridge.exchange.isend_forward
-        if bridge.is_destination:
-            self._receives[edge, _FORWARD] = bridge.exchange.irecv_forward
-        if bridge.is_destination and bridge.carries_gradients:
-            self._sends[edge, _BACKWARD] = bridge.exchange.isend_backward
-        if bridge.is_source and bridge.carries_gradients:
-            self._receives[edge, _BACKWARD] = bridge.exchange.irecv_backward
-
-    @property
-    def _chains(self) -> dict[str, ModuleChain]:
-        return {
-            name: info.p2p_communicator
-            for name, info in self.rank_module_map.items()
-            if info.p2p_communicator is not None
-        }
 
     @cached_property
     def job(self) -> JobTopology:
@@ -245,8 +231,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
         self._require_alive()
         if edge in self._inner:
-            chain, inner = self._inner[edge]
-            return chain.lacks(inner, direction)
+            return self._inner[edge].lacks(edge, direction)
         if edge in self._bridge_of:
             self._bridge_of[edge].takes_part(direction, sends=sends)  # raises, on a rank of neither grid
         return self._not_on(edge)
@@ -263,14 +248,12 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             The send of a rank that holds the stage that makes it, and the receive of one that holds the other.
         """
         self._require_alive()
-        bridge = self._bridge_of.get(edge)
-        if bridge is None or not (bridge.is_source or bridge.is_destination):
-            raise self._not_on(edge)
-        forward = direction is _FORWARD
-        gives, takes = (bridge.is_source, bridge.is_destination)[:: 1 if forward else -1]
+        send, receive = self._sends.get((edge, direction)), self._receives.get((edge, direction))
+        if edge not in self._bridge_of or (send is None and receive is None):
+            raise self._no_way(edge, direction, sends=True)
         with self.lanes.batch(by_lane=True):  # ranks that hold both stages would all send first
-            sending = (bridge.isend_forward if forward else bridge.isend_backward)(payload) if gives else None
-            return sending, (bridge.irecv_forward if forward else bridge.irecv_backward)() if takes else None
+            sending = None if send is None else send(payload)
+            return sending, None if receive is None else receive(None)
 
     def close(self) -> None:
         """Close all lanes and destroy all groups. A second call does nothing."""
@@ -337,4 +320,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _dicts(self) -> DictExchange:
         """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
         self._edges.require_dicts()
-        return DictExchange(self.rank, self.rank_module_map, self._chains, self._has_backward)
+        frozen = {edge for name in self.frozen_modules for edge in self.graph.edges_inside(name)}
+        with_backward = {*self.graph.stage_edges} - {*self.forward_edges} - frozen
+        return DictExchange(self.rank, self._ends_here(), with_backward, self.isend, self.irecv)

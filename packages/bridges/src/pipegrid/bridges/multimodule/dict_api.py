@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from attrs import frozen
 
-from pipegrid.bridges.bridge.structure import kind_of
+from pipegrid.bridges.bridge.structure import in_words
 from pipegrid.bridges.errors import MissingTensorError, ShapeError
-from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
+from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import Handle, ReceiveHandle
@@ -20,95 +20,66 @@ Tensors: TypeAlias = dict[str, Any]
 
 @frozen
 class DictExchange:
-    """Starts the sends and receives of all modules on ``rank``: its ``infos`` and ``chains``, by module.
+    """The sends and receives of all modules on ``rank``, for dicts by module.
 
-    ``has_backward`` says of each module of the job whether gradients come back to it.
+    Attributes:
+        rank: this one.
+        ends: the edges of each of its modules, in the order of the graph.
+        with_backward: the edges of the job along which gradients come back.
+        isend: of the communicator, by edge and direction.
+        irecv: of the communicator.
     """
 
     rank: int
-    infos: dict[str, RankModuleInfo]
-    chains: Mapping[str, ModuleChain]
-    has_backward: Mapping[str, bool]
+    ends: dict[str, ModuleEnds]
+    with_backward: Collection[Edge]
+    isend: Callable[..., Handle]
+    irecv: Callable[..., ReceiveHandle]
 
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the inputs of this rank's modules, by source module."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in self.infos.items():
-            if info.pp_rank > 0:
-                edge = Edge(info.pp_rank - 1, info.pp_rank)
-                found[name] = [
-                    self.chains[name].irecv(
-                        edge=edge, direction=Direction.FORWARD, shapes=_shape(shapes, name, inside=True)
-                    )
-                ]
-            for bridge in info.bridge_comms_as_dest_module or ():
-                source = bridge.src_module_name
-                handle = bridge.irecv_forward(_shape(shapes, source))
-                found[source] = [] if handle is None else [handle]
+        for name, ends in self.ends.items():
+            for edge, source in ends.incoming:
+                expected = _shape(shapes, source, inside=source == name)
+                found[source] = [self.irecv(edge=edge, direction=Direction.FORWARD, shapes=expected)]
         return found
 
     def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the gradients of the outputs of this rank's modules, one for each destination."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, info in reversed(self.infos.items()):
-            if not self.has_backward[name]:
-                continue
-            if info.pp_rank < info.pp_size - 1:
-                edge = Edge(info.pp_rank, info.pp_rank + 1)
-                found[name] = [
-                    self.chains[name].irecv(
-                        edge=edge, direction=Direction.BACKWARD, shapes=_shape(shapes, name, inside=True)
-                    )
-                ]
-            for bridge in info.bridge_comms_as_src_module or ():
-                if bridge.backward:
-                    handle = bridge.irecv_backward(_shape(shapes, name))
-                    found.setdefault(name, []).extend([] if handle is None else [handle])
+        for name, ends in reversed(self.ends.items()):
+            for edge, destination in ends.outgoing:
+                if edge in self.with_backward:
+                    expected = _shape(shapes, name, inside=destination == name)
+                    handle = self.irecv(edge=edge, direction=Direction.BACKWARD, shapes=expected)
+                    found.setdefault(name, []).append(handle)
         return found
 
     def send_forward(self, outputs: Tensors) -> list[Handle]:
         """Start sending every module's output to all modules that it feeds."""
-        sending: list[Handle] = []
-        self._check_entries(
-            outputs,
-            {name for name, info in self.infos.items() if not info.is_terminal_stage},
-            set(self.infos),
-        )
-        for name, info in self.infos.items():
-            if info.pp_rank < info.pp_size - 1:
-                edge = Edge(info.pp_rank, info.pp_rank + 1)
-                sending.append(self.chains[name].isend(outputs[name], edge=edge, direction=Direction.FORWARD))
-            for bridge in info.bridge_comms_as_src_module or ():
-                handle = bridge.isend_forward(outputs[name])
-                sending += [] if handle is None else [handle]
-        return sending
+        self._check_entries(outputs, {name for name, ends in self.ends.items() if ends.outgoing}, set(self.ends))
+        return [
+            self.isend(outputs[name], edge=edge, direction=Direction.FORWARD)
+            for name, ends in self.ends.items()
+            for edge, _ in ends.outgoing
+        ]
 
     def send_backward(self, grads: Tensors) -> list[Handle]:
         """Start sending the gradients of received activations."""
-        sending: list[Handle] = []
-        needed, known = set(), set()
-        for name, info in self.infos.items():
-            if info.pp_rank > 0:
-                known.add(name)
-                needed |= {name} if self.has_backward[name] else set()
-            for bridge in info.bridge_comms_as_dest_module or ():
-                known.add(bridge.src_module_name)
-                needed |= {bridge.src_module_name} if bridge.backward else set()
-        self._check_entries(grads, needed, known)
-        for name, info in reversed(self.infos.items()):
-            if name in needed and info.pp_rank > 0:
-                edge = Edge(info.pp_rank - 1, info.pp_rank)
-                sending.append(self.chains[name].isend(grads[name], edge=edge, direction=Direction.BACKWARD))
-            # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.
-            for bridge in reversed(info.bridge_comms_as_dest_module or ()):
-                if bridge.backward:
-                    handle = bridge.isend_backward(grads[bridge.src_module_name])
-                    sending += [] if handle is None else [handle]
-        return sending
+        incoming = [one for ends in self.ends.values() for one in ends.incoming]
+        needed = {source for edge, source in incoming if edge in self.with_backward}
+        self._check_entries(grads, needed, {source for _, source in incoming})
+        # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.
+        return [
+            self.isend(grads[source], edge=edge, direction=Direction.BACKWARD)
+            for edge, source in reversed(incoming)
+            if edge in self.with_backward
+        ]
 
     def _check_entries(self, tensors: Tensors, needed: set[str], known: set[str]) -> None:
         if not isinstance(tensors, Mapping):
-            raise ShapeError(f"a multi-module communicator exchanges dicts by module name, got {kind_of(tensors)}")
+            raise ShapeError(f"a multi-module communicator exchanges dicts by module name, got {in_words(tensors)}")
         if not needed <= set(tensors) <= known:
             raise MissingTensorError(
                 f"rank {self.rank} has tensors for {list(tensors)}; it needs {sorted(needed)} of {sorted(known)}"
@@ -131,25 +102,23 @@ def exchanged(
     received: Tensors = {}
     for name, handles in receiving.items():
         parts = [handle.result() for handle in handles]
-        if len(parts) > 1:
-            received[name] = _added(parts)
-        elif parts:
-            received[name] = parts[0]
+        received[name] = _added(parts) if len(parts) > 1 else parts[0]
     for handle in sending:
         handle.wait()
     return received
 
 
 def _added(parts: Sequence[Any]) -> Any:
-    """The sum of gradients of one payload, leaf by leaf; None where the leaf has none."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return sum(part.detach() for part in parts)
+    """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    first = given[0]
     if isinstance(first, dict):
-        return {key: _added([part[key] for part in parts]) for key in first}
+        return {key: _added([part[key] for part in given]) for key in first}
     if isinstance(first, (list, tuple)):
-        return type(first)(_added(items) for items in zip(*parts, strict=True))
-    return None
+        return type(first)(_added(items) for items in zip(*given, strict=True))
+    return sum(part.detach() for part in given)
 
 
 def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:

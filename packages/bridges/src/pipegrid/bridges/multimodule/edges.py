@@ -50,6 +50,19 @@ def modules_with_backward(graph: ModuleGraph, options: Mapping[Ends, EdgeOptions
     }
 
 
+@frozen
+class ModuleEnds:
+    """The edges at one module's stage on a rank, each with the module at its other end.
+
+    Attributes:
+        incoming: those that feed the stage.
+        outgoing: those that it feeds.
+    """
+
+    incoming: tuple[tuple[Edge, str], ...]
+    outgoing: tuple[tuple[Edge, str], ...]
+
+
 @frozen(eq=False)
 class ModuleEdges:
     """The edges between the modules of a job, as `MultiModulePipelineCommunicator` is given them."""
@@ -157,13 +170,3 @@ class ModuleEdges:
                         f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
                         "itself: use isend and irecv with edges"
                     )
-
-    def without_backward(self) -> tuple[Edge, ...]:
-        """The edges between stages that are declared without backward, ascending."""
-        return tuple(sorted(edge_between(self.graph, *ends) for ends, o in self.options.items() if not o.backward))
-
-    def with_payload(self) -> frozenset[Edge]:
-        """The edges between stages whose payload is declared."""
-        return frozenset(
-            edge_between(self.graph, *ends) for ends, option in self.options.items() if option.payload is not None
-        )

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
 from pipegrid.bridges.errors import StageError
-from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, checked_options, modules_with_backward
+from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
 from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
@@ -117,12 +117,14 @@ class ModulePipeline:
     @cached_property
     def forward_edges(self) -> tuple[Edge, ...]:
         """The edges declared without backward, ascending; the same on every rank."""
-        return self._edges.without_backward()
+        edges = self._edges.by_stages().items()
+        return tuple(sorted(edge for edge, ends in edges if not self._edges.options[ends].backward))
 
     @cached_property
     def payload_edges(self) -> frozenset[Edge]:
         """The edges whose payload is declared, and checked where it is sent; the same on every rank."""
-        return self._edges.with_payload()
+        edges = self._edges.by_stages().items()
+        return frozenset(edge for edge, ends in edges if self._edges.options[ends].payload is not None)
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:
@@ -188,6 +190,20 @@ class ModulePipeline:
     def is_pp_last_stage(self) -> bool:
         """Whether this rank holds the last stage of a module that feeds nothing."""
         return any(self._is_sink_module(name) and self._holds_end(name, -1) for name in self.places)
+
+    def _ends_here(self) -> dict[str, ModuleEnds]:
+        """The edges at this rank's stages, by module in the order of the graph."""
+        inside = {edge: (name, name) for name in self.places for edge in self.graph.edges_inside(name)}
+        modules, held = {**inside, **self._edges.by_stages()}, set(self.stages)
+        into = [(edge, ends) for edge, ends in modules.items() if edge.destination in held]
+        out = [(edge, ends) for edge, ends in modules.items() if edge.source in held]
+        return {
+            name: ModuleEnds(
+                incoming=tuple((edge, src) for edge, (src, dst) in into if dst == name),
+                outgoing=tuple((edge, dst) for edge, (src, dst) in out if src == name),
+            )
+            for name in self.places
+        }
 
     def _holds_end(self, module_name: str, end: int) -> bool:
         """Whether this rank holds the first (0) or the last (-1) stage of the module."""

@@ -17,7 +17,7 @@ from pipegrid.topology.fields import Index, checked_fields
 Span = tuple[int, int]
 """A half-open range ``(start, stop)`` of one axis."""
 
-Number = TypeVar("Number", int, Fraction)
+Point = TypeVar("Point", int, Fraction)  # of an axis: a row, or a part of [0, 1)
 
 
 @frozen(order=True, slots=False, field_transformer=checked_fields(BridgeError))
@@ -56,9 +56,9 @@ class Box:
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)) + "]"
 
 
-def merge(spans: Sequence[tuple[Number, Number]]) -> tuple[tuple[Number, Number], ...]:
+def merge(spans: Sequence[tuple[Point, Point]]) -> tuple[tuple[Point, Point], ...]:
     """The same ranges in the same order, empty ones dropped and adjacent ones joined."""
-    merged: list[tuple[Number, Number]] = []
+    merged: list[tuple[Point, Point]] = []
     for start, stop in spans:
         if start == stop:
             continue
@@ -70,9 +70,9 @@ def merge(spans: Sequence[tuple[Number, Number]]) -> tuple[tuple[Number, Number]
 
 
 def overlaps(
-    source: Sequence[Sequence[tuple[Number, Number]]],
-    destination: Sequence[Sequence[tuple[Number, Number]]],
-) -> dict[tuple[int, int], list[tuple[Number, Number, Number]]]:
+    source: Sequence[Sequence[tuple[Point, Point]]],
+    destination: Sequence[Sequence[tuple[Point, Point]]],
+) -> dict[tuple[int, int], list[tuple[Point, Point, Point]]]:
     """Where the shards of two cuts of one axis meet.
 
     Each side lists its shards; a shard lists the ranges of the axis it holds, ascending, and stores them one
@@ -86,7 +86,7 @@ def overlaps(
     covered, needed = ((side[0][0], side[-1][1]) if side else None for side in (left, right))
     if covered != needed:
         raise BridgeError(f"the source covers {covered} of an axis and the destination {needed}; both cover the same")
-    found: dict[tuple[int, int], list[tuple[Number, Number, Number]]] = {}
+    found: dict[tuple[int, int], list[tuple[Point, Point, Point]]] = {}
     i = j = 0
     while i < len(left) and j < len(right):
         start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -100,9 +100,9 @@ def overlaps(
     return found
 
 
-def _laid_out(shards: Sequence[Sequence[tuple[Number, Number]]], side: str) -> list[tuple[Number, Number, int, Number]]:
+def _laid_out(shards: Sequence[Sequence[tuple[Point, Point]]], side: str) -> list[tuple[Point, Point, int, Point]]:
     """All ranges of a side, ascending, as (start, stop, shard, offset in the shard's storage)."""
-    ranges: list[tuple[Number, Number, int, Number]] = []
+    ranges: list[tuple[Point, Point, int, Point]] = []
     for index, spans in enumerate(shards):
         offset = None
         for start, stop in spans:

@@ -22,11 +22,11 @@ from typing import Generic, Literal
 from attrs import frozen
 
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard.box import Box, Number, Span, overlaps
+from pipegrid.bridges.reshard.box import Box, Point, Span, overlaps
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, axis_spans, batch_map, lane_intervals
 
-Triple = tuple[Number, Number, Number]
+Triple = tuple[Point, Point, Point]
 """Where two shards meet: offset in the source's storage, offset in the destination's, length."""
 
 ClassKey = tuple[int, ...]
@@ -34,7 +34,7 @@ ClassKey = tuple[int, ...]
 
 
 @frozen(slots=False)
-class Cut(Generic[Number]):
+class Cut(Generic[Point]):
     """One axis as both sides hold it: the ranges of every shard, in rows or in parts of [0, 1).
 
     ``names`` are what the axis runs over: ``("b", "s")`` for ``[b*s, h]``. A shard's index counts through the shards of
@@ -42,15 +42,15 @@ class Cut(Generic[Number]):
     """
 
     names: tuple[str, ...]
-    source: tuple[tuple[tuple[Number, Number], ...], ...]
-    destination: tuple[tuple[tuple[Number, Number], ...], ...]
+    source: tuple[tuple[tuple[Point, Point], ...], ...]
+    destination: tuple[tuple[tuple[Point, Point], ...], ...]
 
-    def flipped(self) -> Cut[Number]:
+    def flipped(self) -> Cut[Point]:
         """The same with the sides exchanged."""
         return Cut(self.names, self.destination, self.source)
 
     @cached_property
-    def meetings(self) -> dict[tuple[int, int], list[Triple[Number]]]:
+    def meetings(self) -> dict[tuple[int, int], list[Triple[Point]]]:
         """The ranges in which each pair of shards (source, destination) meets."""
         return overlaps(self.source, self.destination)
 
@@ -115,7 +115,7 @@ def check_axes(src: Side, dst: Side, axes: AxisNames) -> None:
 
 
 def meeting_classes(
-    src: Side, dst: Side, cuts: Sequence[Cut[Number]], rank: int | None = None
+    src: Side, dst: Side, cuts: Sequence[Cut[Point]], rank: int | None = None
 ) -> Iterator[tuple[ClassKey, ClassKey, tuple[tuple[int, int], ...]]]:
     """Pairs of classes (see `Side.classes`) that meet along every axis, and the shards of each cut that meet.
 
@@ -145,7 +145,7 @@ def meeting_classes(
                 )
 
 
-def _shard_indices(side: Side, key: ClassKey, cuts: Sequence[Cut[Number]]) -> list[int]:
+def _shard_indices(side: Side, key: ClassKey, cuts: Sequence[Cut[Point]]) -> list[int]:
     shard = dict(zip(side.axes, key, strict=True))
     indices = []
     for cut in cuts:
@@ -156,7 +156,7 @@ def _shard_indices(side: Side, key: ClassKey, cuts: Sequence[Cut[Number]]) -> li
     return indices
 
 
-def _class_key(side: Side, indices: Sequence[int], cuts: Sequence[Cut[Number]]) -> ClassKey:
+def _class_key(side: Side, indices: Sequence[int], cuts: Sequence[Cut[Point]]) -> ClassKey:
     shard: dict[str, int] = {}
     for index, cut in zip(indices, cuts, strict=True):
         rest = index

@@ -12,9 +12,6 @@ from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import shares
 from pipegrid.topology.fields import Amount, Index, checked_fields, number
 
-Transfer = tuple[int, int, float]
-"""A message: sending rank, receiving rank, bytes."""
-
 
 def _as_groups(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(ranks)) for ranks in value)
@@ -54,10 +51,13 @@ class Links:
         """The link of a rank, named after the first rank on it."""
         return self._first_of.get(rank, rank)
 
-    def seconds(self, transfers: Sequence[Transfer]) -> float:
-        """How long the busiest link takes for all ``transfers``; what a rank gives to itself takes nothing."""
+    def seconds(self, messages: Sequence[tuple[int, int, float]]) -> float:
+        """How long the busiest link takes for all messages (sending rank, receiving rank, bytes).
+
+        What a rank gives to itself takes nothing.
+        """
         busy: dict[tuple[int, bool], float] = {}
-        for source, destination, nbytes in transfers:
+        for source, destination, nbytes in messages:
             if source == destination:
                 continue
             for end in ((self.link_of(source), True), (self.link_of(destination), False)):

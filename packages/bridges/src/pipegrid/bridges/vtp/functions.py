@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -13,6 +13,7 @@ from pipegrid.bridges.errors import StageError
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.control.blocking import timed
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.payload import is_single_shape
@@ -64,7 +65,7 @@ class VTPFunctions(EdgeCommunicator):
             ``work.wait()`` has returned.
 
         Raises:
-            P2PUsageError, P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
+            P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
             StageError: nothing comes here: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
@@ -170,7 +171,7 @@ class VTPFunctions(EdgeCommunicator):
         settings = self._settings(config)
         if settings.batch_p2p_comm and not wait_on_reqs:
             raise P2PUsageError("wait_on_reqs=False needs batch_p2p_comm=False: a batch is waited for as a whole")
-        with _timed(settings, f"{direction.name.lower()}-recv"):
+        with timed(settings.timers, f"{direction.name.lower()}-recv"):
             receive = self._start_receive(shape, settings, direction, edge)
             if wait_on_reqs:
                 return receive.result(), None
@@ -212,7 +213,7 @@ class VTPFunctions(EdgeCommunicator):
 
     def _send(self, tensor: torch.Tensor, config: Any, direction: Direction, edge: Edge | None) -> None:
         there = self._there(edge, f"send_{direction.name.lower()}")
-        with _timed(self._settings(config), f"{direction.name.lower()}-send"):
+        with timed(self._settings(config).timers, f"{direction.name.lower()}-send"):
             self.isend(tensor, edge=there, direction=direction).wait()
 
     # -- the verbs of `PipelineCommunicator` ----------------------------------------------------------------
@@ -242,7 +243,7 @@ class VTPFunctions(EdgeCommunicator):
         leaving = _B if arriving is _F else _F
         edge = self._there(self._peers.previous() if arriving is _F else self._peers.next(), ARRIVES[arriving])
         timer = f"{arriving.name.lower()}-recv"
-        with _timed(self.config, f"{leaving.name.lower()}-send-{timer}" if sending else timer):
+        with timed(self.config.timers, f"{leaving.name.lower()}-send-{timer}" if sending else timer):
             # A batch of both, by lane: in the order of calls both sides would receive first.
             with self.lanes.batch(by_lane=True) if sending else nullcontext():
                 receiving = self.irecv(edge=edge, direction=arriving, shapes=shapes)
@@ -251,15 +252,3 @@ class VTPFunctions(EdgeCommunicator):
             for handle in sent:
                 handle.wait()
         return received
-
-
-@contextmanager
-def _timed(settings: P2PConfig, name: str) -> Iterator[None]:
-    timers = settings.timers
-    if timers is not None:
-        timers(name, log_level=2).start()
-    try:
-        yield
-    finally:
-        if timers is not None:
-            timers(name).stop()

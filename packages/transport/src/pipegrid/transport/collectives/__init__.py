@@ -1,1 +1,1 @@
-"""Collectives beside the lanes: waited for up to a deadline, and gathers."""
+"""Collectives beside the lanes: gathers, and waits with a deadline."""

@@ -1,4 +1,4 @@
-"""What ranks say, in words: for errors about what they should say alike. No torch."""
+"""Texts for errors about values that should be equal on all ranks. No torch."""
 
 from __future__ import annotations
 

@@ -20,6 +20,11 @@ _NAMES = (*_RECEIVES, "send_next", "send_prev")
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
+def timed(timers: Any, name: str) -> AbstractContextManager[None]:
+    """The timer ``name`` of ``timers`` (see `P2PConfig`) runs inside the block; None is no timers."""
+    return _UNTIMED if timers is None else _running(timers, name)
+
+
 class NeighbourTransfers:
     """Transfers between a rank and the next and the previous one, by name: ``send_next``, ``recv_prev``, ...
 
@@ -55,18 +60,18 @@ class NeighbourTransfers:
         """
         if self._config.timers is None:  # an empty context is a part of a small message's latency
             return self._finish(self._start(name, value))
-        with self._timed(label):
+        with timed(self._config.timers, label):
             return self._finish(self._start(name, value))
 
     def exchange(self, label: str, /, **parts: tuple[Any] | None) -> dict[str, Any]:
         """Start transfers, each given as a one-tuple of its value, and wait for them; the payloads of the receives."""
-        with self._timed(label):
+        with timed(self._config.timers, label):
             started = self._start_all(**parts)
             return {name: self._finish(started[name]) for name in _NAMES if name in started}
 
     def overlapped(self, label: str, receive: str, /, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
         """As `exchange`, without a wait: the payload of ``receive``, which has no data yet, and the handles."""
-        with self._timed(label):
+        with timed(self._config.timers, label):
             started = self._start_all(**parts)
             tensor = started[receive].lane.transfers.provide(started[receive]) if receive in started else None
             return tensor, started
@@ -117,10 +122,6 @@ class NeighbourTransfers:
         if self._config.batch_p2p_sync:
             transfer.synchronize()
         return received
-
-    def _timed(self, name: str) -> AbstractContextManager[None]:
-        timers = self._config.timers
-        return _UNTIMED if timers is None else _running(timers, name)
 
 
 @contextmanager

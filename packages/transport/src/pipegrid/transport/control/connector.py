@@ -1,4 +1,4 @@
-"""Connections of this rank with the ranks at the other ends of its lanes: what they open compared, groups, movers."""
+"""Connects this rank with the ranks at the other ends of its lanes: they compare what they open, then make groups."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pipegrid.topology import control_store, destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
-from pipegrid.transport.lane.batch import Submitter
+from pipegrid.transport.lane.batch import Batch, Submitter
 from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.queue import first_of
@@ -65,14 +65,17 @@ class Lanes(dict[LaneSpec, Lane]):
         self._groups.extend(groups)
         self._watchers.extend(_watch(ends))
         self.on_device = any(lane.mover.streams for lane in self.values())
-        self._progress.watch(ends)
+        self._ends.extend(ends)
+        if self.on_device:
+            self._progress.tick = _STREAMED_TICK_SECONDS
         if ends:
             self._calls.seconds = ends[0].config.deadline
 
     def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
 
-        Communicators come in the order of calls; within a shared one, messages come in the order of lanes.
+        Communicators come in the order of calls; within a shared one, messages come in the order of lanes. Batches
+        inside a batch belong to it.
 
         Args:
             together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
@@ -81,7 +84,7 @@ class Lanes(dict[LaneSpec, Lane]):
                 receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
                 the kernels of several communicators one by one.
         """
-        return self.submitter.batch(together=together, by_lane=by_lane)
+        return Batch(self.submitter, together=together or self.submitter.batches, by_lane=by_lane)
 
     @property
     def batches(self) -> bool:
@@ -267,21 +270,15 @@ def _is_closed(lane: LaneTransfers) -> bool:
 
 
 class _Progress:
-    """Sweeps lanes while any of them has transfers under way; sleeps otherwise."""
+    """Sweeps ``lanes``, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise."""
 
     def __init__(self, lanes: list[LaneTransfers], submit: Submitter) -> None:
         self._lanes = lanes
         self._submit = submit
         self._stopped = False
-        self._tick = _TICK_SECONDS
+        self.tick = _TICK_SECONDS
         self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
-
-    def watch(self, lanes: Sequence[LaneTransfers]) -> None:
-        """Sweep these lanes as well."""
-        if any(lane.connection.mover.streams for lane in lanes):
-            self._tick = _STREAMED_TICK_SECONDS
-        self._lanes.extend(lanes)
 
     def _run(self) -> None:
         submit = self._submit
@@ -291,7 +288,7 @@ class _Progress:
                 submit.wake.wait()
             submit.asleep = False
             submit.wake.clear()
-            time.sleep(self._tick)
+            time.sleep(self.tick)
             now = time.monotonic()
             for lane in self._lanes:
                 if lane.queue:

@@ -1,10 +1,11 @@
-"""Lanes from one rank of a pipeline to the pipelines of other replicas, opened when a plan first needs them."""
+"""The ways of a rank to other replicas of its pipeline, opened when a plan first needs them: lanes, for one module."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from attrs import define
 
@@ -16,104 +17,110 @@ from pipegrid.transport.pipeline_lanes import pair_lanes, require_edge
 from pipegrid.transport.spec import LaneSpec
 
 
-class WaysAcross(Protocol):
-    """One rank's ways to other replicas: see `ReplicaLanes`, whose methods these are."""
-
-    @property
-    def replica(self) -> int:
-        """Of this rank."""
-        ...
-
-    def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Open these ways."""
-        ...
-
-    def verbs(self, edge: Edge, direction: Direction, replica: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """``isend`` and ``irecv`` of a way."""
-        ...
-
-    def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
-        """The ranks at the other ends."""
-        ...
-
-
 @define(eq=False)
-class ReplicaLanes:
-    """The lanes of ``rank`` to other replicas, among all ``lanes`` of its communicator.
+class WaysAcross(ABC):
+    """One rank's ways to other replicas of its pipeline.
 
     Attributes:
-        replicas: the ranks of the pipeline of each replica, in order.
+        rank: this one.
         replica: of this rank.
-        placement: the place in them of each stage; None is cyclic.
-        edges: between the stages; None is a chain.
-        config: of all of them.
-        open_beside: `open_lanes` with the settings of the communicator.
+        count: replicas of the job.
+        lanes: all of this rank.
     """
 
     rank: int
-    replicas: tuple[tuple[int, ...], ...]
     replica: int
+    count: int
+    lanes: Lanes
+
+    @abstractmethod
+    def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
+        """Open what these ways need and is not open. The ranks at the other end of each open it as well."""
+
+    @abstractmethod
+    def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
+        """The ranks at the other ends of these edges in these replicas."""
+
+    def verbs(self, edge: Edge, direction: Direction, replica: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """``isend`` and ``irecv`` of an edge to or from a replica: both open where both ranks hold both stages."""
+        way = f"of edge {edge} {direction.name.lower()}, replica {replica}"
+        send, receive = (self._verb(edge, direction, replica, sends=sends) for sends in (True, False))
+        return send or partial(_missing, f"isend {way}"), receive or partial(_missing, f"irecv {way}")
+
+    @abstractmethod
+    def _verb(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> Callable[..., Any] | None:
+        """What starts a send, or a receive, of this rank; None where it is not at that end, or nothing is open."""
+
+    def _require_other(self, edge: Edge, replica: int) -> None:
+        if replica not in range(self.count) or replica == self.replica:
+            raise P2PUsageError(
+                f"edge {edge} goes to replica {replica}; the others than this rank's, {self.replica}, are in "
+                f"0..{self.count - 1}"
+            )
+
+    def _require_open(self) -> None:
+        if self.lanes.closed:
+            raise P2PLaneDeadError("the communicator was closed on this rank")
+
+
+@define(eq=False)
+class ReplicaLanes(WaysAcross):
+    """The lanes to other replicas of a pipeline of one module.
+
+    Attributes:
+        replicas: the ranks of the pipeline of each replica, in order.
+        placement: the place in them of each stage; None is cyclic.
+        edges: between the stages; None is a chain.
+        config: of all lanes.
+        open_beside: `open_lanes` with the settings of the communicator.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
     placement: tuple[int, ...] | None
     edges: Collection[Edge] | None
-    lanes: Lanes
     config: P2PConfig
     open_beside: Callable[..., Lanes]
 
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Open the lanes of these ways that are not open yet. The rank at the other end of each opens it as well."""
+        """See `WaysAcross.open`."""
         wanted = {self._spec(*way, sends=True) for way in sends} | {self._spec(*way, sends=False) for way in receives}
         if self.config.communicators == "shared":  # which all lanes of two ranks open together
             wanted = pair_lanes(wanted)
         if missing := sorted(wanted - self.lanes.keys()):
-            if self.lanes.closed:
-                raise P2PLaneDeadError("the communicator was closed on this rank")
+            self._require_open()
             self.open_beside(missing, beside=self.lanes)
 
-    def verbs(self, edge: Edge, direction: Direction, replica: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """``isend`` and ``irecv`` of an edge to or from a replica: both open where both ranks hold both stages."""
-        found: list[Callable[..., Any]] = []
-        for sends, verb in ((True, "isend"), (False, "irecv")):
-            spec = (
-                self._spec(edge, direction, replica, sends=sends) if self._holds(edge, direction, sends=sends) else None
-            )
-            end = None if spec is None or spec not in self.lanes else getattr(self.lanes[spec], verb)
-            found.append(end or partial(_missing, f"{verb} of edge {edge} {direction.name.lower()}, replica {replica}"))
-        return found[0], found[1]
-
     def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
-        """The ranks at the other ends of these edges in these replicas."""
+        """See `WaysAcross.peers`."""
         return {
-            self._rank_of(_end(edge, Direction.FORWARD, producer=not holds_source), replica)
+            self._rank_of(edge.end(Direction.FORWARD, sends=not sends), replica)
             for edge, replica in across
-            for holds_source in (True, False)
-            if self._holds(edge, Direction.FORWARD, sends=holds_source)
+            for sends in (True, False)
+            if self._holds(edge, Direction.FORWARD, sends=sends)
         }
+
+    def _verb(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> Callable[..., Any] | None:
+        if not self._holds(edge, direction, sends=sends):
+            return None
+        lane = self.lanes.get(self._spec(edge, direction, replica, sends=sends))
+        return None if lane is None else lane.isend if sends else lane.irecv
 
     def _spec(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> LaneSpec:
         require_edge(edge, self.placement, self.edges)
-        if replica not in range(len(self.replicas)) or replica == self.replica:
-            raise P2PUsageError(
-                f"edge {edge} goes to replica {replica}; the others than this rank's, {self.replica}, are in "
-                f"0..{len(self.replicas) - 1}"
-            )
+        self._require_other(edge, replica)
         if not self._holds(edge, direction, sends=sends):
             raise P2PUsageError(f"rank {self.rank} is no end of edge {edge} {direction.name.lower()}")
-        other = self._rank_of(_end(edge, direction, producer=not sends), replica)
+        other = self._rank_of(edge.end(direction, sends=not sends), replica)
         ends = (self.rank, other) if sends else (other, self.rank)
         return LaneSpec(*ends, direction.name.lower())
 
     def _holds(self, edge: Edge, direction: Direction, *, sends: bool) -> bool:
-        return self._rank_of(_end(edge, direction, producer=sends), self.replica) == self.rank
+        return self._rank_of(edge.end(direction, sends=sends), self.replica) == self.rank
 
     def _rank_of(self, stage: int, replica: int) -> int:
         ranks = self.replicas[replica]
         return ranks[stage % len(ranks) if self.placement is None else self.placement[stage]]
 
 
-def _end(edge: Edge, direction: Direction, *, producer: bool) -> int:
-    """The stage that makes the data, or the one that needs it."""
-    return edge.source if producer == (direction is Direction.FORWARD) else edge.destination
-
-
 def _missing(what: str, *_: Any) -> NoReturn:
-    raise P2PUsageError(f"no lane is open for {what}; open_across() opens those of a plan")
+    raise P2PUsageError(f"no way is open for {what}; open_across() opens those of a plan")

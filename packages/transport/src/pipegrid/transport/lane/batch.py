@@ -17,7 +17,7 @@ _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 
 
 class Batch:
-    """A block whose transfers start together. A context manager: see `Submitter.batch`."""
+    """A block whose transfers start at its end. A context manager: see `Lanes.batch`."""
 
     __slots__ = ("_before", "_by_lane", "_entered", "_submitter", "_thread", "_together")
 
@@ -80,18 +80,6 @@ class Submitter:
     def batches(self) -> bool:
         """Whether the transfers of a batch always start together: in strict mode and on shared communicators."""
         return self._strict or self.shares
-
-    def batch(self, *, together: bool = True, by_lane: bool = False) -> Batch:
-        """Collect the transfers of the block, and start them together at its end; none of them if the block raises.
-
-        Batches inside a batch belong to it.
-
-        Args:
-            together: as one batch; else one by one in the order of calls, except where two ranks would then wait for
-                each other: in strict mode and on shared communicators.
-            by_lane: in the order of lanes, which is the same on every rank, instead of the order of calls.
-        """
-        return Batch(self, together=together or self.batches, by_lane=by_lane)
 
     def when_started(self, call: Callable[[], None]) -> None:
         """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.

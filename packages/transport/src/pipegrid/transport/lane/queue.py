@@ -1,4 +1,4 @@
-"""Reading a queue that other threads change meanwhile."""
+"""The first entry of a queue that other threads change at the same time."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class LaneTransfers(ABC):
     # ---- Starts that come later: a receive whose header has come
 
     def started(self, transfer: Transfer) -> None:
-        """Have a started transfer looked after, if no caller does. Not under the lock."""
+        """Hand a started transfer to the lane's thread, unless a caller waits for it. Not under the lock."""
         if transfer.callbacks or not (transfer.is_ready or transfer.attended):
             self._look_after(transfer)
 

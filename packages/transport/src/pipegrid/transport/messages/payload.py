@@ -22,13 +22,8 @@ _WIRE_DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
-_DTYPES: dict[str, torch.dtype] = {}
-for _name in dir(torch):
-    _value = getattr(torch, _name)
-    if isinstance(_value, torch.dtype):
-        _DTYPES[_name] = _value
-        _DTYPE_NAMES[_value] = str(_value).removeprefix("torch.")
+_DTYPE_NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 _DEEPEST = 100  # levels of a payload; a payload that contains itself has no end
 _SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message

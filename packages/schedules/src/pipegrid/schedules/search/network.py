@@ -32,7 +32,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class Timing(NamedTuple):
-    """``value``: the objective; ``end``: of each operation; ``worst``: the position that decides the value."""
+    """The objective of played orders (``value``), the end of each operation, the position that decides the value."""
 
     value: float
     end: list[float]

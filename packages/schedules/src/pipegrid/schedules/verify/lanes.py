@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 from pipegrid.schedules.errors import Fault
 from pipegrid.schedules.plan import step_text
@@ -20,7 +19,7 @@ def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
             received = verifiers[lane.destination].received[lane]
             if sent == received or set(sent) != set(received):
                 continue  # a message with one end only is reported where the other is missing
-            number = _first_difference(sent, received)
+            number = next(i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b)
             ends = []
             for sends, position, order in ((True, lane.source, sent), (False, lane.destination, received)):
                 action = ids.message(order[number], sends=sends)
@@ -63,8 +62,15 @@ def _different(key: str | int, one: PositionVerifier, other: PositionVerifier) -
     ours, theirs = ([call.same for call in verifier.calls[key]] for verifier in (one, other))
     if ours == theirs:
         return None
-    number = _first_difference(ours, theirs)
-    ways = [_place(verifier, [call.step for call in verifier.calls[key]], number) for verifier in (one, other)]
+    shorter = min(len(ours), len(theirs))
+    number = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    ways = [
+        f"position {verifier.position}, step {verifier.calls[key][number].step}: "
+        + step_text(verifier.steps[verifier.calls[key][number].step])
+        if number < len(verifier.calls[key])
+        else f"position {verifier.position} has no more"
+        for verifier in (one, other)
+    ]
     return number, "; ".join(ways)
 
 
@@ -76,23 +82,17 @@ def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[Fault]:
             theirs = other.exchanges[verifier.position]
             if verifier.position > partner or mine.contents == theirs.contents:
                 continue
-            number = _first_difference(mine.contents, theirs.contents)
-            ends = [_place(one, own.steps, number) for one, own in ((verifier, mine), (other, theirs))]
+            pairs = enumerate(zip(mine.contents, theirs.contents, strict=False))
+            shorter = min(len(mine.contents), len(theirs.contents))
+            number = next((i for i, (ours, others) in pairs if ours != others), shorter)
+            ends = [
+                f"position {one.position}, step {own.steps[number]}: {step_text(one.steps[own.steps[number]])}"
+                if number < len(own.steps)
+                else f"position {one.position}, which has no more"
+                for one, own in ((verifier, mine), (other, theirs))
+            ]
             yield Fault(
                 "order",
                 f"positions {verifier.position} and {partner} share a lane, and their exchange {number} does not "
                 f"match: {ends[0]} against {ends[1]}",
             )
-
-
-def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """The number of the first entries that differ; where one list ends first, its length."""
-    pairs = enumerate(zip_longest(ours, theirs))
-    return next(number for number, (one, other) in pairs if one != other)
-
-
-def _place(verifier: PositionVerifier, steps: Sequence[int], number: int) -> str:
-    """The position and step of entry ``number`` of a list, of whose entries these are the ``steps``."""
-    if number == len(steps):
-        return f"position {verifier.position}, which has no more"
-    return f"position {verifier.position}, step {steps[number]}: {step_text(verifier.steps[steps[number]])}"

@@ -22,7 +22,7 @@ FEW = 16
 
 @frozen
 class Memory:
-    """Bytes of a rank of one position."""
+    """The memory of a rank of one position, in bytes."""
 
     parameters: float
     gradients: float

@@ -12,6 +12,7 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.job import Job
 from pipegrid.planner.model import CostModel, Stage, Times, bandwidth
+from pipegrid.schedules.plan import stages_on
 from pipegrid.transport.edge import Edge
 
 
@@ -42,10 +43,7 @@ def wiring(
         for (name, _), pp in zip(modules, depths, strict=True)
     ]
     placement = positions_of(graph, Arrangement(tuple(parts), colocated).grids, dict(modules)).placement
-    held: dict[int, list[int]] = {}
-    for stage, positions in enumerate(placement):
-        for position in positions:
-            held.setdefault(position, []).append(stage)
+    held = stages_on(placement)
     return Wiring(graph, placement, tuple(tuple(held[position]) for position in sorted(held)))
 
 

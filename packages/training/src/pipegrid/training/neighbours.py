@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
-from pipegrid.transport.backends.wire import FOREVER
+from pipegrid.transport.backends.wire import FOREVER, cut_connection
 
 _WORD_BYTES: Final = 512
 _SOON: Final = timedelta(seconds=2)
-_AT_ONCE: Final = timedelta(milliseconds=1)
-_WORD, _NEVER_SENT = 0, 1  # tags
 
 
 class Neighbours:
@@ -59,9 +57,8 @@ class Neighbours:
         made = create_groups(specs, backend="gloo", timeout=timeout)
         self._groups = [made[spec] for spec in specs]
         word = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
-        self._thread = threading.Thread(
-            target=self._watch, args=(self._receive(0, word, _WORD), word), name="pipegrid-neighbours", daemon=True
-        )
+        heard = dist.irecv(word, group=self._groups[0], group_src=self._other(0))
+        self._thread = threading.Thread(target=self._watch, args=(heard, word), name="pipegrid-neighbours", daemon=True)
         self._thread.start()
 
     def is_lost(self, *, seconds: float) -> bool:
@@ -76,22 +73,15 @@ class Neighbours:
         data = failure.encode(errors="backslashreplace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
         word = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # the rank before this one may have left already
-            self._send(1, word, _WORD).wait(_SOON)
-        for number in (1, 0):  # a wait that times out is what closes a connection of gloo, and wakes its waiters
-            with contextlib.suppress(RuntimeError):
-                self._receive(number, torch.zeros(1, dtype=torch.uint8), _NEVER_SENT).wait(_AT_ONCE)
+            dist.isend(word, group=self._groups[1], group_dst=self._other(1)).wait(_SOON)
+        for number in (1, 0):
+            cut_connection(self._groups[number], self._other(number))
         self._thread.join()
         groups, self._groups = self._groups, []
         destroy_groups(groups)
 
     def _other(self, number: int) -> int:
         return 1 - dist.get_rank(self._groups[number])
-
-    def _send(self, number: int, buffer: torch.Tensor, tag: int) -> Any:
-        return dist.isend(buffer, group=self._groups[number], group_dst=self._other(number), tag=tag)
-
-    def _receive(self, number: int, buffer: torch.Tensor, tag: int) -> Any:
-        return dist.irecv(buffer, group=self._groups[number], group_src=self._other(number), tag=tag)
 
     def _watch(self, work: Any, word: torch.Tensor) -> None:
         try:

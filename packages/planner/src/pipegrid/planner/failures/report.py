@@ -7,6 +7,7 @@ import math
 from statistics import mean
 
 from attrs import asdict
+from attrs.filters import exclude
 
 from pipegrid.planner.failures.durations import duration_text
 from pipegrid.planner.failures.goodput import Goodput
@@ -98,13 +99,13 @@ def _advice(found: Goodput) -> str:
 def goodput_json(found: Goodput) -> str:
     """The outcomes, the best first, and the scenario; times in seconds."""
     scenario = found.scenario
-    given = ("restart", "checkpoint", "write", "replan", "promote", "spares", "without_spares")
+    given = exclude("throughput", "failures", "replanned")
     data = {
         "nodes": scenario.throughput.nodes,
         "step": scenario.step,
         "duration": scenario.failures.duration,
         "failures": scenario.failures.count,
-        **{name: getattr(scenario, name) for name in given},
+        **asdict(scenario, recurse=False, filter=given),
         "outcomes": [asdict(outcome) for outcome in found.outcomes],
         "daly": found.daly if scenario.failures.count else None,
     }

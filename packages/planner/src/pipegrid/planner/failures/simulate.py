@@ -127,7 +127,7 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
 
 @define
 class _Run:
-    """The state of a run. It trains (``stretch``), until ``due`` where a node joins; or stops until ``due``; or waits.
+    """The state of a run: it trains (``stretch``; until ``due`` if a node joins then), stops until ``due``, or waits.
 
     ``training`` and ``idle``: the nodes that are up. ``intact``: they hold the state of training, which else is in the
     checkpoint of ``saved`` steps alone. ``drain``: seconds of a stop until a checkpoint of all steps can be loaded.

@@ -17,7 +17,7 @@ def whole(steps: float) -> int:
 
 @frozen
 class Progress:
-    """Steps done with the part of the one in progress, the steps that a checkpoint keeps, seconds in checkpoints."""
+    """Steps done, with a fraction for the one in progress; steps that a checkpoint keeps; seconds in checkpoints."""
 
     done: float
     saved: int

@@ -26,7 +26,7 @@ MOST_PAIRS = 500_000
 
 @frozen
 class Piece:
-    """State of the dead ``rank`` for its part of ``module``, and a living rank that has it: none, the checkpoint."""
+    """State of the dead ``rank`` for its part of ``module``, and the living rank that has it (None: the checkpoint)."""
 
     rank: int
     module: str

@@ -27,6 +27,7 @@ from pipegrid.schedules.plan import (
     forward,
     require_graph,
     require_placed,
+    stages_on,
 )
 from pipegrid.schedules.simulate import Costs
 from pipegrid.schedules.simulate.engine import play
@@ -136,10 +137,7 @@ class _Around:
         self._first = graph.stage(self._main, 0)
         if self._first in frozen:
             raise PlanError(f"forward_only names {self._main!r}, the module with the loss; a step must train it")
-        self._held: dict[int, list[int]] = {}
-        for stage, positions in enumerate(placement):
-            for position in positions:
-                self._held.setdefault(position, []).append(stage)
+        self._held = stages_on(placement)
 
     def plan(self) -> Plan:
         orders = self._main_orders()

@@ -16,6 +16,7 @@ from pipegrid.schedules.plan import (
     forward,
     require_graph,
     require_placed,
+    stages_on,
 )
 from pipegrid.topology.fields import Count, Name, checked, checked_arguments
 
@@ -46,10 +47,7 @@ def multi_module_1f1b(
     without = frozen_stages(graph, forward_only)
     places = as_placement(range(graph.num_stages) if placement is None else placement)
     require_placed(places, graph)
-    held: dict[int, list[int]] = {}
-    for stage, place in enumerate(places):
-        for position in place:
-            held.setdefault(position, []).append(stage)
+    held = stages_on(places)
     return compute_plan(
         [
             _order(held.get(position, ()), graph, num_microbatches, without=without)

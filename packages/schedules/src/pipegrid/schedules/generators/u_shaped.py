@@ -129,16 +129,14 @@ class _Way:
 def _way(num_positions: int, costs: Costs, *, forward_only: bool) -> _Way:
     num_stages = num_positions + 1
     edges = [Edge(stage, stage + 1) for stage in range(num_positions if num_positions > 1 else 0)]
-    latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
-    occupied = [message[edge] / bandwidth[edge] for edge in edges]
+    travel = costs.travel(edges).values()
     forwards = [time + costs.overhead for time in costs.per_stage("F", num_stages)]
     backwards = [0.0 if forward_only else time + costs.overhead for time in costs.per_stage("B", num_stages)]
     work = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
-    period = max(work[0] + work[-1], *work[1:-1], *occupied, 0.0)
+    period = max(work[0] + work[-1], *work[1:-1], *(occupied for occupied, _ in travel), 0.0)
     if period <= 0:
         raise CostsError("no stage takes any time by these costs; give F or B of at least one stage")
-    links = [latency[edge] + time for edge, time in zip(edges, occupied, strict=True)]
-    return _Way(forwards, backwards, links, period)
+    return _Way(forwards, backwards, [sum(each) for each in travel], period)
 
 
 def _even(num_positions: int) -> Costs:

@@ -1,4 +1,4 @@
-"""Both ends of each message of orders, and what is wrong with them whatever else the ranks launch."""
+"""The two ends of each message in orders, and the faults that can be told from them alone."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pipegrid.schedules.plan.actions import (
 )
 from pipegrid.schedules.plan.csv import from_csv, to_csv
 from pipegrid.schedules.plan.json import from_json, load_json, to_json
-from pipegrid.schedules.plan.parts import Group, Step, actions_of, as_placement, chain, step_text
+from pipegrid.schedules.plan.parts import Group, Step, actions_of, as_placement, chain, stages_on, step_text
 from pipegrid.schedules.plan.plan import (
     Plan,
     compute_plan,
@@ -77,6 +77,7 @@ __all__ = [
     "routes_from_json",
     "routes_from_text",
     "routes_to_json",
+    "stages_on",
     "step_text",
     "to_csv",
     "to_json",

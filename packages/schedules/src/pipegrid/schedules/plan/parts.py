@@ -101,6 +101,15 @@ def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...],
     return placement
 
 
+def stages_on(placement: Iterable[Iterable[int]]) -> dict[int, list[int]]:
+    """The stages of each position that holds any, ascending."""
+    held: dict[int, list[int]] = {}
+    for stage, positions in enumerate(placement):
+        for position in positions:
+            held.setdefault(position, []).append(stage)
+    return held
+
+
 def step_text(step: Step) -> str:
     """A step as text: an action's token, or the tokens of a batch in brackets."""
     return str(step) if isinstance(step, Action) else f"[{' '.join(map(str, step))}]"

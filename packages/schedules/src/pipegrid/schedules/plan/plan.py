@@ -22,6 +22,7 @@ from pipegrid.schedules.plan.parts import (
     as_positions,
     ascending,
     chain,
+    stages_on,
     step_text,
 )
 from pipegrid.schedules.plan.routes import Routes
@@ -120,11 +121,8 @@ class Plan:
     @cached_property
     def stages_at(self) -> tuple[tuple[int, ...], ...]:
         """Per position, the stages it holds, ascending."""
-        stages: list[list[int]] = [[] for _ in self.positions]
-        for stage, positions in enumerate(self.placement):
-            for position in self.living(positions):
-                stages[position].append(stage)
-        return tuple(tuple(held) for held in stages)
+        held = stages_on(map(self.living, self.placement))
+        return tuple(tuple(held.get(position, ())) for position in range(len(self.positions)))
 
     def pieces_at(self, stage: int, position: int) -> Sequence[int]:
         """The pieces of ``stage`` that ``position``, one of those that hold it, computes, ascending."""

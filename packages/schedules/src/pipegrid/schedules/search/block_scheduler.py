@@ -25,7 +25,7 @@ NEVER = float("inf")
 
 @frozen
 class Squeeze:
-    """A way to squeeze.
+    """The settings of a squeeze.
 
     ``ahead``: how many microbatches a warmup's forward out of turn may be ahead of the last stage's. ``until``: what
     ends the warmup. ``patience``: the share of its duration by which a ``W`` may delay the next pass.
@@ -79,7 +79,7 @@ def squeezed(
 
 
 class _Position:
-    """How far a position has come."""
+    """The progress of a position."""
 
     __slots__ = (
         "backwards",

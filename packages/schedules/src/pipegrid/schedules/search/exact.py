@@ -23,7 +23,7 @@ IDLE = -1
 
 @frozen
 class Exact:
-    """``orders``: the shortest found, if shorter than asked; ``proved``: whether no shorter ones exist."""
+    """The shortest ``orders`` found, None if none is shorter than asked; ``proved``: whether no shorter ones exist."""
 
     orders: Orders | None
     proved: bool

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from attrs import define, field, frozen
 
 from pipegrid.schedules.plan import ActionKind
-from pipegrid.schedules.search.problem import Entries, Problem
+from pipegrid.schedules.search.problem import Entries, Problem, memory_of_one
 from pipegrid.transport.edge import Edge
 
 
@@ -108,11 +108,8 @@ class _Run:
         self.at: list[list[_Unit]] = [[] for _ in range(problem.num_positions)]
         for unit in self.units:
             self.at[unit.position].append(unit)
-        # A forward-only stage holds its memory while it runs, and nothing else does then.
         self.whole = [
-            sum(unit.size for unit in units if not unit.frozen)
-            + max((unit.size for unit in units if unit.frozen), default=0.0)
-            for units in self.at
+            memory_of_one([unit.stage for unit in units], problem.activation, problem.forward_only) for units in self.at
         ]
         # Memory held per position by each microbatch, to tell the oldest one's share from the rest.
         self.held: list[list[float]] = [[0.0] * problem.num_microbatches for _ in self.at]
@@ -341,7 +338,7 @@ def _units(problem: Problem) -> list[_Unit]:
     durations = list(zip(*(costs.per_stage(name, num_stages) for name in ("F", "I", "W")), strict=True))
     shares = problem.input_release
     edges = problem.graph.stage_edges
-    latency, message, bandwidth = (costs.per_edge(n, edges) for n in ("latency", "message", "bandwidth"))
+    travel = costs.travel(edges)
     units: dict[tuple[int, int], _Unit] = {}
     for stage, places in enumerate(problem.placement):
         for position in places:
@@ -361,11 +358,10 @@ def _units(problem: Problem) -> list[_Unit]:
 
     def wire(edge: Edge, source: int, destination: int) -> None:
         before, after = units[edge.source, source], units[edge.destination, destination]
-        cost = (message[edge] / bandwidth[edge], latency[edge])
-        before.outputs.append((after, *cost, (source, destination)))
+        before.outputs.append((after, *travel[edge], (source, destination)))
         after.needs += 1
         if not (before.frozen or after.frozen):
-            after.inputs.append((before, *cost, (destination, source)))
+            after.inputs.append((before, *travel[edge], (destination, source)))
             before.gradients += 1
         if edge in queues:
             before.consumers.append(after)

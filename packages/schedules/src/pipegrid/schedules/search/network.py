@@ -32,7 +32,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class Timing(NamedTuple):
-    """``value``: the objective; ``end``: of each operation; ``worst``: the position that decides the value."""
+    """The objective of played orders (``value``), the end of each operation, the position that decides the value."""
 
     value: float
     end: list[float]
@@ -237,7 +237,7 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
     number_of = {one: number for number, one in enumerate(passes)}
     times = {kind: costs.per_stage(kind.value, stages) for kind in (_F, _I, _W)}
     least = {_F: times[_F], **dict(zip((_I, _W), _least_halves(costs, stages), strict=True))}
-    latency, message, bandwidth = (costs.per_edge(name, edges) for name in ("latency", "message", "bandwidth"))
+    travel = costs.travel(edges)
     waits: list[list[Wait]] = [[] for _ in passes]
 
     def wait(later: tuple[ActionKind, int], earlier: tuple[ActionKind, int], lag: float, back: int = 0) -> None:
@@ -252,7 +252,7 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
     for edge in edges:
         ends = problem.placement[edge.source], problem.placement[edge.destination]
         crosses = ends[0] != ends[1]
-        lag = latency[edge] + message[edge] / bandwidth[edge] if crosses else 0.0
+        lag = sum(travel[edge]) if crosses else 0.0
         wait((_F, edge.destination), (_F, edge.source), lag)
         if (_I, edge.source) in number_of and (_I, edge.destination) in number_of:
             wait((_I, edge.source), (_I, edge.destination), lag)

@@ -28,7 +28,7 @@ DEEP_HOPS = ((1, 1), (1, 2), (2, 1))
 
 @frozen
 class Pattern:
-    """``dates``: per pass, its slot; ``live``: the most slots in which a position holds activations, all its stages."""
+    """A slot for each pass (``dates``); ``live``: the most slots in which the stages of a position hold activations."""
 
     live: float
     length: int

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.plan import ActionKind
+from pipegrid.schedules.plan import ActionKind, stages_on
 from pipegrid.schedules.simulate import Costs, with_slack
 from pipegrid.transport.edge import Edge
 
@@ -69,14 +69,14 @@ class Problem:
 
     def least_memory(self) -> float:
         """The memory of one microbatch on the position where it needs most: the least limit that works."""
-        held, passing = [0.0] * self.num_positions, [0.0] * self.num_positions
-        for stage, places in enumerate(self.placement):
-            for position in places:
-                if stage in self.forward_only:
-                    passing[position] = max(passing[position], self.activation[stage])
-                else:
-                    held[position] += self.activation[stage]
-        return max(map(sum, zip(held, passing, strict=True)))
+        held = stages_on(self.placement).values()
+        return max(memory_of_one(stages, self.activation, self.forward_only) for stages in held)
+
+
+def memory_of_one(stages: Collection[int], activation: Sequence[float], forward_only: Collection[int]) -> float:
+    """The memory of one microbatch in ``stages`` of a position: a frozen one holds its own while it runs."""
+    kept = sum(activation[stage] for stage in stages if stage not in forward_only)
+    return kept + max((activation[stage] for stage in stages if stage in forward_only), default=0.0)
 
 
 def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:

@@ -213,6 +213,12 @@ class Costs:
             raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
         return {edge: float(known[edge]) for edge in edges}
 
+    def travel(self, edges: Iterable[Edge]) -> dict[Edge, tuple[float, float]]:
+        """Per edge, the time for which a message occupies its lane, and the latency after that."""
+        edges = tuple(edges)
+        latency, bandwidth, message = (self.per_edge(name, edges) for name in PER_EDGE)
+        return {edge: (message[edge] / bandwidth[edge], latency[edge]) for edge in edges}
+
     def per_slice(self, name: str, num_slices: int) -> tuple[float, ...]:
         """The share of a microbatch (``"slice_lengths"`` or ``"slice_times"``) of each of ``num_slices`` slices."""
         value: tuple[float, ...] = getattr(self, name)

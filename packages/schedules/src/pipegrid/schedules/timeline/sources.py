@@ -45,16 +45,7 @@ def timeline(
         drawn = source
     if rows is not None and len(rows) != len(drawn.rows):
         raise TimelineError(f"{len(rows)} names for {len(drawn.rows)} rows; give one for each, or none")
-    return Timeline(
-        drawn.rows if rows is None else rows,
-        drawn.spans,
-        drawn.flows,
-        drawn.counters,
-        drawn.notes,
-        drawn.title if title is None else title,
-        drawn.unit,
-        drawn.replicas,
-    )
+    return evolve(drawn, rows=drawn.rows if rows is None else rows, title=drawn.title if title is None else title)
 
 
 def position_name(plan: Plan, position: int) -> str:

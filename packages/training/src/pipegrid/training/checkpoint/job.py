@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other about a checkpoint, over a gloo group of its own: plain data alone."""
+"""What ranks exchange about a checkpoint: plain data, over a gloo group of its own."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _SILENT: Final = 5.0  # seconds that a process which ends waits without a word, 
 
 
 class Pending:
-    """The save in the background, if there is one whose outcome nobody has seen."""
+    """The save in the background, until its outcome is returned or raised."""
 
     def __init__(self) -> None:
         self.future: Future[None] | None = None

@@ -1,4 +1,4 @@
-"""Write a checkpoint: aside, forced to the disk, and switched into its place once all ranks have written."""
+"""Writes a checkpoint into a folder aside, which is renamed once all ranks have written and the disk has all."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from pipegrid.training.restart.torchelastic import launch_name, restart_count, s
 
 if TYPE_CHECKING:
     from pipegrid.training.survive import Survivors
+
+T = TypeVar("T")
 
 _KNOWN = (PipelineError, DisagreementError, JobFailedError)  # errors of which the monitors of all ranks know already
 # For the rank that watches a lost one to say so first: the others' calls fail at the same moment, and not by name.
@@ -97,15 +100,11 @@ class Attempt:
         return PREEMPTED if self.stopping else 0
 
     def __enter__(self) -> Self:
-        if self._survivors is not None:
-            said = self._survivors.run(
-                "the attempt", lambda world: self._entered(world.job_group), keep_gradients=False
-            )
-        else:
+        if self._survivors is None:
             # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
             spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
             self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-            said = self._entered(self._group)
+        said = self._agreed("the attempt", self._entered)
         if said is not None:
             text, exit_code = said
             self._close(for_good=True)
@@ -113,6 +112,12 @@ class Attempt:
         if self._survivors is None:
             self._neighbours = Neighbours(self._lose, timeout=self._timeout)
         return self
+
+    def _agreed(self, what: str, function: Callable[[Any], T]) -> T:
+        """What ``function`` returns of the group of all ranks: the attempt's own, or that of the survivors' world."""
+        if self._survivors is None:
+            return function(self._group)
+        return self._survivors.run(what, lambda world: function(world.job_group), keep_gradients=False)
 
     def _entered(self, group: dist.ProcessGroup) -> Any:
         """Add the attempt to the record; None, or why it must not run and the exit code, from the group's first."""
@@ -146,10 +151,7 @@ class Attempt:
             JobFailedError: another rank failed first, or did not come before the monitor's deadline.
         """
         what = f"the agreement after step {checked(step, Index, 'step', ValueError)}"
-        if self._survivors is not None:
-            asked = self._survivors.run(what, lambda world: self._asked(world.job_group, what), keep_gradients=False)
-        else:
-            asked = self._asked(self._group, what)
+        asked = self._agreed(what, lambda group: self._asked(group, what))
         self._step = step
         if self._line is not None:
             self._line.update(step=step)

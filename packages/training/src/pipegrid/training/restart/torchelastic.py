@@ -1,4 +1,4 @@
-"""What a rank and torchrun tell each other: which attempt this is, a store of its own, and that no other is wanted."""
+"""The interface to torchrun: the number of this restart, a store for this attempt alone, the end of all restarts."""
 
 from __future__ import annotations
 

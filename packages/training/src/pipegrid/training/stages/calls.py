@@ -1,4 +1,4 @@
-"""Calls of a whole model: their arguments, as stages are run with them."""
+"""The arguments of a call of the whole model, in the forms in which stages take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of connections to ranks that may be dead.
+"""Ends the connections to ranks that may be dead.
 
 What gloo does when a process is killed (torch 2.13, four ranks in an all-reduce): the ranks that exchange with the dead
 one have an error at once, since the kernel closes its sockets. The others wait for those ranks, which have left, and
@@ -10,23 +10,19 @@ one after the other: 0.03 s per rank and group.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipegrid.topology.torch_compat import is_alive
 from pipegrid.training.survive.errors import SurviveError
 from pipegrid.transport.backends.nccl import watchdog_acts
+from pipegrid.transport.backends.wire import cut_connection
 from pipegrid.transport.waits.aborts import abort_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_NEVER_SENT: Final = 2**28  # a tag of no message
-_AT_ONCE: Final = timedelta(milliseconds=1)
 
 
 def end_connections(groups: Iterable[ProcessGroup], cause: str) -> None:
@@ -39,8 +35,7 @@ def end_connections(groups: Iterable[ProcessGroup], cause: str) -> None:
     for group in listed:
         for peer in range(group.size()) if _on_host(group) else ():
             if peer != group.rank():
-                with contextlib.suppress(RuntimeError):
-                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(_AT_ONCE)
+                cut_connection(group, peer)
 
 
 def require_no_watchdog() -> None:

@@ -1,4 +1,4 @@
-"""The default process group of a job that new processes come to."""
+"""The default process group of a job that new processes may join later."""
 
 from __future__ import annotations
 

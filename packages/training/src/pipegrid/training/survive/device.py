@@ -1,4 +1,4 @@
-"""The end of what a function has issued to the device: on CUDA the host is done before."""
+"""Waits until the device has done what a function has issued to it, which on CUDA is later than the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipegrid.transport.streams import synchronize, used_device
 
 @define(eq=False)
 class DeviceEnd:
-    """Waits for the current device in a thread of its own: a kernel whose data never comes holds no one for ever.
+    """Waits for the current device in a thread of its own, as a kernel whose data never comes never ends.
 
     Attributes:
         deadline: seconds; at least half an hour where ``first``, in which others may still load and compile.

@@ -1,4 +1,4 @@
-"""What has happened to a job that goes on: deaths, and new processes."""
+"""The events of a job that survives: deaths of ranks, and new processes in their places."""
 
 from __future__ import annotations
 

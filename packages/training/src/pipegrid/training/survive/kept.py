@@ -23,23 +23,28 @@ _PLACES = ("grad", "main_grad")
 
 
 @frozen(eq=False)
-class _Gradient:
-    """The attribute ``place`` of a parameter: the tensor in it, and a copy of what that held; both None for none."""
+class _Kept:
+    """A gradient of a parameter or a buffer of a module: the attribute ``place`` of ``holder``.
 
-    parameter: torch.nn.Parameter
+    Attributes:
+        tensor: that is in it, or None.
+        value: a copy of what the tensor held.
+    """
+
+    holder: torch.nn.Parameter | torch.nn.Module
     place: str
     tensor: torch.Tensor | None
     value: torch.Tensor | None
 
     @classmethod
-    def of(cls, parameter: torch.nn.Parameter, place: str) -> _Gradient:
-        tensor: torch.Tensor | None = getattr(parameter, place)
-        return cls(parameter, place, tensor, None if tensor is None else local_of(tensor).clone())
+    def of(cls, holder: Any, place: str, into: torch.Tensor | None = None) -> _Kept:
+        tensor: torch.Tensor | None = getattr(holder, place)
+        return cls(holder, place, tensor, _copy(tensor, into))
 
     def restore(self) -> None:
         if self.tensor is not None and self.value is not None:
             local_of(self.tensor).copy_(self.value)
-        setattr(self.parameter, self.place, self.tensor)
+        setattr(self.holder, self.place, self.tensor)
 
 
 @frozen
@@ -61,24 +66,6 @@ class _Seen:
         return cls(parameter, place, tensor, writes)
 
 
-@frozen(eq=False)
-class _Buffer:
-    """The entry ``name`` of a module's buffers: the tensor in it, and a copy of what that held; both None for none.
-
-    Copied in every run: torch's count of writes to a tensor does not include those of a batch norm.
-    """
-
-    module: torch.nn.Module
-    name: str
-    tensor: torch.Tensor | None
-    value: torch.Tensor | None
-
-    def restore(self) -> None:
-        if self.tensor is not None and self.value is not None:
-            self.tensor.copy_(self.value)
-        self.module._buffers[self.name] = self.tensor  # noqa: SLF001 -- torch has no list with entries that are None
-
-
 class KeptState:
     """The state of ``modules`` at the last `keep`, of their loss scalers, and of this process's random generators.
 
@@ -89,9 +76,9 @@ class KeptState:
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._gradients: list[_Gradient] = []
+        self._gradients: list[_Kept] = []
         self._seen: list[_Seen] = []
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_Kept] = []  # in every run: torch's count of writes leaves out those of a batch norm
         self._sums: list[tuple[TieMark, bool]] = []
         self._scales: list[tuple[LossScaler, LossScale, int]] = []
         self._states: States = {}
@@ -101,7 +88,7 @@ class KeptState:
         """Keep the state as it is now; without ``gradients``, `restore` leaves those alone: see `require_unwritten`."""
         parameters = [parameter for _, parameter in parameters_of(self._modules)]
         held = [(parameter, place) for parameter in parameters for place in _PLACES if hasattr(parameter, place)]
-        self._gradients = [_Gradient.of(*each) for each in held] if gradients else []
+        self._gradients = [_Kept.of(*each) for each in held] if gradients else []
         self._seen = [] if gradients else [_Seen.of(*each) for each in held]
         marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
         self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
@@ -110,10 +97,10 @@ class KeptState:
         self._scales = [(one, one.state, one.skipped) for one in scalers.values() if isinstance(one, LossScaler)]
         values = {id(kept.tensor): kept.value for kept in self._buffers}
         self._buffers = [
-            _Buffer(module, name, buffer, _copy(buffer, values.get(id(buffer))))
+            _Kept.of(module, name, values.get(id(buffer)))
             for _, stage in named_modules(self._modules)
             for module in stage.modules()
-            for name, buffer in module._buffers.items()  # noqa: SLF001
+            for name, buffer in module._buffers.items()  # noqa: SLF001 -- torch has no list with entries that are None
         ]
         self._states = capture()
 
@@ -134,14 +121,12 @@ class KeptState:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore what the last `keep` kept."""
-        for gradient in self._gradients:
-            gradient.restore()
+        for kept in (*self._gradients, *self._buffers):
+            kept.restore()
         for mark, summed in self._sums:
             mark.summed = summed
         for scaler, state, skipped in self._scales:
             scaler.state, scaler.skipped = state, skipped
-        for buffer in self._buffers:
-            buffer.restore()
         restore(self._states)
 
     def drop(self) -> None:
@@ -153,6 +138,7 @@ def _copy(tensor: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tenso
     """A copy of ``tensor``, in the memory of the copy before where that fits."""
     if tensor is None:
         return None
-    if into is None or (into.shape, into.dtype, into.device) != (tensor.shape, tensor.dtype, tensor.device):
-        return tensor.detach().clone()
-    return into.copy_(tensor)
+    held = local_of(tensor.detach())
+    if into is None or (into.shape, into.dtype, into.device) != (held.shape, held.dtype, held.device):
+        return held.clone()
+    return into.copy_(held)

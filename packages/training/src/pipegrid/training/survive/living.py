@@ -1,8 +1,8 @@
-"""Who takes part in an epoch: the actors of a job's grids all of whose ranks live. No torch."""
+"""The ranks that take part in an epoch: those of actors without a dead rank. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import TypeAlias
 
@@ -80,12 +80,7 @@ class Living:
     def group(self, dims: Dims, rank: int, module: str | None = None) -> tuple[int, ...]:
         """Those of the group of ``rank`` over ``dims`` that take part, ascending; ``module``: in whose grid."""
         grid = self.grid[module or ""] if isinstance(self.grid, Mapping) else self.grid
-        return self.among(grid.group_ranks(dims, rank))
-
-    def among(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Those of ``ranks`` that take part, in their order."""
-        taking_part = set(self.ranks)
-        return tuple([rank for rank in ranks if rank in taking_part])
+        return tuple([member for member in grid.group_ranks(dims, rank) if member in self.ranks])
 
     def require_every_position(self) -> None:
         """Raise unless each position lives in a replica.

@@ -1,4 +1,4 @@
-"""What a step cannot do again after a death, found by name before the first one."""
+"""Finds, before the first step, what would keep a step from running again after a death."""
 
 from __future__ import annotations
 

@@ -39,15 +39,8 @@ if TYPE_CHECKING:
 
 _OF_A_SAVE: Final = timedelta(minutes=10)
 _MEASURED: Final = 10  # steps
-# Of a collection's groups: those that a step uses, by the dims of a module's grid.
-_GROUPS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "dp_cp": ("dp", "cp"),
-    "tp_cp": ("tp", "cp"),
-    "tp_dp_cp": ("tp", "dp", "cp"),
-}
+# Of a collection's groups those that a step uses; a name is that of the dims of a module's grid.
+_GROUPS = ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
 def _paced(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
@@ -281,8 +274,8 @@ class PipelineJob:
         found = {("", "job"): GroupSpec(living.ranks, f"job of epoch {epoch}")}
         grids = self.grid if isinstance(self.grid, Mapping) else {"": self.grid}
         for module, grid in grids.items():
-            for name, wanted in _GROUPS.items() if rank in grid.ranks else ():
-                dims = [dim for dim in wanted if dim in grid.dim_names]
+            for name in _GROUPS if rank in grid.ranks else ():
+                dims = [dim for dim in name.split("_") if dim in grid.dim_names]
                 if dims:
                     label = f"{module and f'{module} '}{'+'.join(dims)} of epoch {epoch}"
                     found[module, name] = GroupSpec(living.group(dims, rank, module), label)

@@ -1,4 +1,4 @@
-"""What ranks communicate through in one epoch, as `Survivors` uses it."""
+"""Protocols of a world, the groups and the communicator of one epoch, as `Survivors` uses it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LENGTH_BYTES = 4
 _NOTICE_BYTES = 2048
 _NOTICE_SECONDS, _POLL_SECONDS = 0.05, 0.001
 _HEADER, _NOTICE, CONTROL_TAGS = 0, 1, 2
-NEVER_SENT = 2**30
+_NEVER_SENT = 2**30  # a tag of no message
 FOREVER = timedelta(days=36_500)
 """The bound of a wait that only the other side ends, as every wait of gloo has a bound and closes its pair past it.
 
@@ -36,6 +36,12 @@ A hundred years: gloo adds the bound to the date in nanoseconds, which 64 bits h
 def timedelta_of(seconds: float | None) -> timedelta:
     """A timeout for torch, which has none for "no timeout"."""
     return FOREVER if seconds is None else max(timedelta(seconds=seconds), timedelta(milliseconds=1))
+
+
+def cut_connection(group: Any, peer: int) -> None:
+    """Cut the gloo connection of ``group`` to its rank ``peer``, by the one thing that does: a wait that times out."""
+    with contextlib.suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 @define(eq=False)
@@ -140,7 +146,4 @@ class Wire:
 
     def cut(self) -> None:
         """Cut the connection: every gloo transfer under way, here and on the other side, ends with an error."""
-        # A wait that times out is the one thing that closes a gloo pair and wakes its waiters.
-        with contextlib.suppress(RuntimeError):
-            work = self.group.recv([torch.empty(1, dtype=torch.uint8)], self.peer, NEVER_SENT)
-            work.wait(timedelta(milliseconds=1))
+        cut_connection(self.group, self.peer)

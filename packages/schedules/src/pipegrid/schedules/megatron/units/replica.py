@@ -12,7 +12,7 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, size_of
 from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.schedules.plan import Routes
+from pipegrid.schedules.plan import Routes, stages_on
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.collectives.differences import difference
 
@@ -57,11 +57,7 @@ def _position(job: JobTopology, place: Place) -> int:
         return job.current_stage
     if job.placement is None:
         return place.stages[0]
-    held: dict[int, list[int]] = {}
-    for stage, positions in enumerate(job.placement):
-        for position in positions:
-            held.setdefault(position, []).append(stage)
-    return next(position for position, stages in held.items() if stages == list(place.stages))
+    return next(position for position, stages in stages_on(job.placement).items() if stages == list(place.stages))
 
 
 def _place_among(living: Sequence[int] | None, pg_collection: Any, modules: Sequence[str]) -> int | None:

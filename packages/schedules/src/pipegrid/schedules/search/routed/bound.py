@@ -128,7 +128,7 @@ def _staircase(ready: list[list[float]], duration: float, machines: int) -> list
 
 @frozen
 class _Ends:
-    """Of an actor: its speed, the start of its first F and first I, the time from those of its last I and last F."""
+    """An actor: its speed, the starts of its first F and first I, the times from the start of its last I and F on."""
 
     speed: float
     first_forward: float

@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.plan import Actor, Routes
+from pipegrid.schedules.search.problem import memory_of_one
 from pipegrid.schedules.simulate import Costs
 
 
@@ -57,9 +58,8 @@ class RoutedProblem:
     @cached_property
     def messages(self) -> list[tuple[int, int, float]]:
         """The edges as source, destination, and the time of a message between two actors."""
-        edges = self.graph.stage_edges
-        latency, message, bandwidth = (self.costs.per_edge(n, edges) for n in ("latency", "message", "bandwidth"))
-        return [(e.source, e.destination, latency[e] + message[e] / bandwidth[e]) for e in edges]
+        travel = self.costs.travel(self.graph.stage_edges)
+        return [(edge.source, edge.destination, sum(times)) for edge, times in travel.items()]
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -73,8 +73,7 @@ class RoutedProblem:
     def held(self, position: int) -> float:
         """What one unit holds in all stages of a position: the least limit that works."""
         own = [stage for stage, place in enumerate(self.placement) if place == position]
-        kept = math.fsum(self.activation[stage] for stage in own if stage not in self.forward_only)
-        return kept + max((self.activation[stage] for stage in own if stage in self.forward_only), default=0.0)
+        return memory_of_one(own, self.activation, self.forward_only)
 
     def guard(self, position: int) -> float:
         """`held` where memory could deadlock an actor: with a limit and several stages; else 0."""

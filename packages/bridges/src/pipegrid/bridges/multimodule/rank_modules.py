@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
@@ -57,7 +57,7 @@ class ModuleChain:
         """The lane of one of the module's own edges to, or from, ``replica``.
 
         Raises:
-            StageError: this rank is not at that end of the edge.
+            BridgeError: this rank is not at that end of the edge.
         """
         if not self.holds(edge, direction, sends=sends):
             raise self.lacks(edge, direction)
@@ -80,9 +80,9 @@ class ModuleChain:
         """The lane of one of the module's own edges; None where this rank has none."""
         return None if self._lanes is None else self._lanes.get(self.spec(edge, direction))
 
-    def lacks(self, edge: Edge, direction: Direction) -> StageError:
+    def lacks(self, edge: Edge, direction: Direction) -> BridgeError:
         """The error of a call for a lane that this rank does not have."""
-        return StageError(
+        return BridgeError(
             f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
             f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
         )

@@ -12,7 +12,7 @@ from torch import nn
 from pipegrid.bridges import EdgeOptions
 from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
-from pipegrid.schedules import Costs, LossScale, from_json, from_text, simulate, timeline, verify
+from pipegrid.schedules import Costs, LossScale, from_text, simulate, timeline, verify
 from pipegrid.schedules.generators import one_f_one_b
 from pipegrid.schedules.monitor import Epochs
 from pipegrid.testing import Fault
@@ -44,7 +44,6 @@ def _grid() -> HyperCommGrid:
     return HyperCommGrid([2], ["pp"], world_size=2)
 
 
-_NO_MODULES = '{"microbatches": 1, "positions": [["0F0", "0B0"]], "placement": [[0], [1]]}'
 _TIMES: dict[str, Any] = {"embedding": 1.0, "decoder": [1.0] * 4, "loss": 1.0}
 
 
@@ -80,7 +79,6 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "NoFitError": lambda: plan(_job(flops=1e12), gpus=1, memory="1GB"),
     "P2PUsageError": lambda: P2PConfig(deadline=-1.0),
     "PlanError": lambda: verify(from_text(_CROSSED)),
-    "PlanFieldError": lambda: from_json(_NO_MODULES),
     "PlanSyntaxError": lambda: from_text("0: 0F0 0X0"),
     "RankLostError": _lost,
     "StepArgumentError": lambda: Pipeline(_Blocks, "tt|tt", _grid(), microbatch_size=1, num_microbatches=2),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
-from pipegrid.bridges.errors import BridgeError, MissingTensorError, NoBackwardError, ShapeError, StageError
+from pipegrid.bridges.errors import BridgeError, MissingTensorError, NoBackwardError, ShapeError
 from pipegrid.bridges.graph import ModuleGraphError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
@@ -401,7 +401,7 @@ def test_virtual_stages_talk_along_their_own_edges():
         for handle in sends:
             handle.wait()
     if comm.rank:
-        with pytest.raises(StageError, match="'llm' has 4 stages on 2 places"):
+        with pytest.raises(BridgeError, match="'llm' has 4 stages on 2 places"):
             comm.recv_forward()
     comm.destroy()
 
@@ -451,7 +451,7 @@ def test_a_colocated_encoder_reaches_a_pipelined_language_model_along_edges():
         assert comm.irecv(edge=Edge(0, 1), direction=B).result().item() == 3 * (10 * step + rank)
         for handle in sends:
             handle.wait()
-    with pytest.raises(StageError, match="rank 0 holds 'enc' as well as 'llm', which it feeds"):
+    with pytest.raises(BridgeError, match="rank 0 holds 'enc' as well as 'llm', which it feeds"):
         comm.recv_forward()
     comm.destroy()
 
@@ -466,7 +466,7 @@ def test_a_colocated_encoder_reaches_a_pipelined_language_model_along_edges():
 )
 def test_verbs_that_would_wait_for_their_own_rank_are_an_error_on_all_ranks(grids, flow, text):
     comm = make(grids, flow)
-    with pytest.raises(StageError, match=text):
+    with pytest.raises(BridgeError, match=text):
         comm.recv_forward()
     comm.destroy()
 
@@ -488,7 +488,7 @@ def test_a_collective_is_the_bridge_of_all_ranks_at_once():
             sending.wait()
             _, receiving = comm.collective(2 * whole.detach(), edge=Edge(0, 1), direction=B)
             assert torch.equal(receiving.result(), 2 * mine)
-    with pytest.raises(StageError, match=r"no edge 0>2 ends at"):
+    with pytest.raises(BridgeError, match=r"no edge 0>2 ends at"):
         comm.collective(mine, edge=Edge(0, 2), direction=F)
     comm.destroy()
 
@@ -507,17 +507,17 @@ def test_calls_that_do_not_fit_this_rank():
             comm.send_forward({})
         with pytest.raises(ShapeError, match="exchanges dicts by module name, got a tensor"):
             comm.send_forward(torch.ones(1, 1, 1))
-        with pytest.raises(StageError, match="is_last_stage=True on rank 0"):
+        with pytest.raises(BridgeError, match="is_last_stage=True on rank 0"):
             comm.send_forward({"enc": torch.ones(1, 1, 1)}, is_last_stage=True)
-        with pytest.raises(StageError, match=r"no edge 1>2 ends at rank 0"):
+        with pytest.raises(BridgeError, match=r"no edge 1>2 ends at rank 0"):
             comm.irecv(edge=Edge(1, 2), direction=F)
     else:
-        with pytest.raises(StageError, match="no edge 0>2 ends at"):
+        with pytest.raises(BridgeError, match="no edge 0>2 ends at"):
             comm.irecv(edge=Edge(0, 2), direction=F)
-        with pytest.raises(StageError, match="is_first_stage=True"):
+        with pytest.raises(BridgeError, match="is_first_stage=True"):
             comm.recv_forward(is_first_stage=True)
     if comm.rank == 2:
-        with pytest.raises(StageError, match=r"no edge 0>1 ends at rank 2"):
+        with pytest.raises(BridgeError, match=r"no edge 0>1 ends at rank 2"):
             comm.irecv(edge=Edge(0, 1), direction=F)
     comm.destroy()
 
@@ -526,11 +526,11 @@ def test_calls_that_do_not_fit_this_rank():
 def test_declarations_that_contradict_each_other():
     grids = {"enc": grid(0), "mid": grid(0), "llm": grid(0)}
     flow = {"enc": ["mid"], "mid": ["llm"], "llm": []}
-    with pytest.raises(StageError, match=r"options for edges \[\('enc', 'llm'\)\]"):
+    with pytest.raises(BridgeError, match=r"options for edges \[\('enc', 'llm'\)\]"):
         make(grids, flow, edges={("enc", "llm"): EdgeOptions()})
-    with pytest.raises(StageError, match="no gradient ever reaches 'mid'"):
+    with pytest.raises(BridgeError, match="no gradient ever reaches 'mid'"):
         make(grids, flow, edges={("mid", "llm"): EdgeOptions(backward=False)})
-    with pytest.raises(StageError, match=r"placements names modules \['llmm'\]"):
+    with pytest.raises(BridgeError, match=r"placements names modules \['llmm'\]"):
         make(grids, flow, placements={"llmm": {"ep": Replicate()}})
     with pytest.raises(BridgeError, match="stages on places"):
         make(grids, flow, stage_placement={"llm": (0, 1)})
@@ -555,7 +555,7 @@ def test_lanes_that_the_plan_does_not_use_are_not_opened():
         with pytest.raises(NoBackwardError, match="has no lanes for gradients, which its plan does not use"):
             comm.irecv(edge=Edge(0, 1), direction=B)
     if comm.rank == 2:
-        with pytest.raises(StageError, match="no backward lane at rank 2, .* or traffic= leaves it out"):
+        with pytest.raises(BridgeError, match="no backward lane at rank 2, .* or traffic= leaves it out"):
             comm.isend(torch.zeros(1, 2, 2), edge=Edge(1, 2), direction=B)
     dist.barrier()
     comm.destroy()
@@ -563,7 +563,7 @@ def test_lanes_that_the_plan_does_not_use_are_not_opened():
 
 @pytest.mark.ranks(1)
 def test_traffic_names_edges_that_there_are():
-    with pytest.raises(StageError, match="traffic has edges 3>4; the stages are joined by 0>1"):
+    with pytest.raises(BridgeError, match="traffic has edges 3>4; the stages are joined by 0>1"):
         MultiModulePipelineCommunicator(
             {"a": grid(dp=1), "b": grid(dp=1)}, {"a": ["b"]}, CONFIG, traffic=[(Edge(3, 4), F)]
         )

@@ -48,22 +48,22 @@ FURTHER = [
     "ShapeError",
     "Sizes",
     "SliceInfo",
-    "StageError",
     "plan_reshard",
     "routes",
 ]
 # Names of an earlier version.
 OLD = {
     "LaneTotalsError": "BridgeError",
-    "NoBackwardError": "StageError",
+    "NoBackwardError": "BridgeError",
     "NotReplicatedError": "BridgeError",
-    "PendingGradientError": "StageError",
+    "PendingGradientError": "BridgeError",
     "Replicated": "Replicate",
     "Sharded": "Shard",
+    "StageError": "BridgeError",
     "TilingError": "BridgeError",
     "UndeclaredDimError": "BridgeError",
     "VTPTopologyError": "BridgeError",
-    "WrongSideError": "StageError",
+    "WrongSideError": "BridgeError",
 }
 
 

@@ -25,7 +25,6 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_h1,
 )
-from pipegrid.schedules.errors import PlanFieldError
 from pipegrid.transport.edge import Edge
 
 from ..kit.routed_plans import lowered_routed, random_routed, random_routes, random_schedule
@@ -212,7 +211,7 @@ def test_what_routes_do_not_go_with(make, match):
 )
 def test_a_plan_that_its_routes_do_not_fit(changes, path):
     plan = routed(one_f_one_b(2, 3), Routes([3, 1]))
-    with pytest.raises(PlanFieldError) as caught:
+    with pytest.raises(PlanError) as caught:
         evolve(plan, **changes)
     assert caught.value.path == path
 
@@ -222,7 +221,7 @@ def test_a_routed_plan_on_paper():
     text = str(plan)
     assert "units 2 2\ndead 1@1\nmove 1 0@1>0 1@1>0\n" in text
     assert text.endswith("3:\n")
-    with pytest.raises(PlanFieldError, match="line 6: a move names stage 5; the graph has 0..1"):
+    with pytest.raises(PlanError, match="line 6: a move names stage 5; the graph has 0..1"):
         from_text(text.replace("move 1", "move 5"))
 
 

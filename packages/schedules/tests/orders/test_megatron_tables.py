@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import PlanError, PlanFieldError, forward_only, interleaved_1f1b, lower, one_f_one_b, verify
+from pipegrid.schedules import PlanError, forward_only, interleaved_1f1b, lower, one_f_one_b, verify
 from pipegrid.schedules.__main__ import main
 from pipegrid.schedules.megatron import convert_schedule_table_to_order, get_schedule_table
 from pipegrid.schedules.orders import plan_of_megatron
@@ -68,7 +68,7 @@ def test_an_evaluation_has_no_backwards():
     ],
 )
 def test_a_table_that_is_none_is_refused(table, warmup, said):
-    with pytest.raises(PlanFieldError, match=said):
+    with pytest.raises(PlanError, match=said):
         plan_of_megatron(table, warmup)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
+from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.plan import (
     Actor,
     Move,
@@ -108,7 +108,7 @@ def test_one_form_for_equal_routes():
     ],
 )
 def test_parts_that_contradict_each_other(make, path):
-    with pytest.raises(PlanFieldError) as caught:
+    with pytest.raises(PlanError) as caught:
         make()
     assert caught.value.path == path
 
@@ -201,7 +201,7 @@ def test_routes_that_fit():
     ],
 )
 def test_routes_that_do_not_fit(routes, path):
-    with pytest.raises(PlanFieldError) as caught:
+    with pytest.raises(PlanError) as caught:
         check_routes(routes, GRAPH, PLACES)
     assert caught.value.path == path
 
@@ -210,7 +210,7 @@ def test_a_unit_that_would_train_a_module_without_a_gradient():
     graph = ModuleGraph({"a": 1, "b": 1, "c": 1}, {"a": ["b", "c"]})
     routes = Routes([2], skips={"b": [0]})
     check_routes(routes, graph, [(0,), (1,), (2,)])
-    with pytest.raises(PlanFieldError, match="no gradient back"):
+    with pytest.raises(PlanError, match="no gradient back"):
         check_routes(routes, graph, [(0,), (1,), (2,)], forward_only=[2])
 
 
@@ -232,6 +232,6 @@ def test_routes_around_random_dead_actors_fit_exactly_when_no_unit_comes_to_one(
         if fits:
             check_routes(routes, chain(3), [(0,), (1,), (2,)])
         else:
-            with pytest.raises(PlanFieldError, match="is dead"):
+            with pytest.raises(PlanError, match="is dead"):
                 check_routes(routes, chain(3), [(0,), (1,), (2,)])
     assert verdicts == {True, False}

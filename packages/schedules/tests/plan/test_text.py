@@ -9,7 +9,6 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
     Fault,
     PlanError,
-    PlanFieldError,
     PlanSyntaxError,
     forward_only,
     from_csv,
@@ -312,7 +311,7 @@ def test_a_contradiction_is_the_same_error_in_every_form():
         (from_text, "placement 0\n0: 0F0\n1: 1F0\n", "line 1"),
         (from_csv, "# by hand\n#: placement 0\n0F0\n1F0\n", "line 2"),
     ]:
-        with pytest.raises(PlanFieldError, match=f"^{where}: the placement covers 1 stages and the graph has 2"):
+        with pytest.raises(PlanError, match=f"^{where}: the placement covers 1 stages and the graph has 2"):
             read(text)
 
 

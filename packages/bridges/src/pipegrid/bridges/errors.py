@@ -6,19 +6,16 @@ from pipegrid.transport.errors import CollectiveFailedError, P2PLaneDeadError
 
 
 class BridgeError(ValueError):
-    """Sides, samples, stages or copies that do not fit each other; the base of the errors of bridges."""
+    """Sides, samples, stages or copies that do not fit each other; the base of the errors of bridges.
+
+    Also a call that this rank, an edge or the state of a step does not have: an edge, a stage, a side or a verb of
+    other ranks; a gradient, or an activation that requires one, on an edge without backward; a gradient for which no
+    activation is in flight.
+    """
 
 
 class ShapeError(BridgeError):
     """A tensor whose dtype, number of axes or shape is not what the edge carries."""
-
-
-class StageError(BridgeError):
-    """A call that a rank, an edge or the state of a step does not have.
-
-    An edge, a stage, a side or a verb that this rank does not have; a gradient, or an activation that requires one, on
-    an edge without backward; a gradient for which no activation is in flight.
-    """
 
 
 class MissingTensorError(BridgeError, KeyError):
@@ -31,6 +28,6 @@ class MissingTensorError(BridgeError, KeyError):
 
 # Names of one thing each that no caller handled differently; for this version.
 UndeclaredDimError = LaneTotalsError = TilingError = VTPTopologyError = NotReplicatedError = BridgeError
-WrongSideError = NoBackwardError = PendingGradientError = StageError
+StageError = WrongSideError = NoBackwardError = PendingGradientError = BridgeError
 CompletionError = CollectiveFailedError
 DestroyedError = P2PLaneDeadError

@@ -29,20 +29,18 @@ class Fault:
 
 
 class PlanError(ValueError):
-    """A plan breaks the rules; ``faults`` lists every fault that was found."""
+    """A plan breaks the rules, or its parts contradict each other.
 
-    def __init__(self, message: str, *, faults: Sequence[Fault] = ()) -> None:
+    Attributes:
+        faults: every fault of the plan that was found; empty where there is no plan yet.
+        path: to the part that contradicts another, such as ``groups[0].positions``; None where there is no such part.
+    """
+
+    def __init__(self, message: str, *, faults: Sequence[Fault] = (), path: str | None = None) -> None:
         self.faults = tuple(faults)
+        self.path = path
         listed = "".join(f"\n  {fault}" for fault in self.faults)
         super().__init__(message + listed)
-
-
-class PlanFieldError(PlanError):
-    """Parts of a plan that contradict each other; ``path`` leads to one of them, such as ``groups[0].positions``."""
-
-    def __init__(self, message: str, *, path: str) -> None:
-        self.path = path
-        super().__init__(message)
 
 
 class PlanSyntaxError(PlanError):
@@ -80,6 +78,7 @@ class GradientError(ValueError):
 
 
 # Names of one thing each that no caller handled differently; for this version.
+PlanFieldError = PlanError
 PlanMismatchError = AnnouncedShapesError = RuntimeArgumentError = MonitorError = StepArgumentError
 StageInputError = StageOutputError
 LossScaleError = LossError

@@ -201,7 +201,7 @@ class BridgeCommunicator(BridgeEnds):
                 each of them). ``Packed(tensor, samples)`` says the same.
 
         Raises:
-            StageError: this rank is not in the source grid, or the tensor requires grad and the edge has no backward.
+            BridgeError: this rank is not in the source grid, or the tensor requires grad and the edge has no backward.
             ShapeError: not one tensor, wrong number of axes, or a dtype that does not survive the wire; or, with
                 fixed shapes, not the shape and dtype that were agreed.
         """
@@ -224,7 +224,7 @@ class BridgeCommunicator(BridgeEnds):
         Of a payload, a tree of gradients, with None for leaves without.
 
         Raises:
-            StageError: this rank is not in the destination grid, the edge has no backward, or no activation is waiting
+            BridgeError: this rank is not in the destination grid, the edge has no backward, or no activation is waiting
                 for a gradient.
             ShapeError: not the shape of that activation.
         """
@@ -236,7 +236,7 @@ class BridgeCommunicator(BridgeEnds):
         """Start receiving the gradient of the oldest activation that has none yet.
 
         Raises:
-            StageError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
+            BridgeError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
         """
         if not self.takes_part(_BACKWARD, sends=False):
             return None
@@ -296,7 +296,7 @@ class BridgeCommunicator(BridgeEnds):
         """Send an activation and receive a gradient, which may be of an earlier one; both are posted before any wait.
 
         Raises:
-            StageError: the edge has no backward; nothing is sent then.
+            BridgeError: the edge has no backward; nothing is sent then.
         """
         if self.is_source and not self.carries_gradients:
             raise self._no_backward("send_forward_recv_backward")

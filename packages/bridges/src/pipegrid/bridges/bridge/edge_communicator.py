@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pipegrid.bridges.bridge.communicator import renew_lanes
 from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.edge import Direction, Edge
@@ -43,7 +43,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         """Start sending what this rank has along ``edge`` (forward) or against it (backward).
 
         Raises:
-            StageError: this rank sends nothing there.
+            BridgeError: this rank sends nothing there.
             ShapeError: the edge does not carry this payload.
         """
         send = self._sends.get((edge, direction))
@@ -55,7 +55,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         """Start receiving what comes next along ``edge`` in that direction, of that one shape if ``shapes`` is given.
 
         Raises:
-            StageError: this rank receives nothing there.
+            BridgeError: this rank receives nothing there.
         """
         receive = self._receives.get((edge, direction))
         if receive is None:
@@ -68,13 +68,13 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
 
     @abstractmethod
-    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
+    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:
         """The error of a send, or a receive, that this rank does not have."""
 
-    def _not_on(self, edge: Edge) -> StageError:
+    def _not_on(self, edge: Edge) -> BridgeError:
         job = self.job
         known = ", ".join(map(str, () if job.graph is None else job.graph.stage_edges))
-        return StageError(f"no edge {edge} ends at rank {self.rank}, of stages {job.stages}; the edges are {known}")
+        return BridgeError(f"no edge {edge} ends at rank {self.rank}, of stages {job.stages}; the edges are {known}")
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake:
         """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""

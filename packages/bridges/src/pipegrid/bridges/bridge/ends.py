@@ -9,7 +9,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, End, GridLike, as_grid, axis_names, replica_side
 from pipegrid.topology.fields import shown
 from pipegrid.transport.edge import Direction
@@ -89,7 +89,7 @@ class BridgeEnds:
 
         Raises:
             P2PLaneDeadError: the bridge was destroyed.
-            StageError: this rank is not in that side's grid, or there are no lanes for gradients.
+            BridgeError: this rank is not in that side's grid, or there are no lanes for gradients.
         """
         here = self.is_source if (direction is _FORWARD) is sends else self.is_destination
         if here and not self._destroyed and (direction is _FORWARD or self.carries_gradients):
@@ -104,16 +104,16 @@ class BridgeEnds:
             raise self._wrong_side(end, verb)
         raise self._no_backward(verb)
 
-    def _no_backward(self, verb: str) -> StageError:
+    def _no_backward(self, verb: str) -> BridgeError:
         why = "which its plan does not use" if self.backward else "being declared without backward"
-        return StageError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
+        return BridgeError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
 
-    def _wrong_side(self, end: End, verb: str) -> StageError:
+    def _wrong_side(self, end: End, verb: str) -> BridgeError:
         side, other, there = self.src, self.dst, self.dest_grid
         if end == "destination":
             side, other, there = self.dst, self.src, self.src_grid
         elsewhere = f"the side of {other.name!r}" if self.rank in as_grid(there).ranks else "neither"
-        return StageError(
+        return BridgeError(
             f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
             f"on {elsewhere}"
         )

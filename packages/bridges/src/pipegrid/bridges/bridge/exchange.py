@@ -20,7 +20,7 @@ from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, pee
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
-from pipegrid.bridges.errors import ShapeError, StageError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing
 from pipegrid.transport.edge import Direction
@@ -61,11 +61,11 @@ class PendingGradients(Generic[Sent]):
         """The activation that the next gradient belongs to.
 
         Raises:
-            StageError: no gradient is due.
+            BridgeError: no gradient is due.
         """
         found = self._waiting[0] if self._waiting else self.first
         if found is None:
-            raise StageError(f"{self.call}: no {self.what} waits for its gradient")
+            raise BridgeError(f"{self.call}: no {self.what} waits for its gradient")
         return found
 
     def answer(self) -> None:

@@ -16,7 +16,7 @@ from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPa
 from pipegrid.bridges.bridge.receive import with_gradient
 from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.errors import ShapeError, StageError
+from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.topology.fields import Index, checked
 from pipegrid.transport.edge import Direction
@@ -118,7 +118,7 @@ class Leaves:
             raise ShapeError(f"{where} travels as {self.comm_dtype}, which rounds {tensor.dtype} values")
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
             what = "the tensor" if is_tensor else "it"
-            raise StageError(f"{where} was declared without gradient, but {what} requires grad; detach it")
+            raise BridgeError(f"{where} was declared without gradient, but {what} requires grad; detach it")
         samples = value.samples if isinstance(value, Packed) else None
         if samples is not None and leaf.lifted:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")

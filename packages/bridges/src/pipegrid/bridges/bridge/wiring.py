@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.topology import GroupSpec, replica_sizes
 from pipegrid.transport.edge import Direction, Edge
@@ -232,14 +232,14 @@ def checked_traffic(traffic: Iterable[tuple[Edge, Direction]] | None, edges: Ite
     """The edges and directions that a plan uses, as a set.
 
     Raises:
-        StageError: an edge that is not among ``edges``.
+        BridgeError: an edge that is not among ``edges``.
     """
     if traffic is None:
         return None
     found, known = frozenset(traffic), sorted(edges)
     unknown = sorted({edge for edge, _ in found} - set(known))
     if unknown:
-        raise StageError(
+        raise BridgeError(
             f"traffic has edges {', '.join(map(str, unknown))}; the stages are joined by {', '.join(map(str, known))}"
         )
     return found

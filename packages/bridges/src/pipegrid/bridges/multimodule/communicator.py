@@ -17,7 +17,7 @@ from pipegrid.bridges.bridge import (
     directions_of,
     lane_config,
 )
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline
@@ -77,9 +77,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
 
     Raises:
         ModuleGraphError: a cycle, an unknown module, a module without a grid.
-        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
-            backward.
-        BridgeError: as `BridgeCommunicator`.
+        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
+            backward; or as `BridgeCommunicator`.
     """
 
     exchanges = True
@@ -228,7 +227,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
 
     # -- the asynchronous form --------------------------------------------------------------------------
 
-    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
+    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:
         self._require_alive()
         if edge in self._inner:
             return self._inner[edge].lacks(edge, direction)
@@ -313,12 +312,12 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
-                raise StageError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
+                raise BridgeError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
         return exchanged(self.lanes, send, receive)
 
     @cached_property
     def _dicts(self) -> DictExchange:
-        """The exchange by module; `StageError` on all ranks where some rank cannot take part in one."""
+        """The exchange by module; `BridgeError` on all ranks where some rank cannot take part in one."""
         self._edges.require_dicts()
         frozen = {edge for name in self.frozen_modules for edge in self.graph.edges_inside(name)}
         with_backward = {*self.graph.stage_edges} - {*self.forward_edges} - frozen

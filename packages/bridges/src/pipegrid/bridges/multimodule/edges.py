@@ -8,7 +8,7 @@ from typing import Annotated
 from attrs import frozen
 
 from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.multimodule.positions import alike, edge_between
 from pipegrid.bridges.reshard import REPLICAS, GridLike, Placement, Side, as_grid
@@ -25,20 +25,20 @@ def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph
     """The options of every edge of ``graph``.
 
     Raises:
-        StageError: options for an edge that does not exist; a gradient that would have to pass a module without
+        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
             backward.
     """
     edges = dict(given or {})
     if unknown := [edge for edge in edges if edge not in graph.edges]:
-        raise StageError(f"options for edges {unknown}, but the topology has {list(graph.edges)}")
+        raise BridgeError(f"options for edges {unknown}, but the topology has {list(graph.edges)}")
     options: dict[Ends, EdgeOptions] = {
-        edge: checked(edges.get(edge, EdgeOptions()), _OPTIONS, f"the options of edge {edge}", StageError)
+        edge: checked(edges.get(edge, EdgeOptions()), _OPTIONS, f"the options of edge {edge}", BridgeError)
         for edge in graph.edges
     }
     trained = modules_with_backward(graph, options)
     for (src, dst), option in options.items():
         if option.backward and not trained[dst]:
-            raise StageError(f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}")
+            raise BridgeError(f"edge {src!r} -> {dst!r} has a backward, but no gradient ever reaches {dst!r}")
     return options
 
 
@@ -153,20 +153,20 @@ class ModuleEdges:
         """Raise, on every rank alike, unless each rank can exchange dicts by module.
 
         Raises:
-            StageError: a module with several stages on one place; or a rank that holds a module and one that depends on
-                it, and so would wait for a tensor before it sends what that is made of.
+            BridgeError: a module with several stages on one place; or a rank that holds a module and one that depends
+                on it, and so would wait for a tensor before it sends what that is made of.
         """
         needs: dict[str, set[str]] = {}
         boxes = {name: as_grid(grid) for name, grid in self.grids.items()}
         for name in self.graph.order:
             stages, places = len(self.stage_placement[name]), boxes[name].length("pp")
             if stages > places:
-                raise StageError(f"module {name!r} has {stages} stages on {places} places: use isend with edges")
+                raise BridgeError(f"module {name!r} has {stages} stages on {places} places: use isend with edges")
             feeding = {src for src, dst in self.graph.edges if dst == name}
             needs[name] = feeding.union(*(needs[src] for src in feeding))
             for source in sorted(needs[name]):
                 if shared := sorted({*boxes[source].ranks} & {*boxes[name].ranks}):
-                    raise StageError(
+                    raise BridgeError(
                         f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
                         "itself: use isend and irecv with edges"
                     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.reshard import (
     GridLike,
@@ -56,5 +56,5 @@ def total_pipeline_stages(
     boxes = {name: as_grid(grids[name]) for name in among if name in grids}
     holding = [name for name, box in boxes.items() if rank in box.ranks]
     if not holding:
-        raise StageError(f"rank {rank} is in none of the modules {among}")
+        raise BridgeError(f"rank {rank} is in none of the modules {among}")
     return max(before[name] + boxes[name].place(rank, "pp") + 1 for name in holding)

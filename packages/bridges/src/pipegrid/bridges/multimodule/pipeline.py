@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve
 
 from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
@@ -74,7 +74,7 @@ class ModulePipeline:
         """Values by module, checked to name modules of the graph."""
         named = dict(given or {})
         if unknown := sorted(set(named) - set(self.module_to_grid_map)):
-            raise StageError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
+            raise BridgeError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
 
     def _backend_of_grids(self) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.spec import LaneSpec
@@ -55,7 +55,7 @@ class ModuleChain:
         """The lane of an edge inside the module to, or from, ``replica``.
 
         Raises:
-            StageError: this rank is not at that end of the edge.
+            BridgeError: this rank is not at that end of the edge.
         """
         if not self.holds(edge, direction, sends=sends):
             raise self.lacks(edge, direction)
@@ -70,9 +70,9 @@ class ModuleChain:
         specs = [self.spec(edge, direction) for edge, used in self.directions.items() for direction in used]
         return tuple(spec for spec in specs if self._rank in spec.pair)
 
-    def lacks(self, edge: Edge, direction: Direction) -> StageError:
+    def lacks(self, edge: Edge, direction: Direction) -> BridgeError:
         """The error of a call for a lane that this rank does not have."""
-        return StageError(
+        return BridgeError(
             f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
             f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
         )

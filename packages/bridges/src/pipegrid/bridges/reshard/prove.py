@@ -17,8 +17,7 @@ def check_plan(plan: ReshardPlan) -> None:
 
     Raises:
         BridgeError: boxes of different shapes, a box outside of the tensor, an element that is written twice or never,
-            or one that is read from a rank that holds something else.
-        StageError: a message of a rank that is not on its side.
+            or one that is read from a rank that holds something else; a message of a rank that is not on its side.
     """
     written: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
     for message in plan.messages:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import merge
 from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
 from pipegrid.topology.grid import Grid
@@ -167,7 +167,7 @@ class Side:
         """Which part of ``axis`` the rank holds (major first).
 
         Raises:
-            StageError: the rank is not on the side.
+            BridgeError: the rank is not on the side.
         """
         coords = self._coords_at(rank)
         index = 0
@@ -177,7 +177,7 @@ class Side:
         return index
 
     def lane_of(self, rank: int) -> int:
-        """The replica of the rank; `StageError` where it is not on the side."""
+        """The replica of the rank; `BridgeError` where it is not on the side."""
         return self.shard_of(rank, BATCH)
 
     @property
@@ -200,7 +200,7 @@ class Side:
 
     def _coords_at(self, rank: int) -> tuple[int, ...]:
         if rank not in self.coords_of:
-            raise StageError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
+            raise BridgeError(f"rank {rank} is not on side {self.name!r}, whose ranks are {list(self.ranks)}")
         return self.coords_of[rank]
 
     @cached_property
@@ -215,7 +215,7 @@ class Side:
         """The shard index of the rank along each of `axes`.
 
         Raises:
-            StageError: the rank is not on the side.
+            BridgeError: the rank is not on the side.
         """
         self._coords_at(rank)
         return tuple(self.shard_of(rank, axis) for axis in self.axes)

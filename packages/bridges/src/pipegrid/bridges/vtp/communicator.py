@@ -21,7 +21,7 @@ from pipegrid.bridges.bridge import (
     leaves_of,
 )
 from pipegrid.bridges.collectives import own_groups
-from pipegrid.bridges.errors import BridgeError, StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
@@ -203,9 +203,9 @@ class VTPCommunicator(VTPFunctions):
     def _receive(self, exchange: Exchange, direction: Direction, shapes: Any) -> ReceiveHandle:
         return exchange.irecv_forward(self._shape(shapes, ARRIVES[direction]))
 
-    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> StageError:
+    def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:
         self._require_alive()
-        return StageError(
+        return BridgeError(
             f"rank {self.rank}, of stages {self.stages}, does not {'send' if sends else 'receive'} "
             f"{direction.name.lower()} along edge {edge}: it has {[*map(str, self._neighbours)]}, less what traffic= "
             "leaves out"

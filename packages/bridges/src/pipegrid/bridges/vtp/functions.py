@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeCommunicator, Exchange
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.transport.config import P2PConfig, as_config
@@ -66,7 +66,7 @@ class VTPFunctions(EdgeCommunicator):
 
         Raises:
             P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
-            StageError: nothing comes here: stage 0 without a ring.
+            BridgeError: nothing comes here: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
         return (receive.value, {ARRIVES[_F]: receive}) if async_op else receive.result()
@@ -114,7 +114,7 @@ class VTPFunctions(EdgeCommunicator):
 
     def _there(self, edge: Edge | None, what: str) -> Edge:
         if edge is None:
-            raise StageError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
+            raise BridgeError(f"{what} on stage {self.stage}: there is no stage on that side without ring=True")
         return edge
 
     def _settings(self, config: Any) -> P2PConfig:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.bridges.errors import StageError
+from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.transport.edge import Edge
 
@@ -29,7 +29,7 @@ class Peers:
 
     A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that stand beside this rank
     in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
-    exchange their slices all the same, whichever of them are named. Another rank is a `StageError`.
+    exchange their slices all the same, whichever of them are named. Another rank is a `BridgeError`.
     """
 
     rank: int
@@ -64,13 +64,15 @@ class Peers:
         found = [edge for edge, there in across if set(named) <= set(there)]
         if named and not found:
             where = f"ranks {list(across[0][1])}" if across else "nowhere, at the end of a chain"
-            raise StageError(f"rank {self.rank} names {list(named)} as its {side} ranks, but its lanes lead to {where}")
+            raise BridgeError(
+                f"rank {self.rank} names {list(named)} as its {side} ranks, but its lanes lead to {where}"
+            )
         return found[0] if found else None
 
     def _beside(self, ranks: Sequence[int]) -> tuple[int, int]:
         """The ranks before and after this one in the order of a pipeline group, cyclic."""
         if self.rank not in ranks:
-            raise StageError(f"rank {self.rank} is not in the group of ranks {list(ranks)}")
+            raise BridgeError(f"rank {self.rank} is not in the group of ranks {list(ranks)}")
         index = ranks.index(self.rank)
         return ranks[index - 1], ranks[(index + 1) % len(ranks)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.orders.orders import Orders
 from pipegrid.schedules.orders.read import orders_from_csv
 from pipegrid.schedules.plan import Action, ActionKind, Plan, chain, from_csv, load_json
@@ -67,22 +67,22 @@ def plan_of_megatron(
         forward_only: without backwards, as in an evaluation.
 
     Raises:
-        PlanFieldError: an entry that is no such pair, one that is there twice or not at all, or more forwards before
+        PlanError: an entry that is no such pair, one that is there twice or not at all, or more forwards before
             the first backward than there are.
     """
     name = "num_warmup_microbatches"
-    warmup = checked(num_warmup_microbatches, tuple[Index, ...], name, partial(PlanFieldError, path=name))
+    warmup = checked(num_warmup_microbatches, tuple[Index, ...], name, partial(PlanError, path=name))
     entries = [_entry(entry, f"schedule_table[{number}]") for number, entry in enumerate(schedule_table)]
     microbatches, chunks = (1 + max((entry[part] for entry in entries), default=-1) for part in (0, 1))
     wanted = sorted((microbatch, chunk) for microbatch in range(microbatches) for chunk in range(chunks))
     if not entries or sorted(entries) != wanted:
-        raise PlanFieldError(
+        raise PlanError(
             f"schedule_table has {len(entries)} entries up to microbatch {microbatches - 1} and chunk {chunks - 1}; it "
             "must have each microbatch with each chunk, once",
             path="schedule_table",
         )
     if not warmup or max(warmup) > len(entries):
-        raise PlanFieldError(
+        raise PlanError(
             f"{name} is {list(warmup)}; it must have a number for each rank, of at most the {len(entries)} forwards",
             path=name,
         )
@@ -109,9 +109,9 @@ def plan_of_megatron(
 
 
 def _entry(entry: Sequence[int], path: str) -> tuple[int, int]:
-    numbers = checked(entry, tuple[Index, ...], path, partial(PlanFieldError, path=path))
+    numbers = checked(entry, tuple[Index, ...], path, partial(PlanError, path=path))
     if len(numbers) != 2:
-        raise PlanFieldError(f"{path} is {shown(entry)}; it must be (microbatch, chunk)", path=path)
+        raise PlanError(f"{path} is {shown(entry)}; it must be (microbatch, chunk)", path=path)
     return numbers[0], numbers[1]
 
 
@@ -126,9 +126,9 @@ def plan_of_table(text: str) -> Plan | None:
     known = ("schedule_table", "num_warmup_microbatches", "forward_only")
     if unknown := document.keys() - set(known):
         name = min(unknown)
-        raise PlanFieldError(f"a table of Megatron-LM has {', '.join(known)}, not {name!r}", path=name)
+        raise PlanError(f"a table of Megatron-LM has {', '.join(known)}, not {name!r}", path=name)
     document.setdefault("forward_only", False)
     for name, kind, rule in zip(known, (list, list, bool), ("a list", "a list", "true or false"), strict=True):
         if not isinstance(document.get(name), kind):
-            raise PlanFieldError(f"{name} is {shown(document.get(name))}; it must be {rule}", path=name)
+            raise PlanError(f"{name} is {shown(document.get(name))}; it must be {rule}", path=name)
     return plan_of_megatron(*(document[name] for name in known[:2]), forward_only=document["forward_only"])

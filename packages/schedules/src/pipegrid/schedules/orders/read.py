@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.orders.of_plan import label_of, needs_of, ways_of
 from pipegrid.schedules.orders.orders import Launch, Message, Orders
 from pipegrid.schedules.plan import Action, from_csv, load_json
@@ -46,14 +46,14 @@ def orders_from_json(text: str) -> Orders:
     """Read orders.
 
     Raises:
-        PlanError: text that is not such a document; the ``path`` of a `PlanFieldError` leads to the part.
+        PlanError: text that is not such a document; its ``path`` leads to the part.
     """
     document = load_json(text)
     if not isinstance(document, dict) or not isinstance(document.get("ranks"), list) or not document["ranks"]:
-        raise PlanFieldError('orders are an object with "ranks", a list of the steps of each rank', path="ranks")
+        raise PlanError('orders are an object with "ranks", a list of the steps of each rank', path="ranks")
     if unknown := document.keys() - {"ranks", "placement"}:
         name = min(unknown)
-        raise PlanFieldError(f"orders have ranks and placement, not {name!r}", path=name)
+        raise PlanError(f"orders have ranks and placement, not {name!r}", path=name)
     rows = []
     for rank, row in enumerate(document["ranks"]):
         if not isinstance(row, list):
@@ -99,8 +99,8 @@ def is_orders(text: str) -> bool:
     return isinstance(document, dict) and "ranks" in document
 
 
-def _error(found: Any, path: str, expected: str) -> PlanFieldError:
-    return PlanFieldError(f"{path} is {json.dumps(found):.120}; it must be {expected}", path=path)
+def _error(found: Any, path: str, expected: str) -> PlanError:
+    return PlanError(f"{path} is {json.dumps(found):.120}; it must be {expected}", path=path)
 
 
 # ---- Steps of a document
@@ -130,7 +130,7 @@ def _part(step: Any, path: str) -> _Part:
                 return action
             return Launch(word, waits=frozenset({label_of(action)}))
         except PlanError as error:
-            raise PlanFieldError(f"{path}: {error}", path=path) from None
+            raise PlanError(f"{path}: {error}", path=path) from None
     if isinstance(step, dict):
         return _named(step, path)
     raise _error(step, path, 'an action such as "0SEND_F1", a list [kind, stage, microbatch, peer stage], or an object')
@@ -139,7 +139,7 @@ def _part(step: Any, path: str) -> _Part:
 def _named(step: Mapping[str, Any], path: str) -> Launch:
     """A compute or a message with a name of its own."""
     expected = 'an object with "compute", with "send" and "to", with "receive" and "from", or "batch"'
-    check = partial(checked, error=partial(PlanFieldError, path=path))
+    check = partial(checked, error=partial(PlanError, path=path))
     if step.keys() <= {"compute", "needs"} and "compute" in step:
         needs: tuple[str, ...] = check(step.get("needs", ()), tuple[Name, ...], f"{path}.needs")
         return Launch(check(step["compute"], Name, f"{path}.compute"), needs=frozenset(needs))
@@ -161,14 +161,12 @@ def _placement(given: Any, rows: Sequence[Iterable[_Part | list[_Part]]]) -> Map
     """The rank of each stage."""
     places: dict[int, int] = {}
     if given is not None:
-        places = dict(
-            enumerate(checked(given, tuple[Index, ...], "placement", partial(PlanFieldError, path="placement")))
-        )
+        places = dict(enumerate(checked(given, tuple[Index, ...], "placement", partial(PlanError, path="placement"))))
     for rank, steps in enumerate(rows):
         for action in _actions(steps):
             if places.setdefault(action.stage, rank) != rank:
                 text = f"{action} of rank {rank}: stage {action.stage} is on rank {places[action.stage]}"
-                raise PlanFieldError(text, path=f"ranks[{rank}]")
+                raise PlanError(text, path=f"ranks[{rank}]")
     return places
 
 
@@ -187,7 +185,7 @@ def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], r
             return ()
         if part.peer is None or part.peer not in places:
             text = f"{part}: no step says which rank has stage {part.peer}; give placement, the rank of each stage"
-            raise PlanFieldError(text, path="placement")
+            raise PlanError(text, path="placement")
         return (Message("send" if part.kind.is_send else "receive", places[part.peer], label_of(part)),)
 
     for step in steps:
@@ -195,7 +193,7 @@ def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], r
             texts = [part.text if isinstance(part, Launch) else str(part) for part in step]
             messages = tuple(message for part in step for message in messages_of(part))
             if len(messages) < len(step):
-                raise PlanFieldError(
+                raise PlanError(
                     f"ranks[{rank}]: [{' '.join(texts)}] is no batch; messages are batched, and nothing else",
                     path=f"ranks[{rank}]",
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.actions import Action
 from pipegrid.schedules.plan.parts import Group
 
@@ -18,7 +18,7 @@ def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, 
         path = "edges"
         return ModuleGraph(modules, edges)
     except ValueError as error:
-        raise PlanFieldError(str(error), path=path) from None
+        raise PlanError(str(error), path=path) from None
 
 
 def check_extent(
@@ -35,7 +35,7 @@ def check_extent(
     ):
         if count > len(found) and not (routed and path == "modules"):
             what = "stages" if path == "modules" else path
-            raise PlanFieldError(f"the table has actions of {len(found)} of {count} {what}", path=path)
+            raise PlanError(f"the table has actions of {len(found)} of {count} {what}", path=path)
 
 
 def expectation(

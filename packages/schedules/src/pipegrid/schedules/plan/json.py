@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from pipegrid.layout.strict_json import first_fault, read_json
-from pipegrid.schedules.errors import PlanError, PlanFieldError, PlanSyntaxError
+from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.plan.actions import Action, parse_action
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
 from pipegrid.schedules.plan.parts import Group, Step, Text, as_step
@@ -75,11 +75,13 @@ def from_json(text: str) -> Plan:
     except BaseValidationError as error:
         path, what = first_fault(error, PlanError)
         path = path or "the document"
-        raise PlanFieldError(f"{path}: {what}", path=path) from None
+        raise PlanError(f"{path}: {what}", path=path) from None
     try:
         return _plan(document)
-    except PlanFieldError as error:
-        raise PlanFieldError(f"{error.path}: {error}", path=error.path) from None
+    except PlanError as error:
+        if error.path is None:
+            raise
+        raise PlanError(f"{error.path}: {error}", path=error.path) from None
 
 
 def load_json(text: str, *, finite: bool = True) -> Any:
@@ -124,9 +126,7 @@ def _plan(document: _Document) -> Plan:
     expected = expectation(graph, count, document.groups, slices)
     for path, action in actions:
         if (instead := expected(action)) is not None:
-            raise PlanFieldError(
-                f"found '{action}'; expected {instead}", path="positions" + "".join(f"[{i}]" for i in path)
-            )
+            raise PlanError(f"found '{action}'; expected {instead}", path="positions" + "".join(f"[{i}]" for i in path))
     return Plan(
         positions=document.positions,
         graph=graph,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.actions import ALONE, Action, GroupName
 from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
 from pipegrid.transport.edge import Edge
@@ -76,7 +76,7 @@ def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[
     try:
         return tuple(tuple([step if type(step) is Action else as_step(step) for step in steps]) for steps in value)
     except TypeError:
-        raise PlanFieldError(
+        raise PlanError(
             f"positions is {shown(value)}; it must be a list with the steps of each position", path="positions"
         ) from None
 
@@ -96,7 +96,7 @@ def as_step(step: Action | Iterable[Action]) -> Step:
 
 def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Per stage its positions, ascending; a single position may be given as an integer."""
-    error = partial(PlanFieldError, path="placement")
+    error = partial(PlanError, path="placement")
     placement: tuple[tuple[int, ...], ...] = checked(value, tuple[Places, ...], "placement", error)
     return placement
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from attrs import field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.actions import OFFLOADING, SHARDING, Action
 from pipegrid.schedules.plan.parts import (
     Group,
@@ -230,7 +230,7 @@ def require_graph(graph: object, *, error: type[Exception] = PlanError) -> None:
 def require_placed(placement: Sequence[object], graph: ModuleGraph) -> None:
     """Raise unless ``placement`` has an entry for each stage of ``graph``."""
     if len(placement) != graph.num_stages:
-        raise PlanFieldError(
+        raise PlanError(
             f"the placement covers {len(placement)} stages and the graph has {graph.num_stages}; give the position of "
             "every stage",
             path="placement",
@@ -250,7 +250,7 @@ def _check_known(what: str, named: Iterable[object], has: str, known: Collection
     for one in named:
         if one not in known:
             listed = f"0..{len(known) - 1}" if isinstance(known, range) and known else ", ".join(map(str, known))
-            raise PlanFieldError(f"{what} {one}; {has} {listed or 'none'}", path=path)
+            raise PlanError(f"{what} {one}; {has} {listed or 'none'}", path=path)
 
 
 def _check_stages(plan: Plan) -> None:
@@ -263,7 +263,7 @@ def _check_stages(plan: Plan) -> None:
     for stage in stages:
         after = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
         if stage not in plan.forward_only and after and all(other in plan.forward_only for other in after):
-            raise PlanFieldError(
+            raise PlanError(
                 f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))}) are "
                 "forward_only, so no gradient comes back to it",
                 path="forward_only",
@@ -282,13 +282,13 @@ def _check_groups(plan: Plan) -> None:
         _check_known(f"{what} names edge", group.edges, "the graph has", edges, f"{path}.edges")
         for own in (group.name, *group.edges):
             if own in taken:
-                raise PlanFieldError(f"{what} has {own}, which a group has already", path=f"{path}.name")
+                raise PlanError(f"{what} has {own}, which a group has already", path=f"{path}.name")
             taken.add(own)
         ends = {stage for edge in group.edges for stage in (edge.source, edge.destination)}
         tied, joined = ({place for stage in stages for place in plan.placement[stage]} for stages in (group.tied, ends))
         # A position without a tied stage has nothing to reduce; one beside those of an edge only joins the call.
         if not tied | joined <= {*group.positions} <= (tied or {*group.positions}):
-            raise PlanFieldError(
+            raise PlanError(
                 f"{what} has positions {list(group.positions)}; its {'tied ' if tied else ''}stages lie on "
                 f"{sorted(tied or joined)}",
                 path=f"{path}.positions",
@@ -306,27 +306,25 @@ def _check_routed(plan: Plan) -> None:
         return
     orders, count = len(plan.positions), routes.num_replicas
     if orders % count:
-        raise PlanFieldError(f"{orders} orders are not those of {count} replicas; give one per actor", path="positions")
+        raise PlanError(f"{orders} orders are not those of {count} replicas; give one per actor", path="positions")
     if plan.num_microbatches != routes.num_units:
-        raise PlanFieldError(
+        raise PlanError(
             f"there are {plan.num_microbatches} microbatches; the routes have {routes.num_units} units",
             path="microbatches",
         )
     check_routes(routes, plan.graph, plan.placement, forward_only=plan.forward_only)
     if plan.num_slices > 1:
-        raise PlanFieldError(
-            f"microbatches are cut into {plan.num_slices} slices; routes are of whole ones", path="slices"
-        )
+        raise PlanError(f"microbatches are cut into {plan.num_slices} slices; routes are of whole ones", path="slices")
     for number, group in enumerate(plan.groups):
         if group.edges:
-            raise PlanFieldError(
+            raise PlanError(
                 f"group {group.name!r} carries edges {', '.join(map(str, group.edges))}; with routes, data is sent",
                 path=f"groups[{number}].edges",
             )
     for position, steps in enumerate(plan.positions):
         for step in steps:
             if isinstance(step, Action) and (step.kind in SHARDING or step.kind in OFFLOADING):
-                raise PlanFieldError(
+                raise PlanError(
                     f"actor {position} has {step}; a plan with routes neither gathers parameters nor offloads",
                     path="positions",
                 )
@@ -336,7 +334,7 @@ def _check_slices(plan: Plan) -> None:
     """Raise unless microbatches are cut over a single module, and every action of one names a slice."""
     count = plan.num_slices
     if count > 1 and len(plan.graph.modules) > 1:
-        raise PlanFieldError(
+        raise PlanError(
             f"microbatches of modules {', '.join(plan.graph.order)} are cut into {count} slices; slices are for one",
             path="slices",
         )
@@ -346,7 +344,7 @@ def _check_slices(plan: Plan) -> None:
     for action in (action for position in range(plan.num_positions) for action in plan.actions(position)):
         if action.microbatch is not None and action.slice not in slices:
             named = "no slice" if action.slice is None else f"slice {action.slice}"
-            raise PlanFieldError(f"{action} names {named}; microbatches are cut into {count}", path="slices")
+            raise PlanError(f"{action} names {named}; microbatches are cut into {count}", path="slices")
 
 
 def _names_slices(plan: Plan) -> bool:

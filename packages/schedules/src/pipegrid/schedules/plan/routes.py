@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.tokens import name_text
 from pipegrid.topology.fields import Count, Index, Name, checked, checked_fields, shown
 
@@ -102,7 +102,7 @@ class Routes:
 
     def __attrs_post_init__(self) -> None:
         if not self.num_units:
-            raise PlanFieldError(f"the replicas have {list(self.units)} units; give at least one", path="routes.units")
+            raise PlanError(f"the replicas have {list(self.units)} units; give at least one", path="routes.units")
         for name, units in self.skips:
             for unit in units:
                 self._require_unit(unit, f"module {name!r} is skipped by", "routes.skips")
@@ -113,7 +113,7 @@ class Routes:
             self._require_replica(move.replica, what, "routes.moves")
             other = routed.setdefault((move.unit, move.stage), move.replica)
             if other != move.replica:
-                raise PlanFieldError(f"{what} {other} and {move.replica}; give one", path="routes.moves")
+                raise PlanError(f"{what} {other} and {move.replica}; give one", path="routes.moves")
         for actor in self.dead:
             self._require_replica(actor.replica, f"actor {actor} is of replica", "routes.dead")
         away = {Move(stage, unit, to) for (unit, stage), to in routed.items() if to != self.home(unit)}
@@ -121,11 +121,11 @@ class Routes:
 
     def _require_unit(self, unit: int, what: str, path: str) -> None:
         if unit >= self.num_units:
-            raise PlanFieldError(f"{what} unit {unit}; units are 0..{self.num_units - 1}", path=path)
+            raise PlanError(f"{what} unit {unit}; units are 0..{self.num_units - 1}", path=path)
 
     def _require_replica(self, replica: int, what: str, path: str) -> None:
         if replica >= self.num_replicas:
-            raise PlanFieldError(f"{what} {replica}; replicas are 0..{self.num_replicas - 1}", path=path)
+            raise PlanError(f"{what} {replica}; replicas are 0..{self.num_replicas - 1}", path=path)
 
     @classmethod
     def identity(cls, num_replicas: int, num_microbatches: int) -> Routes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.routes import Routes
 
 
@@ -21,12 +21,12 @@ def check_routes(
         forward_only: stages without a backward.
 
     Raises:
-        PlanFieldError: a part that does not fit, with its path (``routes.moves``, ...).
+        PlanError: a part that does not fit, with its path (``routes.moves``, ...).
     """
     for what, path in ((routes.skips, "routes.skips"), (routes.every, "routes.every")):
         for name, _ in what:
             if name not in graph.order:
-                raise PlanFieldError(f"{path} names module {name!r}; the graph has {list(graph.order)}", path=path)
+                raise PlanError(f"{path} names module {name!r}; the graph has {list(graph.order)}", path=path)
     _check_calls(routes, graph)
     for unit in sorted({unit for _, units in routes.skips for unit in units}):
         _check_skips(routes, graph, unit, forward_only)
@@ -34,7 +34,7 @@ def check_routes(
     num_positions = 1 + max(max(places) for places in placement)
     for actor in routes.dead:
         if actor.position >= num_positions:
-            raise PlanFieldError(
+            raise PlanError(
                 f"actor {actor} is of position {actor.position}; a replica has positions 0..{num_positions - 1}",
                 path="routes.dead",
             )
@@ -46,14 +46,14 @@ def _check_calls(routes: Routes, graph: ModuleGraph) -> None:
     every = dict(routes.every)
     for module, count in routes.every:
         if all(source != module for source, _ in graph.edges):
-            raise PlanFieldError(
+            raise PlanError(
                 f"a call of {module!r} serves {count} units, and feeds no module; it is called for each",
                 path="routes.every",
             )
     for source, destination in graph.edges:
         here, there = every.get(source, 1), every.get(destination, 1)
         if here % there:
-            raise PlanFieldError(
+            raise PlanError(
                 f"a call of {source!r} serves {here} units, and one of {destination!r}, which it feeds, {there}; the "
                 "first must be a multiple of the second",
                 path="routes.every",
@@ -64,18 +64,18 @@ def _check_skips(routes: Routes, graph: ModuleGraph, unit: int, forward_only: Co
     """A unit passes through a module, and through one after each that is not last: one that trains it, if it trains."""
     name, passed = routes.name(unit), [module for module in graph.order if not routes.skips_module(unit, module)]
     if not passed:
-        raise PlanFieldError(f"unit {name} skips every module; leave it out", path="routes.skips")
+        raise PlanError(f"unit {name} skips every module; leave it out", path="routes.skips")
     for module in passed:
         after = [destination for source, destination in graph.edges if source == module]
         left = [other for other in after if other in passed]
         if after and not left:
-            raise PlanFieldError(
+            raise PlanError(
                 f"unit {name} passes through {module!r} and skips all that it feeds ({', '.join(after)}); skip it too",
                 path="routes.skips",
             )
         trained = graph.stage(module, -1) not in forward_only
         if trained and after and all(graph.stage(other, 0) in forward_only for other in left):
-            raise PlanFieldError(
+            raise PlanError(
                 f"unit {name} passes through {module!r}, which is trained, and on to {', '.join(left)}, which give no "
                 "gradient back",
                 path="routes.skips",
@@ -88,10 +88,10 @@ def _check_moves(routes: Routes, graph: ModuleGraph) -> None:
     for move in routes.moves:
         if move.stage >= graph.num_stages:
             stages = f"0..{graph.num_stages - 1}"
-            raise PlanFieldError(f"a move names stage {move.stage}; the graph has {stages}", path="routes.moves")
+            raise PlanError(f"a move names stage {move.stage}; the graph has {stages}", path="routes.moves")
         module, _ = graph.module_of(move.stage)
         if move.unit not in calls[module]:
-            raise PlanFieldError(
+            raise PlanError(
                 f"stage {move.stage} of unit {routes.name(move.unit)} moves to replica {move.replica}, and no call of "
                 f"{module!r} begins with that unit",
                 path="routes.moves",
@@ -107,7 +107,7 @@ def _check_living(routes: Routes, graph: ModuleGraph, placement: Sequence[Sequen
             replica = routes.of(unit, stage)
             for place in places:
                 if (place, replica) in dead:
-                    raise PlanFieldError(
+                    raise PlanError(
                         f"stage {stage} of unit {routes.name(unit)} is computed by actor {dead[place, replica]}, which "
                         "is dead; move it",
                         path="routes.moves",

@@ -23,7 +23,7 @@ from typing import Any
 from attrs import define, field
 
 from pipegrid.layout.strict_json import read_json
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.parts import Text
 from pipegrid.schedules.plan.routes import Actor, Move, Routes
 from pipegrid.schedules.plan.tokens import QUOTED, Token, read_name
@@ -77,7 +77,7 @@ class RoutesReader:
         if not self.words:
             return None
         if "units" not in self.words:
-            raise PlanFieldError("there are routes and no line of units, such as: units 4 4", path="routes.units")
+            raise PlanError("there are routes and no line of units, such as: units 4 4", path="routes.units")
         ((first, rest),) = self.words["units"]
         plain = Routes([int(match[1]) for match in (first, *rest)])
 
@@ -112,7 +112,7 @@ def _once(pairs: list[tuple[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, count in pairs:
         if found.setdefault(name, count) != count:
-            raise PlanFieldError(f"every {name!r} is {found[name]} and {count}; give one", path="routes.every")
+            raise PlanError(f"every {name!r} is {found[name]} and {count}; give one", path="routes.every")
     return found
 
 
@@ -155,21 +155,21 @@ def routes_from_document(document: Any) -> Routes:
     """Read routes from the object of `routes_document`.
 
     Raises:
-        PlanFieldError: with the path to a value that is not what it must be, such as ``routes.moves.1``.
+        PlanError: with the path to a value that is not what it must be, such as ``routes.moves.1``.
     """
     known = {"units": list, "dead": list, "moves": dict, "skips": dict, "every": dict}
     for key, value in _typed(document, dict, "routes").items():
         if key not in known:
-            raise PlanFieldError(f"{shown(key)} is not a part of routes; they are {', '.join(known)}", path="routes")
+            raise PlanError(f"{shown(key)} is not a part of routes; they are {', '.join(known)}", path="routes")
         _typed(value, known[key], f"routes.{key}")
     if "units" not in document:
-        raise PlanFieldError("there is no 'units', the number of units of each replica", path="routes")
+        raise PlanError("there is no 'units', the number of units of each replica", path="routes")
     plain = Routes([_typed(count, int, "routes.units") for count in document["units"]])
 
     def pair(word: Any, path: str) -> tuple[int, int]:
         match = _PAIR.fullmatch(_typed(word, str, path))
         if match is None:
-            raise PlanFieldError(f"{shown(word)} is not a pair such as '3@1'", path=path)
+            raise PlanError(f"{shown(word)} is not a pair such as '3@1'", path=path)
         return int(match[1]), int(match[2])
 
     def unit(word: Any, path: str) -> int:
@@ -197,14 +197,14 @@ def routes_from_document(document: Any) -> Routes:
 
 def _stage(name: str) -> int:
     if _NUMBER.fullmatch(name) is None:
-        raise PlanFieldError(f"{name!r} is not a stage", path="routes.moves")
+        raise PlanError(f"{name!r} is not a stage", path="routes.moves")
     return int(name)
 
 
 def _typed(value: Any, kind: type, path: str) -> Any:
     if type(value) is not kind:
         words = {dict: "an object", list: "a list", int: "an integer", str: "a string"}
-        raise PlanFieldError(f"{shown(value)} is not {words[kind]}", path=path)
+        raise PlanError(f"{shown(value)} is not {words[kind]}", path=path)
     return value
 
 

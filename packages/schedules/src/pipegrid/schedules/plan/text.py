@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from attrs import define, field
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError, PlanFieldError
+from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.plan.actions import Action, ActionKind
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
 from pipegrid.schedules.plan.parts import Group, Step, Text, as_step, chain
@@ -133,11 +133,13 @@ class Reader:
             raise Token("", num_lines, 1, "the end").error("an action of a position, such as '0: 0F0'")
         try:
             return self._plan()
-        except PlanFieldError as error:
+        except PlanError as error:
+            if error.path is None:
+                raise
             part = re.findall(r"groups\[\d+\]|routes\.\w+|\w+", error.path)[0]
             line = (self.lines | self.routes.lines).get(part, self.lines.get("edges") if part == "modules" else None)
             if line is not None:
-                raise PlanFieldError(f"line {line}: {error}", path=error.path) from None
+                raise PlanError(f"line {line}: {error}", path=error.path) from None
             if (number := _IMPLIED.get(part)) is None:
                 raise
             _, highest, _ = max(self.actions, key=lambda entry: number(entry[2]))
@@ -222,4 +224,4 @@ def _group(number: int, words: Sequence[Token]) -> Group:
             tied=_numbers(tied) if tied else (),
         )
     except PlanError as error:
-        raise PlanFieldError(str(error), path=f"groups[{number}].name") from None
+        raise PlanError(str(error), path=f"groups[{number}].name") from None

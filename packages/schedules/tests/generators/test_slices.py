@@ -43,7 +43,7 @@ from pipegrid.schedules.plan import parse_action
 from pipegrid.schedules.timeline.svg import svg
 from pipegrid.transport.edge import Edge
 
-from ..kit.player import makespan, play
+from ..kit.player import makespan, play_plan
 
 F, B, I, W = (ActionKind[name] for name in "FBIW")
 SCHEDULES = (seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble)
@@ -177,25 +177,11 @@ def played(plan, costs):
     times = costs.slice_times or (1,) * plan.num_slices
     share = dict.fromkeys((F, B, I), times) | {W: lengths}
     whole = {F: costs.F, I: costs.I, W: costs.W, B: costs.I + costs.W}
-    last = plan.num_stages - 1
 
-    def needs(action):
-        stage, piece = action.stage, (action.microbatch, action.slice)
-        if action.kind is F:
-            return [((F, stage - 1, piece), 0)] if stage else []
-        if action.kind is W:
-            return [(("gradient", stage, piece), 0)]
-        return [((F, stage, piece), 0), *([(("gradient", stage + 1, piece), 0)] if stage < last else [])]
-
-    def gives(action):
-        kind = "gradient" if action.kind in (B, I) else action.kind
-        return [(kind, action.stage, (action.microbatch, action.slice))]
-
-    def length(action):
+    def duration(action):
         return whole[action.kind] * share[action.kind][action.slice] / sum(share[action.kind])
 
-    orders = [list(plan.actions(position)) for position in range(plan.num_positions)]
-    return makespan(play(orders, needs=needs, length=length, gives=gives))
+    return makespan(play_plan(plan, duration))
 
 
 SHARES = st.floats(0.1, 3.0)

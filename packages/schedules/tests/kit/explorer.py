@@ -17,6 +17,7 @@ the states and returns what can go wrong. Nothing is shared with the package but
 
 from __future__ import annotations
 
+import itertools
 from functools import cached_property
 from typing import NamedTuple
 
@@ -132,12 +133,18 @@ class Explorer:
         self.places = [set(places) for places in plan.placement]
         self.edges = {(edge.source, edge.destination) for edge in plan.graph.stage_edges}
         self.dead = set(plan.forward_only)
+        self.ways = {  # (source, destination, forward) -> the stage that makes what goes there, and its user
+            (*edge, forward): edge if forward else edge[::-1]
+            for edge in self.edges
+            for forward in (True, False)
+            if forward or not self.dead.intersection(edge)
+        }
         self.carriers = {  # (source, destination, forward) -> the group by which it goes
-            (edge.source, edge.destination, forward): group.name
+            way: group.name
             for group in plan.groups
             for edge in group.edges
-            for forward in (True, False)
-            if forward or not {edge.source, edge.destination} & self.dead
+            for way in self.ways
+            if way[:2] == (edge.source, edge.destination)
         }
         self.tied = {group.name: set(group.tied) for group in plan.groups}
         self.members = {group.name: set(group.positions) for group in plan.groups}
@@ -171,18 +178,11 @@ class Explorer:
                     wanted.add(("F", stage, microbatch))
                     if stage not in self.dead:
                         wanted.add(("grad", stage, microbatch))
-            for source, destination in self.edges:
-                for forward in (True, False):
-                    way = (source, destination, forward)
-                    if not forward and {source, destination} & self.dead:
-                        continue
-                    if way in self.carriers:
-                        if position in self.members[self.carriers[way]]:
-                            wanted.add(("collected", *way, microbatch))
-                        continue
-                    if self.places[source] == self.places[destination]:
-                        continue
-                    maker, user = (source, destination) if forward else (destination, source)
+            for way, (maker, user) in self.ways.items():
+                if way in self.carriers:
+                    if position in self.members[self.carriers[way]]:
+                        wanted.add(("collected", *way, microbatch))
+                elif self.places[maker] != self.places[user]:
                     for verb, stage, other in (("sent", maker, user), ("received", user, maker)):
                         if position in self.places[stage] and self.places[other] - {position}:
                             wanted.add((verb, *way, microbatch))
@@ -249,24 +249,21 @@ class Explorer:
         kind = str(action.kind)
         source, destination = action.edge.source, action.edge.destination
         forward, sending = kind.endswith("_F"), kind.startswith("SEND")
-        if (source, destination) not in self.edges or (source, destination, forward) in self.carriers:
+        way = (source, destination, forward)
+        if way not in self.ways or way in self.carriers or self.places[source] == self.places[destination]:
             return Reading(wrong=STRANGE)
-        if not forward and {source, destination} & self.dead:
-            return Reading(wrong=STRANGE)
-        maker, user = (source, destination) if forward else (destination, source)
+        maker, user = self.ways[way]
         partners = sorted(self.places[user if sending else maker] - {position})
         if position not in self.places[maker if sending else user] or not partners:
             return Reading(wrong=STRANGE)
-        if self.places[source] == self.places[destination]:
-            return Reading(wrong=STRANGE)
-        content = (source, destination, forward, _piece(action))
+        content = (*way, _piece(action))
         ends = []
         for partner in partners:
-            way = (position, partner) if sending else (partner, position)
+            pair = (position, partner) if sending else (partner, position)
             if self.lanes == "separate":
-                ends.append(((*way, forward), sending, content))
+                ends.append(((*pair, forward), sending, content))
             else:
-                ends.append((tuple(sorted(way)), position, (*content, way)))
+                ends.append((tuple(sorted(pair)), position, (*content, pair)))
         wrong = None if _piece(action) in self.pieces else UNKNOWN
         if not sending:
             return Reading(("received", *content), ends=tuple(ends), wrong=wrong)
@@ -448,7 +445,7 @@ def explorer_of(plan, lanes="separate", batches="in_order"):
     return (Explorer if plan.routes is None else RoutedExplorer)(plan, lanes, batches)
 
 
-def explore(plan, *, lanes="separate", batches="in_order", every_order=True):
+def explore(plan, lanes="separate", batches="in_order", *, every_order=True):
     """What can go wrong with ``plan``: a set with any of `STUCK` and `WRONG`, empty if nothing can.
 
     ``every_order`` walks through all states that any timing can reach; otherwise one order of events, which
@@ -464,46 +461,26 @@ def explore_creation(plan, creation, *, lanes="separate"):
 
     With shared lanes a pair of positions makes one communicator, with the first lane it comes to.
     """
-    members = {group.name: set(group.positions) for group in plan.groups}
-    wanted = [set() for _ in plan.positions]
-    for group in plan.groups:
-        for position in group.positions:
-            wanted[position].add(group.name)
-    for edge in plan.graph.stage_edges:
-        ends = plan.placement[edge.source], plan.placement[edge.destination]
-        if ends[0] == ends[1] or any(edge in group.edges for group in plan.groups):
-            continue
-        ways = [Direction.FORWARD, Direction.BACKWARD] if edge in plan.gradient_edges else [Direction.FORWARD]
-        for direction in ways:
-            sources, destinations = ends if direction is Direction.FORWARD else ends[::-1]
-            for pair in ((s, d) for s in sources for d in destinations if s != d):
-                lane = Lane(*pair, direction)
-                members[lane] = set(pair)
-                for position in pair:
-                    wanted[position].add(lane)
-    for names, own in zip(creation, wanted, strict=True):
-        if len(names) != len(own) or set(names) != own:
+    explorer = Explorer(plan, lanes)
+    members = dict(explorer.members)
+    for way, ends in explorer.ways.items():
+        makers, users = (explorer.places[stage] for stage in ends)
+        for pair in itertools.product(makers, users) if makers != users and way not in explorer.carriers else ():
+            if pair[0] != pair[1]:
+                members[Lane(*pair, Direction.FORWARD if way[2] else Direction.BACKWARD)] = set(pair)
+    for position, names in enumerate(creation):
+        wanted = {name for name, positions in members.items() if position in positions}
+        if len(names) != len(wanted) or set(names) != wanted:
             return {WRONG}
 
     def communicator(name):
         return frozenset(members[name]) if lanes == "shared" and not isinstance(name, str) else name
 
-    orders = [list(dict.fromkeys(communicator(name) for name in names)) for names in creation]
-    who = {communicator(name): positions for name, positions in members.items()}
-    seen, todo = set(), [tuple(0 for _ in orders)]
-    problems = set()
-    while todo:
-        state = todo.pop()
-        heads = [order[at] if at < len(order) else None for order, at in zip(orders, state, strict=True)]
-        followers = [
-            tuple(at + (position in who[thing]) for position, at in enumerate(state))
-            for thing in {head for head in heads if head is not None}
-            if all(heads[position] == thing for position in who[thing])
-        ]
-        if not followers and any(head is not None for head in heads):
-            problems.add(STUCK)
-        for follower in followers:
-            if follower not in seen:
-                seen.add(follower)
-                todo.append(follower)
-    return problems
+    # A communicator is a group that meets once; nothing else is to be done.
+    explorer.members = {communicator(name): positions for name, positions in members.items()}
+    explorer.wanted = [set() for _ in creation]
+    parts = []
+    for position, names in enumerate(creation):
+        own = dict.fromkeys(map(communicator, names))
+        parts.append(Part(explorer, position, [(Reading(ends=((("group", name), position, name),)),) for name in own]))
+    return explorer.walk(parts)

@@ -1,6 +1,9 @@
 """Plans that several test files ask for."""
 
+import itertools
 import random
+
+from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
@@ -61,6 +64,18 @@ def compute_plans(num_positions, num_microbatches):
             )
     for generator in SLICED:
         yield f"{generator.__name__} with 2 slices", generator(num_positions, num_microbatches, num_slices=2)
+
+
+LETTERS = st.sampled_from("abcde")
+
+
+@st.composite
+def module_graphs(draw, names=LETTERS, *, most=5, depth=3):
+    """Graphs of up to ``most`` modules of depths 1..``depth``, with any edges from earlier to later ones."""
+    chosen = draw(st.lists(names, min_size=1, max_size=most, unique=True))
+    pairs = list(itertools.combinations(chosen, 2))
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return ModuleGraph([(name, draw(st.integers(1, depth))) for name in chosen], edges)
 
 
 def random_module_plan(seed):

@@ -9,7 +9,6 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
     Action,
     ActionKind,
@@ -32,28 +31,21 @@ from pipegrid.schedules import (
 from pipegrid.schedules.plan import parse_action
 from pipegrid.transport.edge import Edge
 
+from ..kit.plans import module_graphs
+
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
 IDS = ["text", "csv", "json"]
 # Names with the characters that the forms themselves use, and any others.
-MODULES = st.text(st.sampled_from('ab09_.-:>#," \\\n\r\t\x0b\x1c\x85\u2028\ud800é[]@') | st.characters(), max_size=6)
+LETTERS = st.sampled_from('ab09_.-:>#," \\\n\r\t\x0b\x1c\x85\u2028\ud800é[]@') | st.characters()
+MODULES = st.just("model") | st.text(LETTERS, min_size=1, max_size=6)
 GROUPS = st.text(string.ascii_letters + string.digits + "_.:-", min_size=1, max_size=5)
 KINDS = list(ActionKind)
 
 
 @st.composite
-def graphs(draw):
-    names = draw(st.lists(MODULES.filter(bool), min_size=1, max_size=3, unique=True))
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    edges = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=3)) if pairs else []
-    if draw(st.booleans()) and len(names) == 1:
-        names = ["model"]
-    return ModuleGraph([(name, draw(st.integers(1, 2))) for name in names], edges)
-
-
-@st.composite
 def plans(draw):
     """Plans of any actions at all: most cannot run, some are tables that imply their header."""
-    graph = draw(graphs())
+    graph = draw(module_graphs(MODULES, most=3, depth=2))
     positions = draw(st.integers(1, 3))
     stages = range(graph.num_stages)
     microbatches = draw(st.integers(1, 2))
@@ -69,23 +61,18 @@ def plans(draw):
         groups.append(Group(name, members, edges=edges))
 
     def action():
-        found = whole_action()
-        return (
-            found if slices == 1 or found.microbatch is None else evolve(found, slice=draw(st.integers(0, slices - 1)))
-        )
-
-    def whole_action():
         kind, stage = draw(st.sampled_from(KINDS)), draw(st.sampled_from(stages))
-        microbatch = draw(st.integers(0, microbatches - 1))
+        part = draw(st.integers(0, slices - 1)) if slices > 1 else None
+        piece = {"microbatch": draw(st.integers(0, microbatches - 1)), "slice": part}
         group = draw(st.sampled_from([group.name for group in groups])) if groups else None
         if kind is ActionKind.REDUCE:
             return Action(kind, stage, group=draw(st.sampled_from([None, group])))
         if kind is ActionKind.COLLECTIVE and group is not None:
-            return Action(kind, stage, draw(st.sampled_from([None, microbatch])), group=group)
+            return Action(kind, stage, group=group, **draw(st.sampled_from([{}, piece])))
         if kind.is_message and graph.stage_edges:
             edge = draw(st.sampled_from(graph.stage_edges))
-            return Action(kind, edge.source if kind.is_at_source else edge.destination, microbatch, edge)
-        return Action(draw(st.sampled_from([k for k in KINDS if k.is_compute])), stage, microbatch)
+            return Action(kind, edge.source if kind.is_at_source else edge.destination, edge=edge, **piece)
+        return Action(draw(st.sampled_from([k for k in KINDS if k.is_compute])), stage, **piece)
 
     def step():
         found = [action() for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]

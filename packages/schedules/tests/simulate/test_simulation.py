@@ -1,4 +1,4 @@
-"""Times, bubbles and memory: by hand, and against an executor that goes tick by tick."""
+"""Times, bubbles and memory: by hand, and against a player that looks again and again at what can go on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipegrid.schedules.simulate.simulation import simulate, unit_costs
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 
-from ..kit import ticks
-from ..kit.plans import random_module_plan
+from ..kit.plans import module_graphs, random_module_plan
+from ..kit.player import makespan, play_plan
 
 TWO_BY_TWO = """
 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1
@@ -137,7 +137,7 @@ def test_a_microbatch_outside_the_plan_is_refused():
 
 
 def random_costs(rng, num_stages):
-    """Whole numbers of ticks for the brute force, and the same as `Costs`."""
+    """Whole numbers for the brute force, and the same as `Costs`."""
     duration = {(kind, s): rng.randint(0, 5) for kind in "FIW" for s in range(num_stages)}
     duration |= {("B", s): duration["I", s] + duration["W", s] for s in range(num_stages)}
     travel, occupied, overhead, reduce = (rng.choice((0, 0, 1, 2, 5)) for _ in range(4))
@@ -154,13 +154,13 @@ def random_costs(rng, num_stages):
     return duration, options, costs
 
 
-def assert_as_by_ticks(plan, rng):
+def assert_as_played(plan, rng):
     duration, options, costs = random_costs(rng, plan.num_stages)
-    start, end = ticks.play(plan, duration, **options)
+    times = play_plan(plan, lambda action: duration[action.kind, action.stage], **options)
     simulation = simulate(plan, costs)
-    assert simulation.start == tuple(tuple(times) for times in start)
-    assert simulation.end == tuple(tuple(times) for times in end)
-    assert simulation.makespan == ticks.makespan(end)
+    assert simulation.start == tuple(tuple(start for start, _ in own) for own in times)
+    assert simulation.end == tuple(tuple(end for _, end in own) for own in times)
+    assert simulation.makespan == makespan(times)
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
@@ -169,25 +169,17 @@ def assert_as_by_ticks(plan, rng):
 def test_simulation_equals_brute_force_at_any_costs(make, p, m, seed):
     rng = random.Random(seed)
     plan = make(p, m)
-    assert_as_by_ticks(plan, rng)
-    assert_as_by_ticks(lower(plan, receives=rng.choice(("late", "early"))), rng)
+    assert_as_played(plan, rng)
+    assert_as_played(lower(plan, receives=rng.choice(("late", "early"))), rng)
 
 
-@st.composite
-def graphs(draw):
-    names = ["a", "b", "c", "d", "e"][: draw(st.integers(1, 5))]
-    modules = {name: draw(st.integers(1, 3)) for name in names}
-    edges = [(x, y) for i, x in enumerate(names) for y in names[i + 1 :] if draw(st.booleans())]
-    return ModuleGraph(modules, edges)
-
-
-@given(graph=graphs(), m=st.integers(1, 4), seed=st.integers(0, 2**32))
+@given(graph=module_graphs(), m=st.integers(1, 4), seed=st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_simulation_equals_brute_force_on_any_graph_of_modules(graph, m, seed):
     rng = random.Random(seed)
     plan = multi_module_1f1b(graph, m)
-    assert_as_by_ticks(plan, rng)
-    assert_as_by_ticks(lower(plan, receives=rng.choice(("late", "early"))), rng)
+    assert_as_played(plan, rng)
+    assert_as_played(lower(plan, receives=rng.choice(("late", "early"))), rng)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -201,9 +193,9 @@ def test_simulation_equals_brute_force_with_a_colocated_module(depth, by_collect
     places = [(depth - 1 + index,) for index in range(3)]
     placement = [*((index,) for index in range(depth - 1)), tuple(p for (p,) in places), *places]
     plan = multi_module_1f1b(graph, m, placement=placement)
-    assert_as_by_ticks(plan, rng)
+    assert_as_played(plan, rng)
     collectives = {Edge(depth - 1, depth): "bridge"} if by_collective else None
-    assert_as_by_ticks(lower(plan, collectives=collectives, tied={"tied": (depth, depth + 2)}), rng)
+    assert_as_played(lower(plan, collectives=collectives, tied={"tied": (depth, depth + 2)}), rng)
 
 
 def test_the_proof_and_the_simulation_count_the_same_peaks():

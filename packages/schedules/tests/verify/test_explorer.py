@@ -16,7 +16,7 @@ from attrs import evolve
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan import from_text
+from pipegrid.schedules.plan import from_text, parse_action
 from pipegrid.schedules.verify import check_creation, default_creation, verify
 from pipegrid.transport.edge import Edge
 
@@ -24,21 +24,17 @@ from ..kit.explorer import STUCK, explore, explore_creation
 from ..kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from ..kit.plans import GENERATORS, random_module_plan
 
+nightly = pytest.mark.nightly
+
 
 @functools.cache
 def lowered(name, p, m):
     return lower(GENERATORS[name](p, m))
 
 
-def explored(plan, mode, **options):
-    """What the explorer finds."""
-    lanes, batches = mode
-    return explore(plan, lanes=lanes, batches=batches, **options)
-
-
 def assert_agree(plan, mode, what, *, every_order=False):
     broken = rules_broken(plan, mode)
-    problems = explored(plan, mode, every_order=every_order)
+    problems = explore(plan, *mode, every_order=every_order)
     assert "unnamed" not in broken, (what, str(plan))
     assert bool(broken) == bool(problems), (what, mode, broken, problems, str(plan))
     if broken == {"cycle"}:
@@ -50,7 +46,7 @@ def assert_agree(plan, mode, what, *, every_order=False):
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 4)])
 def test_no_order_of_events_goes_wrong_in_a_generators_plan(name, p, m):
     for mode in MODES:
-        assert explored(lowered(name, p, m), mode, every_order=p * m <= 6) == set()
+        assert explore(lowered(name, p, m), *mode, every_order=p * m <= 6) == set()
         assert rules_broken(lowered(name, p, m), mode) == set()
 
 
@@ -67,60 +63,39 @@ def test_an_order_that_only_buffered_sends_survive_gets_stuck():
     verify(plan, rendezvous=False)
 
 
-def check_one_order(count, seed, sizes):
+@pytest.mark.parametrize(
+    ("count", "seed", "sizes"),
+    [(150, 0, [(2, 1), (2, 2), (3, 1)]), pytest.param(3000, 8, [(2, 2), (2, 3), (3, 1), (3, 2)], marks=nightly)],
+    ids=["some", "many"],
+)
+def test_trying_one_order_of_events_is_as_good_as_all(count, seed, sizes):
     """What lets other tests look at one order of events only: no event disables another."""
     rng = random.Random(seed)
     for _ in range(count):
         plan = lowered(rng.choice(list(GENERATORS)), *rng.choice(sizes))
         what, mutant = random_mutant(plan, rng, rng.randint(0, 3))
         for mode in MODES:
-            one = explored(mutant, mode, every_order=False)
-            assert one == explored(mutant, mode, every_order=True), (what, str(mutant))
+            one = explore(mutant, *mode, every_order=False)
+            assert one == explore(mutant, *mode, every_order=True), (what, str(mutant))
 
 
-def test_trying_one_order_of_events_is_as_good_as_all():
-    check_one_order(150, seed=0, sizes=[(2, 1), (2, 2), (3, 1)])
+# What the two positions of a chain do for a microbatch, and what each action needs.
+FIRST = {"0F{}": (), "0SEND_F{}>1": ("0F{}",), "0RECV_B{}<1": (), "0B{}": ("0F{}", "0RECV_B{}<1")}
+SECOND = {"1RECV_F{}<0": (), "1F{}": ("1RECV_F{}<0",), "1B{}": ("1F{}",), "1SEND_B{}>0": ("1B{}",)}
 
 
-@pytest.mark.nightly
-def test_trying_one_order_of_events_is_as_good_as_all_of_many():
-    check_one_order(3000, seed=8, sizes=[(2, 2), (2, 3), (3, 1), (3, 2)])
-
-
-def orders_of_two_microbatches():
-    """Per position of two, all orders of its actions for two microbatches in which data is there in time."""
-    first = [
-        ("0F{}", ()),
-        ("0SEND_F{}>1", ("0F{}",)),
-        ("0RECV_B{}<1", ()),
-        ("0B{}", ("0F{}", "0RECV_B{}<1")),
-    ]
-    second = [
-        ("1RECV_F{}<0", ()),
-        ("1F{}", ("1RECV_F{}<0",)),
-        ("1B{}", ("1F{}",)),
-        ("1SEND_B{}>0", ("1B{}",)),
-    ]
-    return [linear_extensions(actions) for actions in (first, second)]
-
-
-def linear_extensions(actions):
-    after = {name.format(m): {n.format(m) for n in needs} for name, needs in actions for m in (0, 1)}
-    found = []
+def orders_of_two_microbatches(actions):
+    """All orders of a position's actions for two microbatches in which data is there in time."""
+    after = {name.format(m): {n.format(m) for n in needs} for name, needs in actions.items() for m in (0, 1)}
 
     def extend(order, left):
         if not left:
-            found.append(order)
+            yield tuple(map(parse_action, order))
         for name in sorted(left):
             if not after[name] & left:
-                extend([*order, name], left - {name})
+                yield from extend([*order, name], left - {name})
 
-    extend([], frozenset(after))
-    return found
-
-
-def two_by_two(first, second):
-    return from_text(f"0: {' '.join(first)}\n1: {' '.join(second)}\n")
+    return list(extend([], frozenset(after)))
 
 
 def check_pairs(pairs):
@@ -133,48 +108,36 @@ def check_pairs(pairs):
     return counts
 
 
-@functools.cache
-def parsed_orders():
-    """The orders as steps, ready to be put together into plans."""
-    firsts, seconds = orders_of_two_microbatches()
+@pytest.fixture(scope="module")
+def orders():
+    """Of both positions."""
+    firsts, seconds = map(orders_of_two_microbatches, (FIRST, SECOND))
     assert len(firsts) == 1750
     assert len(seconds) == 70
-    return (
-        [two_by_two(order, seconds[0]).positions[0] for order in firsts],
-        [two_by_two(firsts[0], order).positions[1] for order in seconds],
-    )
+    return firsts, seconds
 
 
-def test_orders_of_two_positions_and_two_microbatches_sampled():
-    firsts, seconds = parsed_orders()
+def test_orders_of_two_positions_and_two_microbatches_sampled(orders):
+    firsts, seconds = orders
     rng = random.Random(1)
     counts = check_pairs([(rng.choice(firsts), rng.choice(seconds)) for _ in range(600)])
     assert counts[True] > 100
     assert counts[False] > 0
 
 
-@pytest.mark.nightly
-def test_all_orders_of_two_positions_and_two_microbatches():
-    firsts, seconds = parsed_orders()
-    counts = check_pairs(itertools.product(firsts, seconds))
+@nightly
+def test_all_orders_of_two_positions_and_two_microbatches(orders):
+    counts = check_pairs(itertools.product(*orders))
     assert sum(counts.values()) == len(MODES) * 1750 * 70
     assert counts[False] > 1000
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 2)])
-def test_every_single_mistake_is_judged_alike(name, p, m):
-    check_singles(name, p, m, every=15)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3) for m in (1, 2, 3, 4)])
-def test_every_single_mistake_is_judged_alike_at_all_sizes(name, p, m):
-    check_singles(name, p, m, every=1)
-
-
-def check_singles(name, p, m, *, every):
+@pytest.mark.parametrize(
+    ("p", "m", "every"),
+    [(2, 2, 15), (3, 2, 15), *(pytest.param(p, m, 1, marks=nightly) for p in (1, 2, 3) for m in (1, 2, 3, 4))],
+)
+def test_every_single_mistake_is_judged_alike(name, p, m, every):
     refused = 0
     for what, mutant in itertools.islice(single_mutations(lowered(name, p, m)), 0, None, every):
         for mode in MODES:
@@ -182,7 +145,11 @@ def check_singles(name, p, m, *, every):
     assert refused
 
 
-def check_random(count, seed):
+@pytest.mark.parametrize(
+    ("count", "seed", "right"), [(300, 2, 5), pytest.param(100_000, 3, 1000, marks=nightly)], ids=["some", "many"]
+)
+def test_random_mistakes_are_judged_alike(count, seed, right):
+    """More than ``right`` of the plans can still run."""
     rng = random.Random(seed)
     accepted = 0
     for _ in range(count):
@@ -190,20 +157,14 @@ def check_random(count, seed):
         what, mutant = random_mutant(lowered(name, p, m), rng, rng.choice((1, 1, 2, 2, 3, 4)))
         mode = rng.choice(MODES)
         accepted += not assert_agree(mutant, mode, f"{name} {p} {m}: {what}")
-    return accepted
+    assert accepted > right
 
 
-def test_random_mistakes_are_judged_alike():
-    assert check_random(300, seed=2) > 5
-
-
-@pytest.mark.nightly
-def test_100_000_random_mistakes_are_judged_alike():
-    assert check_random(100_000, seed=3) > 1000
-
-
-def check_graphs(count, seed, *, most_actions):
-    """Plans over random graphs of modules, with colocated ones, collectives and tied stages, and mistakes."""
+@pytest.mark.parametrize(
+    ("count", "seed", "most_actions"), [(25, 4, 120), pytest.param(3000, 5, 400, marks=nightly)], ids=["some", "many"]
+)
+def test_plans_over_random_graphs_are_judged_alike(count, seed, most_actions):
+    """Over graphs of modules, with colocated ones, collectives and tied stages, and mistakes."""
     rng = random.Random(seed)
     checked = 0
     while checked < count:
@@ -219,15 +180,6 @@ def check_graphs(count, seed, *, most_actions):
             assert_agree(mutant, mode, f"graph: {what}")
 
 
-def test_plans_over_random_graphs_are_judged_alike():
-    check_graphs(25, seed=4, most_actions=120)
-
-
-@pytest.mark.nightly
-def test_many_plans_over_random_graphs_are_judged_alike():
-    check_graphs(3000, seed=5, most_actions=400)
-
-
 def test_an_edge_by_collective_is_explored_too():
     graph = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})
     plan = lower(multi_module_1f1b(graph, 2), collectives={Edge(0, 1): "bridge"})
@@ -236,8 +188,9 @@ def test_an_edge_by_collective_is_explored_too():
     assert explore(evolve(plan, positions=(steps[:1] + steps[2:], plan.positions[1]))) != set()
 
 
-def creations_judged_alike(count, seed):
-    """Orders of creation at random: what `check_creation` says of them is what happens."""
+@pytest.mark.parametrize(("count", "seed"), [(200, 6), pytest.param(3000, 7, marks=nightly)], ids=["some", "many"])
+def test_orders_of_creation_are_judged_alike(count, seed):
+    """At random: what `check_creation` says of them is what happens."""
     rng = random.Random(seed)
     verdicts = {True: 0, False: 0}
     while sum(verdicts.values()) < count:
@@ -262,14 +215,4 @@ def creations_judged_alike(count, seed):
             faults = check_creation(plan, creation, lanes=lanes)
             assert bool(faults) == bool(explore_creation(plan, creation, lanes=lanes)), (lanes, creation)
             verdicts[not faults] += 1
-    return verdicts
-
-
-def test_orders_of_creation_are_judged_alike():
-    verdicts = creations_judged_alike(200, seed=6)
     assert min(verdicts.values()) > 50
-
-
-@pytest.mark.nightly
-def test_many_orders_of_creation_are_judged_alike():
-    creations_judged_alike(3000, seed=7)

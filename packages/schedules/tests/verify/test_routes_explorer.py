@@ -14,7 +14,7 @@ from pipegrid.transport.order import ORDER_MODELS
 from ..kit.explorer import STUCK, explore
 from ..kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from ..kit.routed_plans import fits, lowered_routed, random_routed, random_routes, random_schedule
-from .test_explorer import assert_agree, explored
+from .test_explorer import assert_agree
 
 
 def check_right(seeds, *, every_order=0):
@@ -26,7 +26,7 @@ def check_right(seeds, *, every_order=0):
         for mode in MODES:
             assert rules_broken(plan, mode) == set(), seed
             small = sum(map(len, plan.positions)) <= every_order
-            assert explored(plan, mode, every_order=small) == set(), (seed, str(plan))
+            assert explore(plan, *mode, every_order=small) == set(), (seed, str(plan))
         verify(plan, rendezvous=False)
         # Modules that share some of their positions exchange by a collective, which routes do not have.
         ends = [

@@ -17,6 +17,7 @@ from attrs import frozen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of ranks that a server forks
 
+from integration_tests.kit.processes import write_to
 from integration_tests.survive_ranks import (
     MICROBATCHES,
     Case,
@@ -59,9 +60,7 @@ class Attempts:
 
 def rank_main(attempts: Attempts, number: int, rank: int, address: str, folder: str) -> None:
     """Run attempt ``number`` as ``rank``; the outcome is a file, the exit code that of a script."""
-    log = (Path(folder) / f"log.{number}.{rank}").open("w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    write_to(Path(folder) / f"log.{number}.{rank}")
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo",
         "PIPEGRID_STORE": address,

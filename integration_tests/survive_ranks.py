@@ -21,6 +21,7 @@ from attrs import define, evolve, field, frozen
 
 sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
 
+from kit.processes import write_to
 from kit.stages import Stage
 from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
 from pipegrid.testing.fake_nccl import FakeDevice, Nccl2Rules, register
@@ -141,9 +142,7 @@ class Places:
 def rank_main(case: Case, rank: int, port: int, folder: str, process: int = 0) -> None:
     """Run the job of ``case`` as ``rank``; its outcome is a file. ``process``: of the rank, from 0."""
     path = Path(folder)
-    log = (path / f"log.{rank}").open("a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    write_to(path / f"log.{rank}")
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -15,20 +15,6 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of ranks that a server forks
-
-from integration_tests.kit.processes import write_to
-from integration_tests.survive_ranks import (
-    MICROBATCHES,
-    Case,
-    Kill,
-    Places,
-    batch,
-    module,
-    optimizer_of,
-    pipeline_alone,
-)
-
 from pipegrid.schedules import (
     PipelineConfig,
     UnitBatches,
@@ -40,6 +26,10 @@ from pipegrid.topology import HyperCommGrid, job_store
 from pipegrid.training import Attempt, RestartError, TrainingState
 from pipegrid.training.checkpoint import saving
 from pipegrid.training.survive import PipelineJob, Survivors
+
+from .kit.processes import write_to
+from .survive_cases import Case, Kill, Places
+from .survive_pipelines import MICROBATCHES, batch, module, optimizer_of, pipeline_alone
 
 POSITIONS, REPLICAS = 2, 2
 RANKS = POSITIONS * REPLICAS

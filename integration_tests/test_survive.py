@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, module, rank_main, whole_matrix
 from torch.distributed import TCPStore
 
 from .kit import processes
 from .kit.programs import run
+from .survive_cases import PLACES, Case, Kill, whole_matrix
+from .survive_pipelines import module
+from .survive_ranks import ALONE, rank_main
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 60.0  # for a case of up to 8 ranks, which take a second or two of a machine that may do other work

@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from integration_tests.survive_handover_ranks import RANKS, Attempts, rank_main
-from integration_tests.survive_ranks import Kill
 
 from pipegrid.topology import serve_store
 from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
 from survive.launching import until_done
 
 from .kit import processes
+from .survive_cases import Kill
+from .survive_handover_ranks import RANKS, Attempts, rank_main
 
 
 def play(context, attempts, folder):

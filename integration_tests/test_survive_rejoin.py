@@ -11,12 +11,13 @@ from threading import Timer
 
 import pytest
 import torch
-from integration_tests.survive_ranks import ALONE, ANY, Case, Kill, rank_main
 from torch.distributed import TCPStore
 
 from survive.launching import keep_running
 
 from .kit.processes import logs
+from .survive_cases import ANY, Case, Kill
+from .survive_ranks import ALONE, rank_main
 
 SECONDS = 90.0
 

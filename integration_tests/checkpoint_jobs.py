@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 from torch.nn import functional as F
 
-from pipegrid.bridges import EdgeOptions, ModuleGraph, MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, get_forward_backward_func, stage_places, step_plan
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
-from pipegrid.training import Names, TrainingState, cut, tie
+from pipegrid.schedules import PipelineConfig
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import Names, Pipeline, PipelineModule, TrainingState
 
 WORDS, WIDTH, LAYERS, LENGTH, ROWS, MICROBATCHES = 11, 6, 8, 5, 8, 4
-PARTS = {"images": Names("layers"), "language": Names("blocks")}
 
 
 @frozen
@@ -85,15 +80,22 @@ def modules(layout, *, seed):
     return {"images": encoder, "language": Language(tied=layout.tied).double()}
 
 
-def microbatch(step, number):
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=generator)
-    return torch.randn(ROWS, LENGTH, 3, generator=generator, dtype=torch.float64), ids
+def batch_of(step):
+    """The microbatches of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        {
+            "pixels": torch.randn(ROWS, LENGTH, 3, generator=generator, dtype=torch.float64),
+            "ids": torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=generator),
+        }
+        for _ in range(MICROBATCHES)
+    ]
 
 
-def loss_of(targets, logits):
-    loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="sum")
-    return loss, torch.tensor(targets.numel()), loss.detach()
+def loss_of(logits, microbatch):
+    """The sum over words, and how many they are."""
+    targets = microbatch["ids"][:, 1:]
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="sum"), targets.numel()
 
 
 def optimizer_of(parameters):
@@ -116,132 +118,82 @@ class Whole:
         )
 
     def step(self, number):
-        """The loss of a step, summed over words."""
-        total, tokens = 0.0, 0
-        for index in range(MICROBATCHES):
-            pixels, ids = microbatch(number, index)
-            logits = self.modules["language"](ids[:, :-1], self.modules["images"](pixels))
-            loss, count, _ = loss_of(ids[:, 1:], logits)
-            loss.backward()
-            total, tokens = total + loss.item(), tokens + count
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad /= tokens
+        """The mean loss of a step over its words."""
+        losses, words = zip(*map(self.loss, batch_of(number)), strict=True)
+        loss = sum(losses) / sum(words)
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return loss.item()
+
+    def loss(self, microbatch):
+        seen = self.modules["images"](microbatch["pixels"])
+        return loss_of(self.modules["language"](microbatch["ids"][:, :-1], seen), microbatch)
+
+
+def read(stage, microbatch):
+    """The forward of a stage of the language model: what the encoder saw comes with the words."""
+    seen = stage.received["images"] if stage.is_first else None
+    return stage(microbatch["ids"][:, :-1], seen=seen)
 
 
 class Job:
-    """One rank of a layout."""
+    """One rank of a layout; ``plan``: its checkpoints know the plan of a step."""
 
     def __init__(self, layout, *, seed=1, plan=False):
-        self.layout, rank = layout, dist.get_rank()
-        places = stage_places(layout.schedule, layout.pp, layout.vpp)
+        self.layout, whole = layout, modules(layout, seed=seed)
         language = HyperCommGrid([layout.dp, layout.pp], ["dp", "pp"])
         if layout.placement == "separate":
             encoder = HyperCommGrid([1, 1], ["dp", "pp"], rank_offset=layout.pp * layout.dp)
         else:
             encoder = HyperCommGrid([layout.pp * layout.dp, 1], ["dp", "pp"])
-        self.grids = {"images": encoder, "language": language}
-        for grid in self.grids.values():
-            grid.create_pgs(["dp", "pp"])
-        whole = modules(layout, seed=seed)
-        per = LAYERS // len(places)
-        texts = {"images": "ee", "language": "|".join("t" * per for _ in places)}
-        self.stages = {}
-        for name, numbers in (("images", (0,)), ("language", range(len(places)))):
-            grid = self.grids[name]
-            if rank in grid.ranks:
-                place = grid.coords(rank)["pp"]
-                own = [n for n in numbers if name == "images" or places[n] == place]
-                output = nn.Identity() if name == "images" else None
-                self.stages[name] = cut(whole[name], texts[name], own, names=PARTS[name], module=name, output=output)
-        text = whole["language"]
-        ties = cut(text, texts["language"], 0, names=PARTS["language"]).ties
-        graph = {"images": ["language"], "language": []}
-        edges = {("images", "language"): EdgeOptions(backward=not layout.frozen)}
-        placement = {"language": places}
-        dims = {"b": 0, "s": 1, "h": 2}
-
-        def communicator(config):
-            return MultiModulePipelineCommunicator(
-                self.grids, graph, config, dim_mapping=dims, edges=edges, stage_placement=placement
-            )
-
-        options = {"pipeline_dtype": torch.float64, "calculate_per_token_loss": True, "deadline": 60.0}
-        modules_of = ModuleGraph({"images": 1, "language": len(places)}, [("images", "language")])
-        config = PipelineConfig(
-            **options,
-            tied_parameters=tie(
-                ties,
-                self.stages.get("language", []),
-                self.grids,
-                graph=modules_of,
-                module="language",
-                placement=places,
-            ),
+        stages = layout.pp * layout.vpp
+        texts = {"images": "ee", "language": "|".join(["t" * (LAYERS // stages)] * stages)}
+        self.pipeline = Pipeline(
+            {
+                "images": PipelineModule(
+                    whole["images"],
+                    texts["images"],
+                    encoder,
+                    names=Names("layers"),
+                    forward=lambda stage, microbatch: stage(microbatch["pixels"]),
+                    output=nn.Identity(),
+                    frozen=layout.frozen,
+                ),
+                "language": PipelineModule(
+                    whole["language"], texts["language"], language, names=Names("blocks"), forward=read
+                ),
+            },
+            topology={"images": ["language"]},
+            schedule=layout.schedule,
+            config=PipelineConfig(pipeline_dtype=torch.float64, deadline=60.0),
+            loss=loss_of,
         )
-        self.communicator = communicator(config)
-        self.plan = None
-        if plan:
-            self.plan = step_plan(
-                self.communicator.graph,
-                MICROBATCHES,
-                placement=self.communicator.positions.placement,
-                collectives=self.communicator.collective_edges,
-                schedule=layout.schedule,
-            )
-        for stages in self.stages.values():
-            for stage in stages:
-                stage.config = config
-        self.groups = {name: ProcessGroupCollection.from_grid(self.grids[name]) for name in self.stages}
-        unique = {id(p): p for stages in self.stages.values() for stage in stages for p in stage.parameters()}
-        self.optimizer = optimizer_of(unique.values())
+        self.optimizer = optimizer_of(self.pipeline.parameters())
         self.state = TrainingState(
-            stages=self.stages, optimizers=[self.optimizer], plan=self.plan, grids=self.grids, layout=texts
+            stages=self.pipeline.stages,
+            optimizers=[self.optimizer],
+            plan=self.pipeline.plan(MICROBATCHES) if plan else None,
+            grids=self.pipeline.grids,
+            layout=texts,
         )
-
-    def share(self, module):
-        lane = replica_samples(ROWS, self.grids[module])
-        return slice(lane.start, lane.stop)
 
     def step(self, number):
-        """The loss of a step summed over all words of the job, the same on every rank."""
-
-        def forward_step(batches, stage):
-            pixels, ids = next(batches)
-            share = self.share(stage.module)
-            if stage.module == "images":
-                return stage(pixels[share]), None
-            seen = stage.received["images"] if stage.is_first else None
-            return stage(ids[share, :-1], seen=seen), partial(loss_of, ids[share, 1:])
-
-        infos = get_forward_backward_func(schedule=self.layout.schedule)(
-            forward_step_func=forward_step,
-            data_iterator={
-                name: [(microbatch(number, index) for index in range(MICROBATCHES)) for _ in stages]
-                for name, stages in self.stages.items()
-            },
-            model=self.stages,
-            num_microbatches=MICROBATCHES,
-            p2p_communicator=self.communicator,
-            pg_collection=self.groups,
+        """The mean loss of a step over all words of the job, the same on every rank."""
+        replica, replicas = self.pipeline.replica, self.pipeline.replicas
+        loss = self.pipeline.step(
+            [{name: rows.chunk(replicas)[replica] for name, rows in each.items()} for each in batch_of(number)]
         )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for info in infos:
-            total += info
-        dist.all_reduce(total)
-        return total.item()
+        return loss.item()
 
     def values(self):
         """Every tensor and every entry of an optimizer state on this rank, by whole-model names."""
         return values_of(self.state)
 
     def close(self):
-        self.communicator.destroy()
+        self.pipeline.close()
 
 
 def values_of(state):

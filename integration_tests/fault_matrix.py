@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -29,16 +30,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, astuple, evolve, frozen
+from attrs import asdict, evolve, frozen
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_ranks import CHAINS, STEPS, WORLD, Case, rank_main
+from kit.processes import end, logs
 
 BACKENDS = ("gloo", "fake_nccl", "fake_nccl_serial")
 PROMISED = 2.0  # seconds beyond the deadline
@@ -90,44 +94,26 @@ def covers(case: Case) -> bool:
 # ---- Beside the ranks.
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+def _serve(connection: Connection) -> None:
+    hosted = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
+    connection.send(hosted.port)
+    signal.pause()
+
+
 @contextlib.contextmanager
 def _launcher_store() -> Iterator[int]:
     """A store in a process of its own, as a launcher keeps it; its port."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        hosted = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
-        os.write(write, str(hosted.port).encode())
-        signal.pause()
-    os.close(write)
+    here, there = FORK.Pipe()
+    server = FORK.Process(target=_serve, args=(there,))
+    server.start()
     try:
-        yield int(os.read(read, 16))
+        yield here.recv()
     finally:
-        os.close(read)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def _forked(work: Callable[[], None], log: Path) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        return child
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    code = 1
-    try:
-        work()
-        code = 0
-    except BaseException:  # noqa: BLE001 the outcome is written; the traceback is for a person who looks
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+        server.kill()
+        server.join()
 
 
 @frozen
@@ -154,9 +140,7 @@ def run_case(case: Case, *, slack: float = 0.0) -> Verdict:
             (folder / "again").mkdir()
             _, outcomes, stuck = _attempt(case, folder / "again", port, slack, again=True)
             verdict = evolve(verdict, problems=[f"started again: {problem}" for problem in _undone(outcomes, stuck)])
-        logs = {path: path.read_text(errors="replace")[-6000:] for path in sorted(folder.rglob("log.*"))}
-        text = "\n".join(f"--- {path.name}\n{log}" for path, log in logs.items()) if verdict.problems else ""
-        return evolve(verdict, logs=text)
+        return evolve(verdict, logs=logs(folder) if verdict.problems else "")
 
 
 Outcomes = dict[int, dict[str, object]]
@@ -166,34 +150,27 @@ def _attempt(
     case: Case, folder: Path, port: int, slack: float, *, again: bool = False
 ) -> tuple[float | None, Outcomes, set[int]]:
     """Run all ranks until they end: when the fault was, if it was; outcomes; the ranks that did not end."""
-    children = {
-        _forked(lambda rank=rank: rank_main(case, rank, folder, port, again=again), folder / f"log.{rank}"): rank
-        for rank in range(WORLD)
-    }
-    alive, resumed, at = dict(children), False, None
+    ranks = [FORK.Process(target=rank_main, args=(case, rank, folder, port, again)) for rank in range(WORLD)]
+    for rank in ranks:
+        rank.start()
+    faulty, fault = ranks[case.rank], folder / "fault"
+
+    def fault_time() -> float | None:
+        return float(fault.read_text() or "inf") if fault.exists() else None
+
     limit = time.monotonic() + 60 + 4 * case.deadline + (slack if again else 0)
-    while alive and time.monotonic() < limit:
-        child, _ = os.waitpid(-1, os.WNOHANG)
-        alive.pop(child, None)
-        fault = folder / "fault"
-        at = float(fault.read_text() or "inf") if fault.exists() else None
-        if at is not None:
+    while (alive := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < limit:
+        if (at := fault_time()) is not None:
             limit = min(limit, at + _promised(case) + case.deadline + 10 + slack)
-            if case.fault == "stop and continue" and not resumed and time.monotonic() > at + case.deadline + 1:
-                resumed = True
-                for pid, rank in alive.items():
-                    if rank == case.rank:
-                        os.kill(pid, signal.SIGCONT)
-        if case.fault == "stop" and set(alive.values()) == {case.rank} and at is not None:
-            break
+            if case.fault == "stop and continue" and faulty in alive and time.monotonic() > at + case.deadline + 1:
+                os.kill(faulty.pid, signal.SIGCONT)
+            if case.fault == "stop" and alive == [faulty]:
+                faulty.kill()
         time.sleep(0.01)
-    stuck = {rank for rank in alive.values() if not (case.fault == "stop" and rank == case.rank and at is not None)}
-    for pid, rank in alive.items():
-        if rank in stuck:  # its stacks go to its log
-            os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.2)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    stuck = set(end(ranks, seconds=0.0))
+    at = fault_time()
+    if case.fault == "stop" and at is not None:
+        stuck.discard(case.rank)
     found = {rank: folder / f"outcome.{rank}" for rank in range(WORLD)}
     return at, {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}, stuck
 
@@ -271,30 +248,11 @@ def _judged(case: Case, at: float, outcomes: Outcomes, stuck: set[int], slack: f
 
 
 def _run_all(cases: list[Case], jobs: int, slack: float) -> Iterator[tuple[Case, Verdict]]:
-    """The verdicts of ``cases`` as they come; ``jobs`` processes take every so many-th case each."""
-    if jobs == 1:
-        for case in cases:
-            yield case, run_case(case, slack=slack)
-        return
-    read, write = os.pipe()
-    children = []
-    for job in range(jobs):
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            with os.fdopen(write, "w", buffering=1) as lines:
-                for number in range(job, len(cases), jobs):
-                    lines.write(json.dumps([number, *astuple(run_case(cases[number], slack=slack))]) + "\n")
-            os._exit(0)
-        children.append(child)
-    os.close(write)
-    with os.fdopen(read) as lines:
-        for line in lines:
-            number, *verdict = json.loads(line)
-            yield cases[number], Verdict(*verdict)
-    for child in children:
-        os.waitpid(child, 0)
+    """The verdicts of ``cases`` as they come, from ``jobs`` processes."""
+    with ProcessPoolExecutor(jobs, mp_context=FORK) as pool:
+        running = {pool.submit(run_case, case, slack=slack): case for case in cases}
+        for done in as_completed(running):
+            yield running[done], done.result()
 
 
 def main() -> None:
@@ -324,9 +282,7 @@ def main() -> None:
     draw.shuffle(cases)  # so that slow kinds do not run all at once
     counts: dict[str, Counter[str]] = {}
     began = time.monotonic()
-    ended = 0
     for case, verdict in _run_all(cases, options.jobs, options.slack):
-        ended += 1
         watch = f"store: {case.store}", f"monitor: {case.monitor}", f"days: {case.days:g}"
         for key in (case.schedule, case.fault, case.place, *watch, "all"):
             counts.setdefault(key, Counter())[verdict.word] += 1
@@ -340,7 +296,7 @@ def main() -> None:
     for key in (*rows, "all"):
         if key in counts:
             print(f"{key:<22}" + "".join(f"{counts[key][word]:>8}" for word in ("held", "late", "broken")))
-    failed = counts["all"]["broken"] + len(cases) - ended
+    failed = counts["all"]["broken"]
     print(f"{time.monotonic() - began:.0f} s, {options.jobs} side by side")
     print(f"{len(cases) - failed} passed, {failed} failed")
     sys.exit(bool(failed))

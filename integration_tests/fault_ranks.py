@@ -7,7 +7,9 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import time
+import traceback
 from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
 
+from kit.processes import write_to
 from kit.reach import Reach
 from kit.stages import Stage
 from pipegrid.bridges import MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
@@ -206,8 +209,9 @@ def _start(case: Case, rank: int, folder: Path, port: int, injector: Injector) -
         injector.reach("restart")
 
 
-def rank_main(case: Case, rank: int, folder: Path, port: int, *, again: bool = False) -> None:
+def rank_main(case: Case, rank: int, folder: Path, port: int, again: bool) -> None:
     """Run the steps of one rank, without the fault where it is ``again``; its outcome is left in ``folder``."""
+    write_to(folder / f"log.{rank}")
     faulthandler.register(signal.SIGUSR1)
     injector = Injector(case, rank, folder, fired=again)
     outcome: dict[str, object] = {}
@@ -217,13 +221,14 @@ def rank_main(case: Case, rank: int, folder: Path, port: int, *, again: bool = F
             _start(case, rank, folder, port, injector)
             _run(case, rank, folder, injector, clock)
         outcome["done"] = True
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 the outcome is written; the traceback is for a person who looks
+        traceback.print_exc()
         outcome |= {"type": type(error).__name__, "text": str(error)[:4000]}
-        raise
-    finally:
-        outcome["at"] = now()
-        (folder / f"new.{rank}").write_text(json.dumps(outcome))
-        (folder / f"new.{rank}").rename(folder / f"outcome.{rank}")
+    outcome["at"] = now()
+    (folder / f"new.{rank}").write_text(json.dumps(outcome))
+    (folder / f"new.{rank}").rename(folder / f"outcome.{rank}")
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _run(case: Case, rank: int, folder: Path, injector: Injector, clock: MovedClock | None) -> None:

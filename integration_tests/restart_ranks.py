@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 # The server that forks the ranks imports this module before it has pytest's paths.
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
+
+from integration_tests.kit.processes import write_to
 
 from restart import job
 
@@ -24,15 +27,15 @@ def rank_main(rank, world_size, port, directory, options, line=None):
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    with said_by(directory, rank).open("w") as file:  # tracebacks of lost neighbours, some hundred
-        os.dup2(file.fileno(), 2)
-        if line is not None:
-            sys.settrace(lambda frame, *_: _dying(line) if frame.f_code.co_filename == job.__file__ else None)
-        sys.exit(job.main(["--directory", directory, *options]))
+    write_to(said_by(directory, rank))  # tracebacks of lost neighbours, some hundred
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if line is not None:
+        sys.settrace(lambda frame, *_: _dying(line) if frame.f_code.co_filename == job.__file__ else None)
+    sys.exit(job.main(["--directory", directory, *options]))
 
 
 def said_by(directory, rank):
-    """What a rank has written to its standard error."""
+    """The file to which a rank writes."""
     return Path(directory).with_name(f"{Path(directory).name}-rank-{rank}.txt")
 
 

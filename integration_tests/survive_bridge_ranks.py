@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
-
-sys.path.insert(0, str(Path(__file__).parent))  # of ranks that a server forks
-
-from integration_tests import survive_ranks
-from integration_tests.survive_ranks import (
-    ALONE,
-    HALVES,
-    JOBS,
-    MICROBATCHES,
-    PLACES,
-    WIDTH,
-    Case,
-    History,
-    Kill,
-    Places,
-    loss_of,
-    module,
-    optimizer_of,
-    train_on,
-)
+from attrs import frozen
 
 from pipegrid.bridges import ModuleGraph
 from pipegrid.schedules import PipelineRuntime, Routes, clip_grad_norm_, schedule_for
@@ -37,6 +15,11 @@ from pipegrid.schedules.runtime import Forwarded
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive import PipelineJob, Survivors
 from pipegrid.transport import P2PConfig
+
+from . import survive_ranks
+from .survive_cases import HALVES, PLACES, Case, Places, all_kills
+from .survive_pipelines import MICROBATCHES, WIDTH, History, loss_of, module, optimizer_of, train_on
+from .survive_ranks import ALONE, JOBS
 
 GRAPH = ModuleGraph({"images": 1, "text": 2}, [("images", "text")])
 STAGES = GRAPH.num_stages
@@ -182,17 +165,9 @@ def rank_main(case: ModulesCase, rank: int, port: int, folder: str) -> None:
 
 
 def whole_matrix(case: ModulesCase) -> list[ModulesCase]:
-    """Every rank at every place of its own, in as few runs as leave one replica of each position."""
+    """Every rank at every place of its own."""
     halves = [place for place in PLACES["pipeline"] if place not in ("B", "after B")] + [*HALVES]
     splits = [case.schedule != "1f1b" and stage > 0 for stage in range(STAGES)]  # an encoder's backwards stay whole
     places = [[*(halves if splits[stage] else PLACES["pipeline"]), *MESSAGES[stage]] for stage in range(STAGES)]
     left = {rank: [*places[rank // case.replicas]] for rank in range(case.world_size)}
-    cases = []
-    while any(left.values()):
-        chosen = []
-        for position in range(STAGES):
-            ranks = sorted(range(position * case.replicas, (position + 1) * case.replicas), key=lambda r: -len(left[r]))
-            chosen += [rank for rank in ranks[: case.replicas - 1] if left[rank]]
-        kills = [Kill(rank, left[rank].pop(), step) for step, rank in enumerate(chosen, start=1)]
-        cases.append(evolve(case, kills=tuple(kills)))
-    return cases
+    return all_kills(case, left)

@@ -15,19 +15,6 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of ranks that a server forks
-
-from integration_tests.survive_ranks import (
-    MICROBATCHES,
-    Case,
-    Kill,
-    Places,
-    batch,
-    module,
-    optimizer_of,
-    pipeline_alone,
-)
-
 from pipegrid.schedules import (
     PipelineConfig,
     UnitBatches,
@@ -39,6 +26,10 @@ from pipegrid.topology import HyperCommGrid, job_store
 from pipegrid.training import Attempt, RestartError, TrainingState
 from pipegrid.training.checkpoint import saving
 from pipegrid.training.survive import PipelineJob, Survivors
+
+from .kit.processes import write_to
+from .survive_cases import Case, Kill, Places
+from .survive_pipelines import MICROBATCHES, batch, module, optimizer_of, pipeline_alone
 
 POSITIONS, REPLICAS = 2, 2
 RANKS = POSITIONS * REPLICAS
@@ -59,9 +50,7 @@ class Attempts:
 
 def rank_main(attempts: Attempts, number: int, rank: int, address: str, folder: str) -> None:
     """Run attempt ``number`` as ``rank``; the outcome is a file, the exit code that of a script."""
-    log = (Path(folder) / f"log.{number}.{rank}").open("w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    write_to(Path(folder) / f"log.{number}.{rank}")
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo",
         "PIPEGRID_STORE": address,

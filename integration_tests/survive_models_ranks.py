@@ -13,13 +13,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
-from integration_tests import survive_ranks
-from integration_tests.survive_ranks import Case, Places
 from torch import nn
 from torch.nn import functional as F
 
-from kit.models import Model
-from kit.tensor_parallel import Block
 from pipegrid.schedules import (
     SCHEDULES,
     LossScale,
@@ -37,6 +33,11 @@ from pipegrid.schedules.runtime import actions
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import DropoutMasks
 from pipegrid.training.survive import PipelineJob, Survivors, kept
+
+from . import survive_ranks
+from .kit.models import Model
+from .kit.tensor_parallel import Block
+from .survive_cases import Case, Places
 
 MICROBATCHES, WIDTH, WORDS, SAMPLES, LENGTH, CLIP = 3, 4, 7, 2, 3, 0.5
 OVERFLOWS = 2  # the step in which the loss of a unit is infinite

@@ -14,6 +14,7 @@ from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
+from .kit.data import normal
 from .kit.models import Part, call, chain_in_one_process, mean_loss, require_same_gradients
 from .kit.tensor_parallel import Block
 
@@ -22,8 +23,7 @@ LANGUAGE = "language"
 
 
 def data(encoder, microbatch, device):
-    generator = torch.Generator().manual_seed(1000 * encoder + microbatch)
-    return torch.randn(LENGTH, BATCH, WIDTH, generator=generator, dtype=torch.float64).to(device)
+    return normal(1000 * encoder + microbatch, LENGTH, BATCH, WIDTH, device=device)
 
 
 def in_one_process(encoders, microbatches, pp, device):

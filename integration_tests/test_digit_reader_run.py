@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from digit_reader.launch import _what_happened
 from pipegrid.schedules import Costs, recording_from_json, simulate
 from pipegrid.schedules.monitor import Control
+from restart.launching import ranks_of
 
 from .kit import programs
 
@@ -136,21 +137,6 @@ def standing(text):
     return {rank for span in spans for rank in range(span[0], span[-1] + 1)}
 
 
-def ranks_of(marker):
-    """Process ids by rank of the ranks that were started with ``marker`` on their command line."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (process / "cmdline").read_bytes()
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it ended while we looked
-        rank = next((item[5:] for item in environment if item.startswith(b"RANK=")), None)
-        if marker.encode() in line and rank is not None:
-            found[int(rank)] = int(process.name)
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks through /proc")
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
@@ -167,7 +153,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
                 if line.startswith("step "):
                     break
             assert lines[-1].startswith("step "), "".join(lines)
-            ranks = ranks_of(str(tmp_path))
+            ranks = ranks_of(process.pid)
             assert sorted(ranks) == [0, 1, 2, 3]
             os.kill(ranks[victim], signal.SIGKILL)
             killed = time.monotonic()
@@ -176,7 +162,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
             assert process.returncode == 1
             assert f"rank {victim} failed first (SIGKILL); the other ranks were stopped. Where the ranks stood:" in rest
             assert standing(rest) == {0, 1, 2, 3}
-            assert ranks_of(str(tmp_path)) == {}
+            assert not [rank for rank, pid in ranks.items() if Path(f"/proc/{pid}").exists()]
         finally:
             process.kill()
 

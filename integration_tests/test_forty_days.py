@@ -10,7 +10,6 @@ import tracemalloc
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import (
@@ -30,6 +29,7 @@ from pipegrid.training import Attempt
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
 from .kit.held import MALLOC, Held
+from .kit.models import Part
 from .kit.stages import Stage
 
 DAYS, HOUR = 40, 3600.0
@@ -44,11 +44,10 @@ pytestmark = pytest.mark.skipif(not hasattr(MALLOC, "mallinfo2"), reason="the C 
 
 def stage_of(graph, number, before):
     """A linear layer on the sum of its inputs; the last stage has the loss."""
-    torch.manual_seed(number)
     return Stage(
         graph,
         number,
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        Part(number, WIDTH, dtype=torch.float32),
         data=lambda microbatch: torch.full((ROWS, 1, WIDTH), 0.1 * microbatch),
         loss=lambda y: y.square().mean(),
         before=before,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 
 from .kit.grids import grids_of
-from .kit.models import Model, call
+from .kit.models import Part, call, chain_in_one_process, forward_step, require_same_gradients
 from .kit.stages import Stage, in_one_process
 
 MICROBATCHES, ROWS, WIDTH = 8, 16, 8
@@ -89,8 +91,7 @@ def require_gradients_of_one_process(graph, stages):
     every = [layers(number, graph) for number in range(graph.num_stages)]
     in_one_process(every, MICROBATCHES)
     for number, stage in stages.items():
-        for found, expected in zip(stage.model.parameters(), every[number].model.parameters(), strict=True):
-            assert torch.allclose(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+        require_same_gradients(stage.model, every[number].model, rtol=1e-4, atol=1e-6)
 
 
 def most_ahead(timeline, plan, position):
@@ -110,13 +111,16 @@ def is_transfer(launch, kind):
     return launch.kind == "p2p" and launch.operations[0].kind == kind
 
 
+def places(timeline, what):
+    """Where in the timeline each launch is ``started``, or ``ended``, by its number."""
+    return {moment.of.number: index for index, moment in enumerate(timeline) if moment.what == what}
+
+
 def late_receives(timeline):
     """The receives that had not started when the device ended the compute before it had to wait for them."""
-    started, before, found = {}, -1, []
+    started, before, found = places(timeline, "started"), -1, []
     for index, moment in enumerate(timeline):
-        if moment.what == "started":
-            started[moment.of.number] = index
-        elif moment.what == "reached" and moment.of.text.endswith("ends"):
+        if moment.what == "reached" and moment.of.text.endswith("ends"):
             before = index
         elif moment.what == "awaited" and is_transfer(moment.of, "recv") and before >= 0:
             found += [moment.of] * (started.get(moment.of.number, index) > before)
@@ -125,11 +129,9 @@ def late_receives(timeline):
 
 def late_messages(timeline):
     """As `late_receives`, of bridges, which wait on another stream: the k-th message of a lane is for F k or B k."""
-    received, started, late = {}, {}, []
-    for index, moment in enumerate(timeline):
-        if moment.what == "started":
-            started[moment.of.number] = index
-        elif moment.what == "launched" and is_transfer(moment.of, "recv"):
+    received, started, late = {}, places(timeline, "started"), []
+    for moment in timeline:
+        if moment.what == "launched" and is_transfer(moment.of, "recv"):
             received.setdefault(moment.of.group, []).append(moment.of)
     reached = [(index, moment.of.text) for index, moment in enumerate(timeline) if moment.what == "reached"]
     for group, launches in received.items():
@@ -143,7 +145,7 @@ def late_messages(timeline):
 def awaited_sends(timeline):
     """The sends that the device had to wait for before its last compute."""
     last = max(index for index, moment in enumerate(timeline) if moment.what == "reached")
-    ended = {moment.of.number: index for index, moment in enumerate(timeline) if moment.what == "ended"}
+    ended = places(timeline, "ended")
     return [
         moment.of
         for index, moment in enumerate(timeline[:last])
@@ -367,14 +369,6 @@ def test_a_monitor_sees_what_the_device_has_not_done(ranks, device):
     monitor.close()
 
 
-def part_of(number, config=None):
-    """A stage of the step functions."""
-    part = Model(config)
-    torch.manual_seed(number)
-    part.layer = nn.Linear(WIDTH, WIDTH)
-    return part
-
-
 @pytest.mark.ranks(2, backend="fake_nccl")
 def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(ranks, device):
     grid = HyperCommGrid([2], ["pp"])
@@ -386,17 +380,20 @@ def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(r
         deallocate_pipeline_outputs=True,
     )
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
-    groups, part = ProcessGroupCollection.from_grid(grid), part_of(ranks.rank, config)
+    groups = ProcessGroupCollection.from_grid(grid)
+    part = Part(ranks.rank, WIDTH, config, dtype=torch.float32)
 
-    def forward(data, model):
-        (x,) = model.received
-        y = model.layer(torch.ones(ROWS, WIDTH) if x is None else x)
-        return y, lambda y: (y.square().sum(), torch.ones_like(y, dtype=torch.int64).sum(), {"loss": y.detach()})
+    def loss(y):
+        return y.square().sum(), torch.ones_like(y, dtype=torch.int64).sum(), {"loss": y.detach()}
 
-    def step():
-        given = {"p2p_communicator": communicator, "pg_collection": groups}
-        return call(model=part, count=MICROBATCHES, forward_step_func=forward, **given)
-
+    step = partial(
+        call,
+        model=part,
+        count=MICROBATCHES,
+        forward_step_func=partial(forward_step, data=lambda _: torch.ones(ROWS, WIDTH), loss=loss),
+        p2p_communicator=communicator,
+        pg_collection=groups,
+    )
     with device.late():
         step()
     part.zero_grad()
@@ -406,10 +403,9 @@ def test_a_step_function_with_losses_per_token_and_freed_outputs_holds_no_host(r
         require_no_wait_but_back_pressure(late.syncs)
     assert device.violations == []
     assert len(infos) == (MICROBATCHES if ranks.rank else 0)
-    first, second = part_of(0), part_of(1)
-    (second.layer(first.layer(torch.ones(ROWS, WIDTH))).square().sum() / (ROWS * WIDTH)).backward()
-    expected = (first, second)[ranks.rank]
-    assert torch.allclose(part.layer.weight.grad, expected.layer.weight.grad, rtol=1e-4)
+    parts = [Part(number, WIDTH, dtype=torch.float32) for number in range(2)]
+    chain_in_one_process(parts, [torch.ones(ROWS, WIDTH)], ROWS * WIDTH, loss)
+    require_same_gradients(part, parts[ranks.rank], rtol=1e-4, atol=1e-8)
     communicator.close()
     grid.destroy()
 

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from pipegrid.schedules import (
     Monitor,
@@ -20,6 +19,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_sto
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
 from .kit.held import Held
+from .kit.models import Part
 from .kit.stages import Stage
 
 MICROBATCHES, ROWS, WIDTH = 3, 4, 16
@@ -33,12 +33,11 @@ LANES = 2  # of a rank; each starts a thread of its own once, when a transfer fi
 
 def stage_of(graph, number, lane, device):
     """A linear layer; the first stage makes its lane's data, the second has the loss."""
-    torch.manual_seed(number)
     generator = torch.Generator().manual_seed(100 + lane)
     return Stage(
         graph,
         number,
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device),
+        Part(number, WIDTH, dtype=torch.float32).to(device),
         data=lambda _: torch.randn(ROWS, WIDTH, generator=generator).to(device),
         loss=lambda y: y.square().mean(),
     )

@@ -35,15 +35,13 @@ def step(ranks, *, microbatches=MICROBATCHES, told_before=None, **deadlines):
     communicator = P2PCommunicator(torch.distributed.group.WORLD, config)
     monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(STAGES), interval=0.1, **deadlines)
 
-    def before(microbatch):
-        wait(microbatch)
-        ranks.reach(f"F{microbatch}")
+    def all_have_begun():
+        return all(", step" in place for place in monitor._control.positions(seconds=0).values())
 
-    def wait(microbatch):
-        while ranks.rank == 2 and microbatch == told_before:
-            if all(", step" in place for place in monitor._control.positions(seconds=0).values()):
-                return
+    def before(microbatch):
+        while ranks.rank == 2 and microbatch == told_before and not all_have_begun():
             time.sleep(0.02)
+        ranks.reach(f"F{microbatch}")
 
     def data(_):
         return torch.ones(3, device=ranks.device)

@@ -8,11 +8,12 @@ from attrs import field, frozen
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, step_plan, verify
+from pipegrid.schedules import step_plan, verify
 from pipegrid.topology import ProcessGroupCollection, replica_samples
 
+from .kit.data import coins, normal
 from .kit.grids import grids_of
-from .kit.models import Model, call
+from .kit.models import Model, call, config_for
 
 STEPS, MICROBATCHES, BATCH, LENGTH, WIDTH = 3, 5, 4, 2, 5
 
@@ -79,26 +80,12 @@ JOBS = {
 }
 
 
-def config_for(job, *, per_token, strict, staged):
-    return PipelineConfig(
-        pipeline_dtype=torch.float64,
-        calculate_per_token_loss=per_token,
-        variable_seq_lengths=bool(job.images),
-        strict=strict,
-        staged=staged,
-        deallocate_pipeline_outputs=not strict,
-        deadline=30.0,
-        open_deadline=30.0,
-    )
-
-
 class Stage(Model):
     """A layer over the sum of what arrives; where there are images, the language model has data of its own."""
 
     def __init__(self, number, device, config=None):
         super().__init__(config)
-        generator = torch.Generator().manual_seed(number)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device))
+        self.weight = nn.Parameter(normal(number, WIDTH, WIDTH, device=device))
 
     def forward(self, arrived):
         # As many images as there happen to be join every sample.
@@ -108,14 +95,12 @@ class Stage(Model):
 
 
 def data(step, microbatch, name, device, rows=BATCH):
-    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + len(name))
-    return torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64).to(device)
+    return normal(1000 * step + 10 * microbatch + len(name), rows, LENGTH, WIDTH, device=device)
 
 
 def tokens(step, microbatch, device):
     """Which tokens count: more in some microbatches and lanes than in others."""
-    generator = torch.Generator().manual_seed(5000 + 100 * step + microbatch)
-    return torch.randint(0, 2, (BATCH, LENGTH), generator=generator).to(device)
+    return coins(5000 + 100 * step + microbatch, BATCH, LENGTH, device=device)
 
 
 def loss_of(output, counted, *, per_token):
@@ -132,22 +117,22 @@ def descend(parameters):
 def in_one_process(job, graph, device, *, per_token):
     """The weights of all stages after the steps."""
     stages = [Stage(number, device) for number in range(graph.num_stages)]
-    trained = [s.weight for n, s in enumerate(stages) if graph.module_of(n)[0] not in job.frozen]
-    optimizer = descend(trained)
+    for number, stage in enumerate(stages):
+        stage.requires_grad_(graph.module_of(number)[0] not in job.frozen)
+    optimizer = descend([stage.weight for stage in stages if stage.weight.requires_grad])
     for step in range(STEPS):
         optimizer.zero_grad()
-        counted = len(graph.sinks) * sum(tokens(step, m, device).sum() for m in range(MICROBATCHES))
-        total = counted if per_token else MICROBATCHES
+        losses, total = [], MICROBATCHES
+        if per_token:
+            total = len(graph.sinks) * sum(tokens(step, m, device).sum() for m in range(MICROBATCHES))
         for m in range(MICROBATCHES):
             made = {}
             for number, stage in enumerate(stages):
                 arrived = [made[edge.source] for edge in graph.stage_edges if edge.destination == number]
                 made[number] = stage([*own_data(job, graph, number, step, m, device), *arrived])
-                if graph.module_of(number)[0] in job.frozen:
-                    made[number] = made[number].detach()
-            for name in graph.sinks:
-                loss = loss_of(made[graph.stage(name, -1)], tokens(step, m, device), per_token=per_token)[0]
-                (loss / total).backward(retain_graph=True)
+            ends = [made[graph.stage(name, -1)] for name in graph.sinks]
+            losses += [loss_of(end, tokens(step, m, device), per_token=per_token)[0] for end in ends]
+        (sum(losses) / total).backward()
         optimizer.step()
     return [stage.weight.detach() for stage in stages]
 
@@ -164,13 +149,11 @@ def own_data(job, graph, number, step, m, device):
 
 def share(job, graph, number, step, m, grid, device):
     """What this rank reads of `own_data`."""
-    for whole in own_data(job, graph, number, step, m, device):
-        if len(whole) == BATCH:
-            lane = replica_samples(BATCH, grid)
-            yield whole[lane.start : lane.stop]
-        else:
-            mine = grid.coords(torch.distributed.get_rank())["dp"]
-            yield whole.split(job.images[m])[mine]
+    mine, even = grid.coords(torch.distributed.get_rank())["dp"], BATCH // grid.dim_size("dp")
+    return [
+        whole.split(even if len(whole) == BATCH else job.images[m])[mine]
+        for whole in own_data(job, graph, number, step, m, device)
+    ]
 
 
 def step_of(job, comm, grids, step, device, *, per_token):
@@ -179,7 +162,7 @@ def step_of(job, comm, grids, step, device, *, per_token):
     def forward_step(microbatches, model):
         m = next(microbatches)
         name, _ = comm.graph.module_of(model.number)
-        own = list(share(job, comm.graph, model.number, step, m, grids[name], device))
+        own = share(job, comm.graph, model.number, step, m, grids[name], device)
         arrived = [*own, *model.received.values()]
         if len(arrived) == 1 and len(arrived[0]) == 0:
             return {name: arrived[0]}, None  # nothing to do for this microbatch
@@ -200,7 +183,15 @@ def train(job, ranks, *, per_token, strict):
     for grid in grids.values():
         for dim in ("tp", "dp"):
             grid.create_pg(dim)
-    config = config_for(job, per_token=per_token, strict=strict, staged=ranks.backend == "staged")
+    config = config_for(
+        ranks,
+        strict=strict,
+        calculate_per_token_loss=per_token,
+        variable_seq_lengths=bool(job.images),
+        deallocate_pipeline_outputs=not strict,
+        deadline=30.0,
+        open_deadline=30.0,
+    )
     edges = {(s, d): EdgeOptions(backward=False) for s in job.frozen for d in job.flow[s]}
     comm = MultiModulePipelineCommunicator(grids, {name: job.flow.get(name, []) for name in grids}, config, edges=edges)
     plan = step_plan(

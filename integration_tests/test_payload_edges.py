@@ -10,8 +10,9 @@ from pipegrid.bridges import Axes, EdgeOptions, MultiModulePipelineCommunicator,
 from pipegrid.schedules import PipelineConfig, PipelineError, get_forward_backward_func
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
+from .kit.data import coins, normal
 from .kit.grids import grids_of
-from .kit.models import Model, call
+from .kit.models import Wrapped, call
 
 MICROBATCHES, BATCH, PATCHES, WIDTH = 3, 4, 2, 5
 DECLARED = {
@@ -71,24 +72,17 @@ class Second(nn.Module):
         return hidden * passed["mask"].unsqueeze(-1)
 
 
-def model_of(inner, config):
-    model = Model(config)
-    model.inner = inner
-    return model
-
-
 def made(kind, seed, device):
     torch.manual_seed(seed)
     return kind().double().to(device)
 
 
 def images(index, device):
-    generator = torch.Generator().manual_seed(index)
-    return torch.randn(BATCH, PATCHES, WIDTH, generator=generator, dtype=torch.float64).to(device)
+    return normal(index, BATCH, PATCHES, WIDTH, device=device)
 
 
 def masks(index, device):
-    return torch.randint(0, 2, (BATCH, PATCHES), generator=torch.Generator().manual_seed(90 + index)).to(device)
+    return coins(90 + index, BATCH, PATCHES, device=device)
 
 
 PLACES = {
@@ -148,7 +142,7 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
         kinds = parts[name][at : at + 1] if depth == 2 else parts[name]
         return [made(kind, seeds[kind], ranks.device) for kind in kinds]
 
-    models = {name: model_of(nn.ModuleList(held(name)), config) for name in here}
+    models = {name: Wrapped(nn.ModuleList(held(name)), config) for name in here}
     share = {name: replica_samples(BATCH, grids[name]) for name in here}
 
     def step(indices, model):
@@ -156,10 +150,10 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
         name = next(name for name, one in models.items() if one is model)
         mine = slice(share[name].start, share[name].stop)
         if name == "vision":
-            return {name: model.inner[0](images(index, ranks.device)[mine])}, None
+            return {name: model.module[0](images(index, ranks.device)[mine])}, None
         value = model.received.get("vision", model.received.get("language"))
         mask = masks(index, ranks.device)[mine]
-        for part in model.inner:
+        for part in model.module:
             value = part(value, mask) if isinstance(part, First) else part(value)
         if isinstance(value, dict):
             return {name: value}, None
@@ -189,7 +183,7 @@ def test_the_gradients_are_those_of_one_process(ranks, place, schedule, per_toke
         loss.backward()
     expected = {type(one): one for one in whole}
     for model in models.values():
-        for part in model.inner:
+        for part in model.module:
             for ours, theirs in zip(part.parameters(), expected[type(part)].parameters(), strict=True):
                 assert (ours.grad - theirs.grad).norm() < 1e-10 * max(theirs.grad.norm(), 1e-3)
     communicator.destroy()
@@ -212,12 +206,11 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
     )
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
-    model = model_of(layers[name == "language"], config)
+    model = Wrapped(layers[name == "language"], config)
     lane = replica_samples(BATCH, grids[name])
 
     def rows(index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(sum(ragged(index)), WIDTH, generator=generator, dtype=torch.float64)
+        return normal(index, sum(ragged(index)), WIDTH)
 
     def loss_of(output, samples):
         """The sum over samples of the mean over their rows, for as many samples as a lane has."""
@@ -228,13 +221,13 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
         index = next(indices)
         samples = ragged(index)
         if name == "vision":
-            features = torch.tanh(model.inner(rows(index)))
+            features = torch.tanh(model.module(rows(index)))
             grid = torch.tensor([[count] for count in samples])
             return {name: {"features": Packed(features, samples), "grid": Packed(grid, [1] * BATCH)}}, None
         seen = model.received["vision"]
         mine = samples[lane.start : lane.stop]
         assert seen["grid"].flatten().tolist() == mine
-        return model.inner(seen["features"]), lambda output: (loss_of(output, mine), None)
+        return model.module(seen["features"]), lambda output: (loss_of(output, mine), None)
 
     call(
         model=model,
@@ -243,12 +236,12 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
         p2p_communicator=communicator,
         pg_collection=ProcessGroupCollection.from_grid(grids[name]),
     )
-    got = [parameter.grad for parameter in model.inner.parameters()]
-    model.inner.zero_grad()
+    got = [parameter.grad for parameter in model.module.parameters()]
+    model.module.zero_grad()
     for index in range(MICROBATCHES):
         output = layers[1](torch.tanh(layers[0](rows(index))))
         (loss_of(output, ragged(index)) / MICROBATCHES).backward()
-    for ours, theirs in zip(got, model.inner.parameters(), strict=True):
+    for ours, theirs in zip(got, model.module.parameters(), strict=True):
         assert (ours - theirs.grad).norm() < 1e-10 * theirs.grad.norm()
     communicator.destroy()
 
@@ -261,15 +254,15 @@ def test_a_structure_that_changes_between_microbatches_is_one_line_at_its_sender
     communicator = MultiModulePipelineCommunicator(
         grids, {"vision": ["language"]}, config, edges={("vision", "language"): EdgeOptions(payload=PACKED)}
     )
-    model = model_of(nn.Linear(WIDTH, WIDTH).double(), config)
+    model = Wrapped(nn.Linear(WIDTH, WIDTH).double(), config)
 
     def step(indices, model):
         index = next(indices)
         if name == "vision":
-            features = model.inner(torch.ones(2, WIDTH, dtype=torch.float64))
+            features = model.module(torch.ones(2, WIDTH, dtype=torch.float64))
             grid = torch.ones(2, 3, dtype=torch.long)
             return {name: {"features": features, "grid": grid} if index == 0 else {"features": features}}, None
-        return model.inner(model.received["vision"]["features"]), lambda output: (output.square().mean(), None)
+        return model.module(model.received["vision"]["features"]), lambda output: (output.square().mean(), None)
 
     with pytest.raises(PipelineError) as failure:
         call(model=model, count=2, forward_step_func=step, p2p_communicator=communicator)

@@ -12,15 +12,25 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipegrid.schedules import Forwarded, PipelineRuntime, lower, zero_bubble_h1, zero_bubble_v
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
+from .kit.data import normal
 from .kit.stages import in_one_process
 
 MICROBATCHES, ROWS, WIDTH = 3, 3, 4
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-CONTAINERS = ("list", "tuple", "dict")
+CONTAINERS = (list, tuple, lambda parts: dict(zip(["x", 7, "mask", "y z"], parts, strict=False)))
+# Contiguous views of the memory of a tensor [rows, WIDTH], with its values.
+VIEWS = {
+    "whole": lambda tensor: tensor,
+    "second half": lambda tensor: torch.cat([tensor, tensor])[len(tensor) :],
+    "flat": lambda tensor: tensor.view(-1),
+    "unsqueezed": lambda tensor: tensor.unsqueeze(1),
+    "column of one": lambda tensor: tensor.unsqueeze(-1),
+}
 
 
 # ---- Payloads
@@ -33,7 +43,7 @@ class Leaf:
     kind: str  # "made" of the stage's result, "constant", "index", "passed" on as received, "again" the leaf before
     dtype: torch.dtype
     rows: int
-    view: str
+    view: str  # of VIEWS
 
 
 def random_leaf(rng, *, used):
@@ -41,8 +51,7 @@ def random_leaf(rng, *, used):
         return None
     kind = "made" if used else rng.choice(["made", "made", "made", "constant", "index", "passed", "again"])
     rows = rng.randrange(1, ROWS + 1) if used else rng.randrange(ROWS + 1)
-    view = rng.choice(["whole", "whole", "second half", "flat", "unsqueezed", "column of one"])
-    return Leaf(kind, rng.choice(DTYPES), rows, view)
+    return Leaf(kind, rng.choice(DTYPES), rows, rng.choice(["whole", *VIEWS]))
 
 
 def random_tree(rng, depth=0):
@@ -50,13 +59,7 @@ def random_tree(rng, depth=0):
     if depth == 3 or (depth and rng.random() < 0.5):
         return random_leaf(rng, used=False)
     parts = [random_tree(rng, depth + 1) for _ in range(rng.randrange(4))]
-    return contained(rng.choice(CONTAINERS), parts)
-
-
-def contained(container, parts):
-    if container == "dict":
-        return dict(zip(["x", 7, "mask", "y z"], parts, strict=False))
-    return parts if container == "list" else tuple(parts)
+    return rng.choice(CONTAINERS)(parts)
 
 
 def random_payload(rng):
@@ -66,38 +69,12 @@ def random_payload(rng):
         return leaf
     parts = [random_tree(rng), leaf]
     rng.shuffle(parts)
-    return contained(rng.choice(CONTAINERS), parts)
-
-
-def mapped(tree, function):
-    """The tree with ``function`` of each leaf that is not None."""
-    if isinstance(tree, dict):
-        return {key: mapped(part, function) for key, part in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(mapped(part, function) for part in tree)
-    return None if tree is None else function(tree)
-
-
-def leaves(tree):
-    found = []
-    mapped(tree, found.append)
-    return found
+    return rng.choice(CONTAINERS)(parts)
 
 
 def form(tree):
     """What a receiver can see of a payload's structure: containers, dtypes, shapes."""
-    return mapped(tree, lambda tensor: (tensor.dtype, tensor.shape))
-
-
-def viewed(tensor, view):
-    """A contiguous view with the values of ``tensor``, of (rows, WIDTH)."""
-    if view == "second half":
-        return torch.cat([tensor, tensor])[len(tensor) :]
-    if view == "flat":
-        return tensor.view(-1)
-    if view == "unsqueezed":
-        return tensor.unsqueeze(1)
-    return tensor.unsqueeze(-1) if view == "column of one" else tensor
+    return tree_map_only(torch.Tensor, lambda tensor: (tensor.dtype, tensor.shape), tree)
 
 
 # ---- Stages
@@ -126,20 +103,15 @@ class Stage:
 
     def __init__(self, case, number, graph, device):
         self.case, self.number, self.device = case, number, device
-        generator = torch.Generator().manual_seed(number)
-        self.weights = [
-            torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(device).requires_grad_()
-            for _ in range(2)
-        ]
+        self.weights = [normal(10 * number + which, WIDTH, WIDTH, device=device).requires_grad_() for which in range(2)]
         self.out = [edge for edge in graph.stage_edges if edge.source == number]
         self.losses = []
         self.forms = {}
 
     def forward(self, microbatch, inputs):
         rng = self.case.rng(self.number, microbatch)
-        generator = torch.Generator().manual_seed(100 * self.number + microbatch)
-        x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(self.device)
-        arrived = [tensor for payload in inputs.values() for tensor in leaves(payload)]
+        x = normal(100 * self.number + microbatch, ROWS, WIDTH, device=self.device)
+        arrived = [leaf for leaf in tree_leaves(list(inputs.values())) if leaf is not None]
         self.forms[microbatch] = [form(payload) for payload in inputs.values()]
         for place, tensor in enumerate(arrived):
             if rng.random() < 0.85:  # the others are not used: their gradient is zero
@@ -163,34 +135,31 @@ class Stage:
             if leaf.kind == "passed" and exact:
                 return exact[len(made) % len(exact)]
             if leaf.kind == "index":
-                return viewed(torch.arange(leaf.rows * WIDTH, device=self.device).view(-1, WIDTH), leaf.view)
+                return VIEWS[leaf.view](torch.arange(leaf.rows * WIDTH, device=self.device).view(-1, WIDTH))
             y = (torch.tanh(hidden @ self.weights[1]) * (1 + len(made)))[: leaf.rows].to(leaf.dtype)
-            y = viewed(y.detach() if leaf.kind == "constant" else y, leaf.view)
-            made.append(y)
-            return y
+            made.append(VIEWS[leaf.view](y.detach() if leaf.kind == "constant" else y))
+            return made[-1]
 
-        return mapped(tree, tensor)
-
-
-def communicator_for(ranks, case, plan):
-    config = P2PConfig(
-        variable_seq_lengths=case.varying, communicators=case.communicators, strict=ranks.strict_sends, deadline=120.0
-    )
-    return P2PCommunicator(dist.group.WORLD, config, placement=[place[0] for place in plan.placement])
+        return tree_map_only(Leaf, tensor, tree)
 
 
 def check(ranks, seeds, plan):
     """A step for each seed. Cases with the same settings share a communicator, whose fixed shapes are renewed."""
-    opened = {}
+    opened, placement = {}, [place[0] for place in plan.placement]
     for case in map(Case.of, seeds):
         ranks.report_position(case)
-        settings = case.varying, case.communicators
-        if settings not in opened:
-            opened[settings] = communicator_for(ranks, case, plan)
+        config = P2PConfig(
+            variable_seq_lengths=case.varying,
+            communicators=case.communicators,
+            strict=ranks.strict_sends,
+            deadline=120.0,
+        )
+        if config not in opened:
+            opened[config] = P2PCommunicator(dist.group.WORLD, config, placement=placement)
         elif not case.varying:
-            opened[settings].renew_shapes()
+            opened[config].renew_shapes()
         mine = {number: Stage(case, number, plan.graph, ranks.device) for number in plan.stages_at[ranks.rank]}
-        PipelineRuntime(plan, mine, opened[settings], reuse_buffers=case.reuse).step()
+        PipelineRuntime(plan, mine, opened[config], reuse_buffers=case.reuse).step()
         whole = [Stage(case, number, plan.graph, ranks.device) for number in range(plan.num_stages)]
         in_one_process(whole, plan.num_microbatches)
         compare(case, mine, whole)

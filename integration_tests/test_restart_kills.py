@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 from pipegrid.training.restart import read_attempts
 from restart import job
 
+from .kit import processes
 from .test_restart import require_undisturbed
 
 KILLS = 200
@@ -44,15 +45,9 @@ def start(context, world_size, port, directory, options, lines=()):
 
 
 def end(ranks, seconds=LEAVE_SECONDS):
-    """Wait for the ranks that are left; kill what does not leave in time, which is a failure."""
-    stop, stuck = time.monotonic() + seconds, []
-    for rank in ranks:
-        rank.join(max(0.0, stop - time.monotonic()))
-        if rank.exitcode is None:
-            stuck.append(rank.pid)
-            rank.kill()
-            rank.join()
-    assert stuck == [], f"processes {stuck} had not ended {seconds} s after a rank was killed"
+    """The exit codes; a rank that does not leave in time is a failure."""
+    stuck = processes.end(ranks, seconds)
+    assert stuck == [], f"ranks {stuck} had not ended {seconds} s after a rank was killed"
     return [rank.exitcode for rank in ranks]
 
 
@@ -90,16 +85,8 @@ def episode(context, port, directory, *, seed, kills, options):
                 rank.terminate()  # as torchrun does
         codes = end(ranks)
         assert victim.exitcode in (-signal.SIGKILL, 0), codes  # 0: the run was done before
-    codes = end_of_run(context, port, directory, options)
-    assert codes == [0, 0]
+    assert end(start(context, 2, port, directory, options), seconds=120.0) == [0, 0]
     return saves
-
-
-def end_of_run(context, port, directory, options):
-    ranks = start(context, 2, port, directory, options)
-    for rank in ranks:
-        rank.join(120)
-    return end(ranks)
 
 
 def require_killed_run(tmp_path, context, episodes, kills):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -23,13 +25,8 @@ DEADLINES = {"deadline": 30.0, "open_deadline": 30.0}
 THERE, HERE = LaneSpec(0, 1, "there"), LaneSpec(1, 1, "here")
 
 
-def nothing(*_, **__):
-    """In place of an order."""
-
-
-def messages(ranks, device, lanes, *, reuse):
-    """Rank 0 computes what it sends; rank 1 computes with what it receives."""
-    del device
+def messages(ranks, lanes, *, reuse=False):
+    """Rank 0 computes what it sends; rank 1 computes with what it receives. ``reuse``: buffers are used again."""
     lane = lanes[THERE]
     for n in range(4):
         if ranks.rank == 0:
@@ -44,37 +41,35 @@ def messages(ranks, device, lanes, *, reuse):
             torch.ones(1)  # memory that was freed is looked at
 
 
-def a_batch(ranks, device, lanes, *, reuse):
+def a_batch(ranks, lanes):
     """Rank 0 computes what it sends under a stream that is not current any more where the batch ends."""
-    del reuse
-    side = device.streams.Stream()
+    side = ranks.fake_device.streams.Stream()
     for n in range(2):
         with lanes.batch():
             if ranks.rank == 0:
-                with device.streams.stream(side):
+                with ranks.fake_device.streams.stream(side):
                     handle = lanes[THERE].isend(torch.ones(SIZE) * n)
             else:
                 handle = lanes[THERE].irecv()
         handle.wait()
 
 
-def copies_on_one_rank(ranks, device, lanes, *, reuse):
+def copies_on_one_rank(ranks, lanes):
     """One stream sends and changes what it sent, another one receives."""
-    del reuse
-    sender, receiver = device.streams.Stream(), device.streams.Stream()
+    fake = ranks.fake_device.streams
+    sender, receiver = fake.Stream(), fake.Stream()
     for _ in range(3 if ranks.rank else 0):
-        with device.streams.stream(sender):
+        with fake.stream(sender):
             tensor = torch.ones(SIZE)
             lanes[HERE].isend(tensor).wait()
             tensor.zero_()
-        with device.streams.stream(receiver):
+        with fake.stream(receiver):
             lanes[HERE].irecv().result().detach() * 2
             torch.ones(1)
 
 
-def landings(ranks, device, bridge, *, reuse):
+def landings(ranks, bridge):
     """What arrives is another dtype, and is copied into its place on the landing stream."""
-    del device, reuse
     for n in range(3):
         if ranks.rank == 0:
             bridge.send_forward(torch.ones(2, 4, 8) * n)
@@ -83,12 +78,9 @@ def landings(ranks, device, bridge, *, reuse):
             torch.ones(1)
 
 
-def reductions(ranks, device, groups, *, reuse):
+def reductions(ranks, groups):
     """Gradients of two buckets: one is summed in place, one is copied."""
-    del device, reuse
-    module = nn.ParameterList(
-        [nn.Parameter(torch.ones(2**18)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
-    )
+    module = nn.ParameterList(torch.ones(size) for size in (2**18, 3, 3))
     for parameter in module:
         parameter.grad = torch.ones_like(parameter) * ranks.rank
     reduce_gradients(module, groups, loss_lanes=2, bucket_bytes=2**20)
@@ -116,20 +108,14 @@ def replicas():
     return ProcessGroupCollection.from_grid(grid), grid.destroy
 
 
-UNORDERED, FREED = "no event orders the two", "was freed while"
-
-
-# What is made, what uses it, whether buffers are used again; and the orders, each with the part of the text of a race,
-# and the ranks that find it.
 def a_stage():
     device = torch.device("cpu")
     copiers = streams.new_stream(device), streams.new_stream(device)
     return (torch.ones(SIZE, requires_grad=True), copiers), lambda: None
 
 
-def copies_to_the_host(ranks, device, stage, *, reuse):
+def copies_to_the_host(ranks, stage):
     """What a graph saved goes to the host, and is back for its backward."""
-    del ranks, reuse
     weight, (out, back) = stage
     for _ in range(2):
         y = (torch.ones(SIZE) * weight).exp()
@@ -144,19 +130,23 @@ def copies_to_the_host(ranks, device, stage, *, reuse):
         run_backward(starts, [torch.ones(SIZE)])
 
 
+UNORDERED, FREED = "no event orders the two", "was freed while"
+# What is made, what uses it; and the orders, each with the part of the text of a race, and the ranks that find it.
 CASES = {
     "NCCL": (
         lanes_of([THERE]),
         messages,
-        False,
         [(NcclTicket, "order", UNORDERED, [1]), (stream_waits, "used_here", FREED, [1])],
     ),
-    "NCCL, a batch": (lanes_of([THERE]), a_batch, False, [(batch, "current_stream", UNORDERED, [0])]),
-    "NCCL, buffers used again": (lanes_of([THERE]), messages, True, [(payload, "follow", UNORDERED, [1])]),
+    "NCCL, a batch": (lanes_of([THERE]), a_batch, [(batch, "current_stream", UNORDERED, [0])]),
+    "NCCL, buffers used again": (
+        lanes_of([THERE]),
+        partial(messages, reuse=True),
+        [(payload, "follow", UNORDERED, [1])],
+    ),
     "staged": (
         lanes_of([THERE], staged=True),
         messages,
-        False,
         [
             (staged, "follow", UNORDERED, [0, 1]),
             (staged, "used_here", FREED, [0]),
@@ -166,33 +156,32 @@ CASES = {
     "one rank": (
         lanes_of([HERE]),
         copies_on_one_rank,
-        False,
         [(local, "follow", UNORDERED, [1]), (local, "used_here", FREED, [1])],
     ),
-    "landing": (a_bridge, landings, False, [(receive, "follow", UNORDERED, [1]), (receive, "used_here", FREED, [1])]),
-    "copies to the host": (a_stage, copies_to_the_host, False, [(streams, "follow", UNORDERED, [0, 1])]),
-    "reductions": (replicas, reductions, False, [(Waiting, "wait", UNORDERED, [0, 1])]),
+    "landing": (a_bridge, landings, [(receive, "follow", UNORDERED, [1]), (receive, "used_here", FREED, [1])]),
+    "copies to the host": (a_stage, copies_to_the_host, [(streams, "follow", UNORDERED, [0, 1])]),
+    "reductions": (replicas, reductions, [(Waiting, "wait", UNORDERED, [0, 1])]),
 }
 
 
 @pytest.mark.ranks(2, backend="fake_nccl")
 @pytest.mark.parametrize("case", CASES)
 def test_an_order_between_streams_is_there_and_a_race_without_it(ranks, device, monkeypatch, case):
-    make, use, reuse, orders = CASES[case]
+    make, use, orders = CASES[case]
     for module in (streams, staged):
         monkeypatch.setattr(module, "pinned_like", torch.empty_like)  # there is no pinned memory here
     with device.streams.watch():
         made, end = make()
     for _ in range(2):  # the first time, shapes are agreed
         with device.streams.watch() as syncs:
-            use(ranks, device, made, reuse=reuse)
+            use(ranks, made)
         assert syncs == []
         assert device.violations == []
     for where, name, text, concerned in orders:
         ranks.barrier()
         with monkeypatch.context() as planted, device.streams.watch():
-            planted.setattr(where, name, nothing)
-            use(ranks, device, made, reuse=reuse)
+            planted.setattr(where, name, lambda *_, **__: None)
+            use(ranks, made)
         found = [violation for violation in device.violations if text in violation]
         device.violations.clear()
         assert found or ranks.rank not in concerned, (name, device.violations)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from integration_tests.survive_ranks import ALONE, PLACES, Case, Kill, module, rank_main, whole_matrix
 from torch.distributed import TCPStore
 
+from .kit import processes
 from .kit.programs import run
+from .survive_cases import PLACES, Case, Kill, whole_matrix
+from .survive_pipelines import module
+from .survive_ranks import ALONE, rank_main
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 60.0  # for a case of up to 8 ranks, which take a second or two of a machine that may do other work
@@ -31,18 +31,7 @@ def play(context, case, folder, main=rank_main):
     for rank in ranks:
         rank.start()
     seconds = SECONDS * max(1.0, case.world_size / 8)
-    stop, stuck = time.monotonic() + seconds, []
-    for number, rank in enumerate(ranks):
-        rank.join(max(0.0, stop - time.monotonic()))
-        if rank.exitcode is None:
-            stuck.append(number)
-    for number in stuck:
-        os.kill(ranks[number].pid, signal.SIGUSR1)  # its stacks go to its log
-    for number in stuck:
-        time.sleep(0.3)
-        ranks[number].kill()
-        ranks[number].join()
-    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log.*")))
+    stuck, logs = processes.end(ranks, seconds), processes.logs(folder)
     assert stuck == [], f"ranks {stuck} had not ended after {seconds} s\n{logs}"
     outcomes = {
         number: torch.load(path) | {"code": ranks[number].exitcode}

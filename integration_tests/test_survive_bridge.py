@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from integration_tests.survive_bridge_ranks import Kill, ModulesCase, rank_main, whole_matrix
 
 from . import test_survive
+from .survive_bridge_ranks import ModulesCase, rank_main, whole_matrix
+from .survive_cases import Kill
 
 require_undisturbed = partial(test_survive.require_undisturbed, main=rank_main)
 require_all = partial(test_survive.require_all, main=rank_main)

@@ -6,12 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from integration_tests.survive_handover_ranks import RANKS, Attempts, rank_main
-from integration_tests.survive_ranks import Kill
 
 from pipegrid.topology import serve_store
 from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
 from survive.launching import until_done
+
+from .kit import processes
+from .survive_cases import Kill
+from .survive_handover_ranks import RANKS, Attempts, rank_main
 
 
 def play(context, attempts, folder):
@@ -28,9 +30,8 @@ def play(context, attempts, folder):
 
     with serve_store() as address:
         codes = until_done(partial(start, address=address), restarts=3, seconds=90.0)
-    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(folder.glob("log.*")))
     paths = [(rank, folder / f"outcome.{len(codes) - 1}.{rank}") for rank in range(RANKS)]
-    return codes, {rank: torch.load(path) for rank, path in paths if path.exists()}, logs
+    return codes, {rank: torch.load(path) for rank, path in paths if path.exists()}, processes.logs(folder)
 
 
 def test_all_ranks_start_again_from_what_survivors_have_saved_and_lose_nothing(context, tmp_path):

@@ -17,8 +17,8 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Grid
 from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 
+from .survive_cases import Kill
 from .survive_models_ranks import IN_HALVES, OVERFLOWS, PLACES, TRAITS, ModelCase
-from .survive_ranks import Kill
 from .test_survive import play, require_all, require_undisturbed
 
 ALL = ModelCase("models", 2, 3, schedule="zero_bubble_h1", traits=TRAITS)

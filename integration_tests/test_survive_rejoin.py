@@ -11,10 +11,13 @@ from threading import Timer
 
 import pytest
 import torch
-from integration_tests.survive_ranks import ALONE, ANY, Case, Kill, rank_main
 from torch.distributed import TCPStore
 
 from survive.launching import keep_running
+
+from .kit.processes import logs
+from .survive_cases import ANY, Case, Kill
+from .survive_ranks import ALONE, rank_main
 
 SECONDS = 90.0
 
@@ -41,9 +44,8 @@ def play(context, case, folder):
     stuck.start()
     codes = keep_running(start, case.world_size, seconds=SECONDS)
     stuck.cancel()
-    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("log.*")))
     files = {rank: folder / f"outcome.{rank}" for rank in codes}
-    return {rank: torch.load(path) for rank, path in files.items() if path.exists()}, codes, logs
+    return {rank: torch.load(path) for rank, path in files.items() if path.exists()}, codes, logs(folder)
 
 
 def require_undisturbed(context, case, folder, *, came=None):
@@ -52,7 +54,7 @@ def require_undisturbed(context, case, folder, *, came=None):
     ``came``: how often a process of each rank came in, as far as the ranks know that live all the time; None: for each
     kill once.
     """
-    outcomes, codes, logs = play(context, case, folder)
+    outcomes, codes, said = play(context, case, folder)
     wanted, faults = ALONE[case.job](case), []
     died = Counter(kill.rank for kill in case.kills)
     if codes != {rank: [-signal.SIGKILL] * died[rank] + [0] for rank in range(case.world_size)}:
@@ -67,7 +69,7 @@ def require_undisturbed(context, case, folder, *, came=None):
         if not died[rank] and found != (died if came is None else Counter(came)):
             faults.append(f"rank {rank}: new processes of {found}; events {outcome['events']}")
     if faults:
-        pytest.fail("\n".join([*faults, logs]), pytrace=False)
+        pytest.fail("\n".join([*faults, said]), pytrace=False)
 
 
 COME_BACK = {
@@ -97,7 +99,7 @@ def test_the_job_goes_on_where_the_new_process_dies_as_it_receives_and_the_next_
 @pytest.mark.nightly
 def test_a_position_whose_state_is_lost_on_its_way_ends_the_job_by_its_name(context, tmp_path):
     case = Case("pipeline", 2, 2, (Kill(3, "F"), Kill(2, "send state", ANY, 4)), back=(3,), heartbeat=2.0)
-    outcomes, _, logs = play(context, case, tmp_path / "case")
+    outcomes, _, said = play(context, case, tmp_path / "case")
     errors = {rank: outcome.get("error", "") for rank, outcome in outcomes.items()}
     for rank in (0, 1):
-        assert errors[rank].startswith("JobFailedError: position 1 of the pipeline is dead in all 2 replicas"), logs
+        assert errors[rank].startswith("JobFailedError: position 1 of the pipeline is dead in all 2 replicas"), said

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipegrid.schedules import forward_backward_pipelining_without_interleaving
+from pipegrid.schedules import PipelineConfig, forward_backward_pipelining_without_interleaving
+
+
+def config_for(ranks, **options):
+    """In float64, with sends that block and messages that are staged as the run asks for."""
+    given = {"pipeline_dtype": torch.float64, "strict": ranks.strict_sends, "staged": ranks.backend == "staged"}
+    return PipelineConfig(**given | options)
 
 
 class Model(nn.Module):
@@ -17,6 +23,17 @@ class Model(nn.Module):
 
     def set_input_tensor(self, received):
         self.received = received
+
+
+class Wrapped(Model):
+    """A module as a step function takes it."""
+
+    def __init__(self, module, config=None):
+        super().__init__(config)
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
 
 
 class Part(Model):

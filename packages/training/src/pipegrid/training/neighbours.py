@@ -73,7 +73,8 @@ class Neighbours:
         data = failure.encode(errors="backslashreplace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
         word = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # the rank before this one may have left already
-            dist.isend(word, group=self._groups[1], group_dst=self._other(1)).wait(_SOON)
+            telling: Any = dist.isend(word, group=self._groups[1], group_dst=self._other(1))
+            telling.wait(_SOON)
         for number in (1, 0):
             cut_connection(self._groups[number], self._other(number))
         self._thread.join()

@@ -114,7 +114,8 @@ def excess(model, m):
     return model.makespan(m) / model.shortest(m) - 1
 
 
-def check_models(count, seed, *, most):
+@pytest.mark.parametrize(("count", "seed", "most"), [(30, 1, 5), pytest.param(300, 2, 6, marks=pytest.mark.nightly)])
+def test_hardly_any_order_is_faster_at_other_costs_and_over_slow_links(count, seed, most):
     """Exact wherever the closed form is stated; near the best elsewhere."""
     rng = random.Random(seed)
     for _ in range(count):
@@ -123,15 +124,6 @@ def check_models(count, seed, *, most):
         assert excess(free, m) == pytest.approx(0, abs=1e-12), (free, m)
         assert excess(linked, m) < 0.1, (linked, m)
         assert excess(other, m) < 0.25, (other, m)
-
-
-def test_hardly_any_order_is_faster_at_other_costs_and_over_slow_links():
-    check_models(30, seed=1, most=5)
-
-
-@pytest.mark.nightly
-def test_hardly_any_order_is_faster_at_many_other_costs():
-    check_models(300, seed=2, most=6)
 
 
 def test_the_counts_at_unit_costs():

@@ -212,10 +212,7 @@ def test_dtensors_whose_reduction_is_not_known_are_errors(ranks):
 def stages_on(models, lane, device):
     """The stages of one position over the data of a lane."""
 
-    def data(microbatch):
-        return sample(lane, microbatch).to(device)
-
-    graph = ModuleGraph({"model": len(models)})
+    graph, data = ModuleGraph({"model": len(models)}), lambda microbatch: sample(lane, microbatch).to(device)
     return dict(enumerate(stages_of(graph, models, data=data, loss=lambda output, _: output.square().mean() / 2)))
 
 

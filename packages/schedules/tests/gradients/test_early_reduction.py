@@ -18,7 +18,7 @@ from pipegrid.schedules.plan import parse_action
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
 from ..kit.gradients import gradients_of
-from ..kit.models import WIDTH, Model, call, forward_step, in_one_process
+from ..kit.models import WIDTH, Model, call, forward_step, in_one_process, microbatch
 
 LARGE = 2**17  # float64 values of 1 MiB: such a gradient is reduced in place
 
@@ -66,11 +66,6 @@ def shard(stage, choice, mesh):
     fully_shard(stage, mesh=mesh, ignored_params=plain)
 
 
-def batch(lane, microbatch):
-    generator = torch.Generator().manual_seed(10 * lane + microbatch)
-    return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v"])
 @pytest.mark.parametrize("when", [None, "step", "microbatch"])
@@ -99,13 +94,13 @@ def test_plain_parameters_beside_sharded_ones_have_the_gradients_of_one_process(
             get_forward_backward_func(schedule=schedule),
             model=stages,
             count=count,
-            forward_step_func=partial(forward_step, data=lambda m: batch(ranks.rank, m).to(ranks.device)),
+            forward_step_func=partial(forward_step, data=lambda m: microbatch(m, ranks.rank).to(ranks.device)),
             p2p_communicator=pipe,
             pg_collection=ProcessGroupCollection.from_grid(grid),
         )
         choice.setstate(drawn)
         whole = parts(choice, chunks)
-        in_one_process(whole, [batch(lane, m) for lane in range(2) for m in range(count)], 2 * count)
+        in_one_process(whole, [microbatch(m, lane) for lane in range(2) for m in range(count)], 2 * count)
         for mine, its in zip(gradients_of(stages), gradients_of(whole), strict=True):
             assert (mine - its).norm() < 1e-10 * its.norm(), seed
         pipe.destroy()

@@ -23,33 +23,11 @@ from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import difference, gradients_of
 from ..kit.groups import Groups
-from ..kit.models import WIDTH, Model, call, in_one_process
+from ..kit.models import call, in_one_process
 from ..kit.stages import stage_of
+from ..kit.words import WORDS, WordStage, word_stages
 
-WORDS = 7
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
-
-
-def parameter(seed, *shape):
-    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
-
-
-class Part(Model):
-    """A layer; the first stage looks words up before it, the last one scores words after it."""
-
-    def __init__(self, stage, num_stages, config=None):
-        super().__init__(config)
-        self.weight = parameter(stage, WIDTH, WIDTH)
-        if stage == 0:
-            self.word = parameter(99, WORDS, WIDTH)
-        if stage == num_stages - 1:
-            self.head = self.word if num_stages == 1 else parameter(99, WORDS, WIDTH)
-
-    def forward(self, x):
-        if hasattr(self, "word"):
-            x = nn.functional.embedding(x, self.word)
-        x = torch.tanh(x @ self.weight)
-        return x @ self.head.t() if hasattr(self, "head") else x
 
 
 def words(microbatch, lane):
@@ -71,8 +49,7 @@ def loss_of(x, output, *, per_token=True):
 
 
 def one_process(num_stages, microbatches, lanes, *, per_token):
-    parts = [Part(stage, num_stages) for stage in range(num_stages)]
-    parts[-1].head = parts[0].word
+    parts = word_stages(num_stages)
     data = [words(microbatch, lane) for microbatch in range(microbatches) for lane in range(lanes)]
     total = sum(weights_of(x).sum() for x in data) if per_token else len(data)
     for x in data:
@@ -88,7 +65,7 @@ def apart(parts, expected):
 
 def tied_word(parts, first_and_last, group):
     """The copies of the word table that this rank holds, of the first and of the last stage, tied over ``group``."""
-    copies = {stage: parts[stage].head if stage else parts[stage].word for stage in first_and_last if stage in parts}
+    copies = {stage: parts[stage].word for stage in first_and_last if stage in parts}
     return tie_parameters("word", copies, stages=first_and_last, group=group if copies else None)
 
 
@@ -106,7 +83,7 @@ def check(ranks, name, positions, microbatches, *, per_token):
     config = PipelineConfig(
         pipeline_dtype=torch.float64, strict=ranks.strict_sends, variable_seq_lengths=True, deadline=60
     )
-    parts = {stage: Part(stage, computes.num_stages, config) for stage in computes.stages_at[position]}
+    parts = {stage: WordStage(stage, computes.num_stages, config) for stage in computes.stages_at[position]}
     tied = tied_word(parts, first_and_last, embeddings[lane])
     plan = lower(computes, tied=dict(tied_stages([tied])))
     counted = []
@@ -167,7 +144,7 @@ def test_the_step_functions_finish_weighed_tokens_by_default(ranks, chunks):
     """The gradients are left to the default: no finalize_model_grads_func, no wrapper."""
     num_stages = 2 * chunks
     holder = dist.new_group([0, 1])
-    parts = {stage: Part(stage, num_stages) for stage in range(ranks.rank, num_stages, 2)}
+    parts = {stage: WordStage(stage, num_stages) for stage in range(ranks.rank, num_stages, 2)}
     tied = tied_word(parts, (0, num_stages - 1), holder)
     config = PipelineConfig(
         pipeline_dtype=torch.float64,
@@ -193,12 +170,12 @@ def test_the_step_functions_finish_weighed_tokens_by_default(ranks, chunks):
 
 def forward_step(microbatches, model, lane=0):
     x = words(next(microbatches), lane)
-    return model(x if hasattr(model, "word") else model.received[0]), partial(loss_of, x)
+    return model(x if model.first else model.received[0]), partial(loss_of, x)
 
 
 @pytest.mark.ranks(2)
 def test_without_a_pipeline_two_lanes_finish_weighed_tokens_by_default(ranks):
-    part = Part(0, 1, PipelineConfig(calculate_per_token_loss=True))
+    part = WordStage(0, 1, PipelineConfig(calculate_per_token_loss=True))
     step = partial(forward_step, lane=ranks.rank)
     call(model=part, count=3, forward_step_func=step, pg_collection=Groups(dp=dist.group.WORLD))
     assert apart({0: part}, one_process(1, 3, 2, per_token=True)) < 1e-10

@@ -22,7 +22,7 @@ from pipegrid.schedules.search.greedy import greedy
 from pipegrid.schedules.simulate.costs import Costs
 
 from ..kit.gradients import difference, gradients_of
-from ..kit.models import WIDTH, Residual
+from ..kit.models import WIDTH, Residual, uneven
 from ..kit.stages import differentiate, stages_of
 from ..kit.threads import DEADLINE
 
@@ -30,17 +30,9 @@ from ..kit.threads import DEADLINE
 def layer(seed):
     made = Residual().double()
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, generator=generator)
     return made
-
-
-class Bend(nn.Module):
-    """No parameters."""
-
-    def forward(self, x):
-        return torch.sin(x) * 2
 
 
 class Words(nn.Module):
@@ -82,21 +74,12 @@ class Case:
         if self.special == "frozen":
             models[1].requires_grad_(requires_grad=False)
         elif self.special == "without parameters":
-            models[1] = Bend()
+            models[1] = nn.Softsign()
         elif self.special == "empty":
             models[1] = nn.Identity()
         elif self.special == "tied":
             models[0], models[-1] = Words(models[0], head=False), Words(models[-1], head=True)
         return models
-
-
-def tokens(microbatch):
-    return 2 + (3 * microbatch) % 5
-
-
-def data(microbatch):
-    generator = torch.Generator().manual_seed(50 + microbatch)
-    return torch.randn(tokens(microbatch), WIDTH, generator=generator, dtype=torch.float64)
 
 
 def loss_of(case, output):
@@ -106,31 +89,26 @@ def loss_of(case, output):
 def finish(case, models):
     """A sum over tokens is divided by their number once, at the end."""
     if case.loss == "tokens":
-        total = sum(map(tokens, range(case.microbatches)))
+        total = sum(len(uneven(number)) for number in range(case.microbatches))
         for parameter in set(itertools.chain(*(model.parameters() for model in models))):
             if parameter.grad is not None:
                 parameter.grad.div_(total)
 
 
 def stages(case, plan, models, **options):
-    return stages_of(plan.graph, models, data=data, loss=lambda output, _: loss_of(case, output), **options)
+    return stages_of(plan.graph, models, data=uneven, loss=lambda output, _: loss_of(case, output), **options)
 
 
 def reducing(plan, *copies):
-    """What a ``REDUCE`` of both copies is among threads: who comes last adds them up for all."""
-    holders = sum(
-        any(action.kind is ActionKind.REDUCE for action in plan.actions(p)) for p in range(plan.num_positions)
-    )
-    everybody = threading.Barrier(holders)
+    """What a ``REDUCE`` of both copies is among threads: one of them adds them up for all."""
 
-    def reduce():
-        if everybody.wait(DEADLINE) == 0:
-            total = sum(copy.grad for copy in copies)
-            for copy in copies:
-                copy.grad = total.clone()
-        everybody.wait(DEADLINE)
+    def add_up():
+        total = sum(copy.grad for copy in copies)
+        for copy in copies:
+            copy.grad = total.clone()
 
-    return reduce
+    holders = [any(a.kind is ActionKind.REDUCE for a in plan.actions(p)) for p in range(plan.num_positions)]
+    return threading.Barrier(sum(holders), add_up, DEADLINE).wait
 
 
 def in_order(plan):

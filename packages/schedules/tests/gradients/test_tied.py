@@ -35,7 +35,8 @@ from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.models import WIDTH, Model, call, in_one_process
+from ..kit.models import call, in_one_process
+from ..kit.words import WORDS, WordStage, word_stages
 
 TIED = {"embedding": (0, 3)}
 
@@ -131,34 +132,11 @@ def test_stages_and_grids_that_do_not_fit():
 # ---------------------------------------------------------------------------------------------------------------
 # On real ranks.
 
-VOCABULARY, BATCH, TOKENS, MICROBATCHES = 7, 4, 3, 3
-
-
-def table():
-    return nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3)).double())
-
-
-class Embedding(Model):
-    def __init__(self, config=None):
-        super().__init__(config)
-        self.word = table()
-
-    def forward(self, tokens):
-        return torch.tanh(self.word[tokens])
-
-
-class Head(Model):
-    def __init__(self, config=None):
-        super().__init__(config)
-        torch.manual_seed(5)
-        self.layer, self.word = nn.Linear(WIDTH, WIDTH).double(), table()
-
-    def forward(self, hidden):
-        return self.layer(hidden) @ self.word.t()
+BATCH, TOKENS, MICROBATCHES, STEPS = 4, 3, 3, 2
 
 
 def tokens_of(index):
-    return torch.randint(VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(index))
+    return torch.randint(WORDS, (BATCH, TOKENS), generator=torch.Generator().manual_seed(index))
 
 
 def counted_of(index):
@@ -174,23 +152,19 @@ def loss_of(counted, output, *, per_token):
 pipelined = partial(call, forward_backward_pipelining_without_interleaving, count=MICROBATCHES)
 
 
-def one_process(per_token, steps):
+def one_process(per_token):
     """The reference: one parameter in both places, SGD; its gradients and norm at the last step."""
-    embedding, head = Embedding(), Head()
-    head.word = embedding.word
-    trained = [embedding.word, *head.layer.parameters()]
-    for _ in range(steps):
-        for parameter in trained:
-            parameter.grad = None
-        divisor = sum(counted_of(i).sum() for i in range(MICROBATCHES)) if per_token else MICROBATCHES
+    parts = word_stages(2)
+    parameters = list(nn.ModuleList(parts).parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    divisor = sum(counted_of(i).sum() for i in range(MICROBATCHES)) if per_token else MICROBATCHES
+    for _ in range(STEPS):
+        optimizer.zero_grad()
         for index in range(MICROBATCHES):
-            loss = partial(loss_of, counted_of(index), per_token=per_token)
-            in_one_process([embedding, head], [tokens_of(index)], divisor, loss)
-        with torch.no_grad():
-            for parameter in trained:
-                parameter -= 0.1 * parameter.grad
-    norm = torch.cat([parameter.grad.flatten() for parameter in trained]).norm()
-    return embedding.word, head.layer.weight, norm
+            in_one_process(parts, [tokens_of(index)], divisor, partial(loss_of, counted_of(index), per_token=per_token))
+        optimizer.step()
+    norm = torch.cat([parameter.grad.flatten() for parameter in parameters]).norm()
+    return parts[0].word, parts[1].layer.weight, norm
 
 
 @pytest.mark.ranks(3)
@@ -207,7 +181,7 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
     for each in grids.values():
         each.create_pg("dp")
     collection = ProcessGroupCollection.from_grid(grids[graph.order[here]])
-    stage = (Embedding, Head)[here]()
+    stage = WordStage(here, 2)
     tied = tie_parameters("word", {here: stage.word}, stages=[1, 0], grids=grids, graph=graph)
     stage.config = PipelineConfig(
         pipeline_dtype=torch.float64,
@@ -227,7 +201,7 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
         return model(model.received["text"]), partial(loss_of, counted, per_token=per_token)
 
     train(stage, step, communicator, collection)
-    word, weight, norm = one_process(per_token, 2)
+    word, weight, norm = one_process(per_token)
     assert torch.allclose(stage.word.grad, word.grad, rtol=1e-11, atol=1e-15)
     if here == 1:
         assert torch.allclose(stage.layer.weight.grad, weight.grad, rtol=1e-11, atol=1e-15)
@@ -238,13 +212,12 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
 
 
 def train(stage, step, communicator, collection):
-    """Two steps of SGD."""
-    for _ in range(2):
-        stage.zero_grad()
+    """Some steps of SGD."""
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
         pipelined(model=stage, forward_step_func=step, p2p_communicator=communicator, pg_collection=collection)
-        with torch.no_grad():
-            for parameter in stage.parameters():
-                parameter -= 0.1 * parameter.grad
+        optimizer.step()
 
 
 def assert_same_bits(parameter):
@@ -262,7 +235,7 @@ def test_on_two_replicas_of_one_pipeline_training_is_that_of_one_process(ranks, 
     pp, dp = box.create_pgs(["pp", "dp"])
     collection = ProcessGroupCollection(pp=pp, dp=dp, embd=pp)
     here = box.coords(ranks.rank)["pp"]
-    stage = (Embedding, Head)[here]()
+    stage = WordStage(here, 2)
     where = {"group": collection.embd} if own_group else {"grids": box}
     tied = tie_parameters("word", {here: stage.word}, stages=[0, 1], **where)
     stage.config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, tied_parameters=(tied,))
@@ -275,7 +248,7 @@ def test_on_two_replicas_of_one_pipeline_training_is_that_of_one_process(ranks, 
         return model(x), partial(loss_of, None, per_token=False)
 
     train(stage, step, communicator, collection)
-    word, _, norm = one_process(False, 2)
+    word, _, norm = one_process(False)
     assert torch.allclose(stage.word.grad, word.grad, rtol=1e-11, atol=1e-15)
     assert_same_bits(stage.word)
     assert torch.allclose(clip_grad_norm_(stage, collection, 1e-3), norm, rtol=1e-11)
@@ -287,7 +260,7 @@ def test_on_two_replicas_of_one_pipeline_training_is_that_of_one_process(ranks, 
 def test_gradients_of_two_calls_add_up_where_nothing_but_a_tie_is_reduced(ranks, by_hand):
     """A REDUCE of all that is there would count the first call twice."""
     box = HyperCommGrid([2], ["pp"])
-    stage, finalized = (Embedding, Head)[ranks.rank](), []
+    stage, finalized = WordStage(ranks.rank, 2), []
     stage.config = PipelineConfig(
         pipeline_dtype=torch.float64,
         tied_parameters=(tie_parameters("word", {ranks.rank: stage.word}, stages=[0, 1], grids=box),),

@@ -17,8 +17,8 @@ from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, P2PConfig
 
-from .routed_runs import Receiving, Replicas
-from .threads import DEADLINE, Sent, copied
+from .routed_runs import Replicas
+from .threads import DEADLINE, Receiving, Sent, copied
 
 
 @define
@@ -42,12 +42,12 @@ class QueueLane:
     error: object = None
 
     def isend(self, payload, note=None):
-        self.replicas.next_message(self.spec, "sends").set_result((copied(payload), note or ""))
+        self.replicas.lane(self.spec).put((copied(payload), note or ""))
         return Sent()
 
     def irecv(self, shapes=None):
         del shapes
-        return Noted(self.replicas.next_message(self.spec, "receives"))
+        return Noted(self.replicas.lane(self.spec).receive().message)
 
 
 class QueueLanes(dict):
@@ -73,11 +73,6 @@ class BridgedReplicas(Replicas):
     config: P2PConfig = field(factory=P2PConfig)
     across: dict = field(factory=dict)
     opened_lanes: set = field(factory=set)
-
-    def next_message(self, spec, end):
-        with self.lock:
-            lane = self.lanes[spec]
-            return lane.messages[next(getattr(lane, end))]
 
     def runtime(self, actor):
         graph, count = self.plan.graph, self.plan.num_replicas

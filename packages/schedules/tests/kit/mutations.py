@@ -9,7 +9,7 @@ import functools
 
 from attrs import evolve
 
-from pipegrid.schedules import PlanError, verify
+from pipegrid.schedules import PlanError, actions_of, verify
 
 # The rules of lanes and batches, as `verify` takes them.
 MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))
@@ -44,7 +44,7 @@ class Alphabet:
 
     def word(self, steps):
         """A position's steps as a word."""
-        return "".join(self.letter(step if isinstance(step, tuple) else (step,)) for step in steps)
+        return "".join(self.letter(actions_of(step)) for step in steps)
 
     def step(self, letter):
         """The step that a letter stands for."""
@@ -60,8 +60,7 @@ class Alphabet:
 
     def actions(self, letter):
         """The actions of a step."""
-        step = self._steps[letter]
-        return step if isinstance(step, tuple) else (step,)
+        return actions_of(self._steps[letter])
 
     @functools.cache  # noqa: B019 -- lives as long as the alphabet, which goes with its test
     def replacements(self, letter):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
-from concurrent.futures import Future
 
 import torch
 from attrs import define, field
@@ -14,7 +12,7 @@ from pipegrid.schedules.plan.dataflow import replicas_of
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import Communicator, Direction, Verbs
 
-from .threads import DEADLINE, Sent, copied, in_threads
+from .threads import DEADLINE, Lane, Sent, copied, in_threads
 
 WIDTH = 3
 
@@ -76,31 +74,6 @@ def in_one_process(plan):
 
 
 @define
-class ActorLane:
-    """Message n is that of the n-th send and of the n-th receive, in whichever order receives are waited for."""
-
-    messages: defaultdict = field(factory=lambda: defaultdict(Future))
-    sends: itertools.count = field(factory=itertools.count)
-    receives: itertools.count = field(factory=itertools.count)
-
-
-@define
-class Receiving:
-    """One message of a lane."""
-
-    message: Future
-
-    def wait(self, timeout=None):
-        self.message.result(timeout or DEADLINE)
-
-    def is_completed(self):
-        return self.message.done()
-
-    def result(self):
-        return self.message.result(DEADLINE)
-
-
-@define
 class Replicas:
     """All actors of a plan with routes in one process: lanes between two actors, each first in, first out.
 
@@ -109,7 +82,7 @@ class Replicas:
 
     plan: object
     options: dict = field(factory=dict)
-    lanes: dict = field(factory=lambda: defaultdict(ActorLane))
+    lanes: dict = field(factory=lambda: defaultdict(Lane))
     lock: threading.Lock = field(factory=threading.Lock)
     opened: list = field(factory=list)
     stages: list = field(init=False)
@@ -118,11 +91,10 @@ class Replicas:
     def __attrs_post_init__(self):
         self.stages = [{stage: Matrix(self.plan, stage) for stage in held} for held in self.plan.stages_at]
 
-    def message(self, source, destination, direction, end):
-        """The next message of a lane, at its end ``sends`` or ``receives``."""
+    def lane(self, *way):
+        """That of one actor to another, in one direction of data."""
         with self.lock:
-            lane = self.lanes[source, destination, direction]
-            return lane.messages[next(getattr(lane, end))]
+            return self.lanes[way]
 
     def living(self):
         """The actors that take part, ascending."""
@@ -153,7 +125,7 @@ class Replicas:
         made = [self.runtime(actor) for actor in self.living()]
         for _ in range(times):
             in_threads([getattr(runtime, verb) for runtime in made])
-        assert all(next(lane.sends) == next(lane.receives) for lane in self.lanes.values())
+        assert all(lane.empty() for lane in self.lanes.values())
         return made
 
     def gradient(self, stage):
@@ -187,12 +159,12 @@ class InReplica(Communicator):
 
         def isend(payload):
             assert produced in here
-            replicas.message(self.actor, destination, direction, "sends").set_result(copied(payload))
+            replicas.lane(self.actor, destination, direction).put(copied(payload))
             return Sent()
 
         def irecv():
             assert consumed in here
-            return Receiving(replicas.message(source, self.actor, direction, "receives"))
+            return replicas.lane(source, self.actor, direction).receive()
 
         return Verbs(isend, irecv)
 

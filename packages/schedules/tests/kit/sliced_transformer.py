@@ -31,9 +31,8 @@ class Attention(nn.Module):
         if update is not None:
             k, v = update(k, v, self.layer)
         past = k.shape[-2] - tokens
-        scores = q @ k.transpose(-1, -2) / (WIDTH / HEADS) ** 0.5
         mask = torch.ones(tokens, k.shape[-2], dtype=torch.bool).tril(past)
-        mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask)
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, WIDTH))
 
 
@@ -99,15 +98,17 @@ def again(block, x, update):
     return checkpoint(block, x, update, use_reentrant=False)
 
 
-def in_one_process(models, data):
-    """Gradients of the mean over all weighted tokens, whole sequences one after the other; and that mean."""
-    count = sum(weights.sum() for *_, weights in data)
+def in_one_process(models, data, *, means=False):
+    """Gradients of the mean over all weighted tokens, whole sequences one after the other; and that mean.
+
+    ``means``: the mean over microbatches, each with the mean over its own tokens.
+    """
+    counts = [weights.sum() for *_, weights in data]
     total = 0.0
-    for tokens, targets, weights in data:
-        x = tokens
+    for (x, targets, weights), count in zip(data, counts, strict=True):
         for model in models:
             x = model(x)
-        loss = loss_of(x, targets, weights) / count
+        loss = loss_of(x, targets, weights) / (len(data) * count if means else sum(counts))
         loss.backward()
         total += loss.item()
     return total

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from attrs import define, field
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.runtime import Forwarded
-
-from .threads import scales
 
 
 @define
@@ -55,15 +54,50 @@ def stages_of(graph, models, **options):
     return [stage_of(graph, number, model, **options) for number, model in enumerate(models)]
 
 
+class Scale(Function):
+    """A stage with one weight: the sum of what arrives (or the microbatch's number), times the weight.
+
+    ``before`` is called first in each forward.
+    """
+
+    def __init__(self, plan, stage, before=lambda microbatch: None):
+        super().__init__(plan.graph, stage, self.scaled)
+        self.before, self.losses = before, []
+        self.weight = torch.tensor(0.5 + stage, dtype=torch.float64, requires_grad=True)
+
+    def scaled(self, microbatch, *arrived):
+        self.before(microbatch)
+        y = self.weight * (sum(arrived) if arrived else torch.full((2,), 1.0 + microbatch, dtype=torch.float64))
+        if self.outgoing:
+            return y
+        self.losses.append(y.sum().item())
+        return y.sum()
+
+
+def scales(plan):
+    return [Scale(plan, stage) for stage in range(plan.num_stages)]
+
+
+def raising(error, at=1):
+    """Something to do before forwards: raise, in that of one microbatch."""
+
+    def before(microbatch):
+        if microbatch == at:
+            raise error
+
+    return before
+
+
 def differentiate(plan, stages):
-    """Forwards and backwards of all microbatches through ``stages``, one after the other."""
+    """Forwards of each microbatch through ``stages``, one after the other, and one backward of all their losses."""
     for microbatch in range(plan.num_microbatches):
-        values = {}
-        for stage in range(plan.num_stages):
-            inputs = {edge: values[edge.source] for edge in plan.graph.stage_edges if edge.destination == stage}
-            forwarded = stages[stage].forward(microbatch, inputs)
-            values[stage] = next(iter(forwarded.outputs.values()), None)
-        forwarded.loss.backward()
+        values, losses = {}, []
+        for number, stage in enumerate(stages):
+            inputs = {edge: values[edge.source] for edge in plan.graph.stage_edges if edge.destination == number}
+            forwarded = stage.forward(microbatch, inputs)
+            values[number] = next(iter(forwarded.outputs.values()), None)
+            losses += [] if forwarded.loss is None else [forwarded.loss]
+        sum(losses).backward()
     return stages
 
 

@@ -1,17 +1,16 @@
-"""A pipeline in one process: every position in a thread, messages through queues; and a stage with one weight."""
+"""A pipeline in one process: every position in a thread, messages through futures."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
+from collections import deque
+from concurrent.futures import Future
 from functools import partial
 
-import torch
 from attrs import define, field
 
-from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
+from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport.edge import Direction, Edge
 
 DEADLINE = 20.0
@@ -30,23 +29,46 @@ class Sent:
 
 @define
 class Receiving:
-    """Takes the next message of a lane, once."""
+    """One message of a lane."""
 
-    lane: queue.Queue
-    payload: object = None
-    taken: bool = False
+    message: Future
 
     def wait(self, timeout=None):
-        if not self.taken:
-            self.payload = self.lane.get(timeout=timeout or DEADLINE)
-            self.taken = True
+        self.message.result(timeout or DEADLINE)
 
     def is_completed(self):
-        return self.taken or not self.lane.empty()
+        return self.message.done()
 
     def result(self):
-        self.wait()
-        return self.payload
+        return self.message.result(DEADLINE)
+
+
+@define
+class Lane:
+    """Message n is that of the n-th send and of the n-th receive, in whichever order receives are waited for."""
+
+    sent: deque = field(factory=deque)  # and not yet received, or the other way round
+    awaited: deque = field(factory=deque)
+    lock: threading.Lock = field(factory=threading.Lock)
+
+    def _message(self, ours, theirs):
+        with self.lock:
+            if theirs:
+                return theirs.popleft()
+            ours.append(Future())
+            return ours[-1]
+
+    def put(self, payload):
+        self._message(self.sent, self.awaited).set_result(payload)
+
+    def fail(self, error):
+        self._message(self.sent, self.awaited).set_exception(error)
+
+    def receive(self):
+        return Receiving(self._message(self.awaited, self.sent))
+
+    def empty(self):
+        return not self.sent and not self.awaited
 
 
 def copied(payload):
@@ -65,13 +87,13 @@ class Network:
     """All lanes of a pipeline, each first in, first out; ``kind`` is the class of its ends."""
 
     kind: type = field(factory=lambda: MemoryCommunicator)
-    lanes: dict[tuple[Edge, Direction], queue.Queue] = field(factory=dict)
+    lanes: dict[tuple[Edge, Direction], Lane] = field(factory=dict)
     messages: int = 0
     lock: threading.Lock = field(factory=threading.Lock)
 
     def lane(self, edge, direction):
         with self.lock:
-            return self.lanes.setdefault((edge, direction), queue.Queue())
+            return self.lanes.setdefault((edge, direction), Lane())
 
     def communicator(self, total_stages, current_stage, *graph):
         """The end of one position of a chain; with a graph of modules and its stages of one of that graph."""
@@ -126,7 +148,7 @@ class MemoryCommunicator:
 
     def irecv(self, *, edge, direction, shapes=None):
         del shapes
-        return Receiving(self.network.lane(edge, direction))
+        return self.network.lane(edge, direction).receive()
 
     def batch(self):
         return contextlib.nullcontext()
@@ -152,45 +174,3 @@ def in_threads(functions):
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads), "a position did not end"
     return results
-
-
-@define
-class Scale:
-    """A stage with one weight: the sum of what arrives (or the microbatch's number), times the weight.
-
-    ``before`` is called first in each forward.
-    """
-
-    plan: Plan
-    stage: int
-    before: object = lambda microbatch: None
-    weight: torch.Tensor = field()
-    losses: list[float] = field(factory=list)
-
-    @weight.default
-    def _weight(self):
-        return torch.tensor(0.5 + self.stage, dtype=torch.float64, requires_grad=True)
-
-    def forward(self, microbatch, inputs):
-        self.before(microbatch)
-        x = sum(inputs.values()) if inputs else torch.full((2,), 1.0 + microbatch, dtype=torch.float64)
-        y = x * self.weight
-        outgoing = [edge for edge in self.plan.graph.stage_edges if edge.source == self.stage]
-        if outgoing:
-            return Forwarded(dict.fromkeys(outgoing, y))
-        self.losses.append(y.sum().item())
-        return Forwarded({}, y.sum())
-
-
-def raising(error, at=1):
-    """Something to do before forwards: raise, in that of one microbatch."""
-
-    def before(microbatch):
-        if microbatch == at:
-            raise error
-
-    return before
-
-
-def scales(plan):
-    return [Scale(plan, stage) for stage in range(plan.num_stages)]

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from attrs import define, evolve, field
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import get_gradient_edge
@@ -17,7 +17,6 @@ from pipegrid.schedules import (
     SCHEDULES,
     ActionKind,
     Costs,
-    Forwarded,
     PlanError,
     forward_only,
     from_json,
@@ -37,10 +36,10 @@ from pipegrid.schedules.autograd import Offload
 from pipegrid.schedules.plan import OFFLOADING
 from pipegrid.schedules.timeline import svg
 
+from ..kit.live import weighty_stages
 from ..kit.plans import GENERATORS
 from ..kit.random_stages import gradients_of, program
 
-nightly = pytest.mark.nightly
 TRAINING = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 
 
@@ -182,27 +181,19 @@ def through_the_host(edges, held):
     copies.wait()
 
 
-def check(seed):
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 2_000), marks=pytest.mark.nightly)], ids=str)
+def test_gradients_of_random_stages_are_those_without_offload(seeds):
+    """Of whole backwards bit for bit."""
     offloaded = partial(gradients_of, before=through_the_host)
-    steps, outputs = program(random.Random(seed))
-    reference = gradients_of(steps, outputs)
-    for mine, theirs in zip(offloaded(steps, outputs, halves=False), reference, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(mine, theirs), f"seed {seed}: {steps} -> {outputs}"
-    for mine, theirs in zip(offloaded(steps, outputs, halves=True), reference, strict=True):
-        if mine is not None and theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_gradients_of_random_stages_are_bit_for_bit_those_without_offload():
-    for seed in range(30):
-        check(seed)
-
-
-@nightly
-def test_gradients_of_two_thousand_random_stages():
-    for seed in range(30, 2_000):
-        check(seed)
+    for seed in seeds:
+        steps, outputs = program(random.Random(seed))
+        reference = gradients_of(steps, outputs)
+        for mine, theirs in zip(offloaded(steps, outputs, halves=False), reference, strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.equal(mine, theirs), f"seed {seed}: {steps} -> {outputs}"
+        for mine, theirs in zip(offloaded(steps, outputs, halves=True), reference, strict=True):
+            if mine is not None and theirs is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_free_lets_the_memory_go_and_one_storage_comes_back_once():
@@ -257,37 +248,15 @@ def test_a_saved_tensor_that_was_modified_in_place_is_torchs_own_error():
         Offload([get_gradient_edge(z)], []).out()
 
 
-@define
-class Squares:
-    """A stage that saves one tensor of 512 bytes a microbatch, and notes how many are alive on its device."""
-
-    plan: object
-    number: int
-    weight: torch.Tensor = field(factory=lambda: torch.eye(8, dtype=torch.float64).mul(0.9).requires_grad_())
-    refs: list = field(factory=list)
-    most: int = 0
-
-    def forward(self, microbatch, inputs):
-        x = next(iter(inputs.values()), None)
-        if x is None:
-            x = torch.full((8, 8), 0.1 * (microbatch + 1), dtype=torch.float64)
-        kept = torch.neg(x)
-        self.refs.append(StorageWeakRef(kept.untyped_storage()))
-        y = (kept @ self.weight).neg()
-        self.most = max(self.most, sum(not ref.expired() for ref in self.refs))
-        edges = [edge for edge in self.plan.graph.stage_edges if edge.source == self.number]
-        return Forwarded(dict.fromkeys(edges, y)) if edges else Forwarded({}, y.square().sum())
-
-
 @pytest.mark.parametrize(("schedule", "limit"), [(one_f_one_b, 2), (gpipe, 2), (zero_bubble_v, 2.5)])
 def test_a_step_that_offloads_has_the_gradients_of_one_that_does_not(schedule, limit, network):
     found, most = [], []
     plain = lower(schedule(3, 7))
     for plan in (plain, offload(plain, limit)):
-        stages = [Squares(plan, number) for number in range(plan.num_stages)]
-        network.run(plan, stages)
+        stages, watches = weighty_stages(plan)
+        network.run(plan, stages, hooks=[[watch] for watch in watches])
         found.append([stage.weight.grad for stage in stages])
-        most.append(max(stage.most for stage in stages))
+        most.append(max(watch.most[0] / stages[0].weight.nbytes for watch in watches))
     assert all(map(torch.equal, *found))
     assert most[1] <= limit * plain.num_chunks
     assert most[1] < most[0]

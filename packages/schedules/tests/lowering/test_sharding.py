@@ -105,13 +105,10 @@ def test_only_the_named_modules_are_sharded_and_frozen_ones_have_nothing_to_redu
 
 def without(plan, position, number):
     """The plan without the sharding action ``number`` of ``position``."""
-    places = [
-        index
-        for index, step in enumerate(plan.positions[position])
-        if isinstance(step, Action) and step.kind in SHARDING
-    ]
-    steps = [step for index, step in enumerate(plan.positions[position]) if index != places[number]]
-    return evolve(plan, positions=[*plan.positions[:position], steps, *plan.positions[position + 1 :]])
+    positions = [list(steps) for steps in plan.positions]
+    places = [i for i, step in enumerate(positions[position]) if isinstance(step, Action) and step.kind in SHARDING]
+    del positions[position][places[number]]
+    return evolve(plan, positions=positions)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero bubble v"])

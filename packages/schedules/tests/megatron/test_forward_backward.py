@@ -12,6 +12,7 @@ from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.generators import multi_module_1f1b
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes
 from pipegrid.schedules.megatron.step_functions import (
@@ -26,6 +27,7 @@ from pipegrid.transport.errors import P2PUsageError
 from ..kit.gradients import difference, gradients_of
 from ..kit.hooks import Hook, noting
 from ..kit.models import WIDTH, Part, call, forward_step, mean_loss, token_loss, uneven
+from ..kit.stages import differentiate, stages_of
 from ..kit.threads import in_threads
 
 
@@ -48,20 +50,16 @@ class Case:
 def reference(case: Case, parts: list[Part]) -> list[object]:
     """The same step in one process: gradients are left in ``parts``; returns the infos of every microbatch."""
     infos = []
-    for index in range(case.microbatches):
-        values: dict[int, torch.Tensor] = {}
-        for stage in range(case.graph.num_stages):
-            arriving = [values[edge.source] for edge in case.graph.stage_edges if edge.destination == stage]
-            values[stage] = parts[stage](sum(arriving) if arriving else uneven(index))
-        for module in case.graph.sinks:
-            *scalars, info = LOSSES[case.loss](values[case.graph.stage(module, -1)])
-            loss = scalars[0]
-            if len(scalars) == 2 and not case.config.calculate_per_token_loss:
-                loss = loss / scalars[1]
-            if not case.config.calculate_per_token_loss:
-                loss = loss / case.microbatches
-            loss.backward(retain_graph=True)
-            infos.append(info)
+
+    def loss(output, _):
+        scalar, *tokens, info = LOSSES[case.loss](output)
+        infos.append(info)
+        if case.config.calculate_per_token_loss:
+            return scalar
+        return scalar / (tokens[0] if tokens else 1) / case.microbatches
+
+    plan = multi_module_1f1b(case.graph, case.microbatches)
+    differentiate(plan, stages_of(case.graph, parts, data=uneven, loss=loss))
     return infos
 
 

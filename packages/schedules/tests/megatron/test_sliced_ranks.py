@@ -26,6 +26,7 @@ from pipegrid.schedules.errors import LossError, PlanError, StepArgumentError
 from pipegrid.schedules.megatron.place import step_plan
 from pipegrid.schedules.plan import chain
 from pipegrid.schedules.runtime import PipelineError
+from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import assert_same_gradients
@@ -34,14 +35,14 @@ from ..kit.sliced_transformer import SlicedStage, again, batches, in_one_process
 LENGTHS = {2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
 
 
+def config_on(ranks, *, strict=False, **options):
+    options |= {"strict": strict or ranks.strict_sends, "staged": ranks.backend == "staged"}
+    return PipelineConfig(pipeline_dtype=torch.float64, variable_seq_lengths=True, **options)
+
+
 def check_runtime(ranks, make, slices, *, strict):
     plan = lower(make(ranks.world_size, 3, num_slices=slices))
-    config = PipelineConfig(
-        pipeline_dtype=torch.float64,
-        variable_seq_lengths=True,
-        strict=strict or ranks.strict_sends,
-        staged=ranks.backend == "staged",
-    )
+    config = config_on(ranks, strict=strict)
     communicator = P2PCommunicator(dist.group.WORLD, config, placement=[place for (place,) in plan.placement])
     data, models = batches(3, 9), parts(plan.num_stages)
     stages = {
@@ -65,7 +66,7 @@ def models_of(stages, num_stages, config):
     return [parts(num_stages, config=config)[stage] for stage in stages]
 
 
-def forward_step(iterator, model, *, mean, **options):
+def forward_step(iterator, model, checkpoint=None, *, mean, **options):
     tokens, targets, weights, count = next(iterator)
     received = model.received[0]
     output = model(tokens if received is None else received, **options)
@@ -86,31 +87,18 @@ def sliced(data, lengths):
 
 def check_step(ranks, schedule, slices, *, pp, mean, chunks=1):
     """Every replica has its own microbatches; gradients are those of all of them in one process."""
-    grid = torch.arange(ranks.world_size).view(-1, pp)
-    groups = [dist.new_group(row) for row in grid.tolist()], [dist.new_group(column) for column in grid.t().tolist()]
-    lane, here = divmod(ranks.rank, pp)
-    pp_group, dp_group = groups[0][lane], groups[1][here]
-    config = PipelineConfig(
-        pipeline_dtype=torch.float64,
-        variable_seq_lengths=True,
-        calculate_per_token_loss=not mean,
-        strict=ranks.strict_sends,
-        staged=ranks.backend == "staged",
-    )
+    lanes = ranks.world_size // pp
+    grid = HyperCommGrid([lanes, pp], ["dp", "pp"])
+    pp_group, dp_group = grid.create_pgs(["pp", "dp"])
+    here, lane = grid.coords(ranks.rank)["pp"], grid.coords(ranks.rank)["dp"]
+    config = config_on(ranks, calculate_per_token_loss=not mean)
     communicator = P2PCommunicator(pp_group, config)
     num_stages = pp * chunks
     stages = range(here, num_stages, pp)
     models = models_of(stages, num_stages, config)
-    all_data = [batches(2, 9, seed=seed) for seed in range(ranks.world_size // pp)]
+    all_data = [batches(2, 9, seed=seed) for seed in range(lanes)]
     expected = parts(num_stages)
-    if mean:  # of the means of the microbatches
-        for data in all_data:
-            for batch in data:
-                in_one_process(expected, [batch])
-        for parameter in (parameter for part in expected for parameter in part.parameters()):
-            parameter.grad /= 2 * len(all_data)
-    else:
-        in_one_process(expected, [batch for data in all_data for batch in data])
+    in_one_process(expected, [batch for data in all_data for batch in data], means=mean)
     step = get_forward_backward_func(schedule=schedule, num_slices=slices)
     for _ in range(2):
         for model in models:
@@ -164,8 +152,9 @@ def test_schedules_and_graphs_without_slices_are_named():
     assert step_plan(chain(2), 4, schedule="seq1f1b", num_slices=2).num_slices == 2
 
 
-def one_rank_step(*, mean=True, forward_only=False, **options):
-    (model,) = models_of([0], 1, PipelineConfig(pipeline_dtype=torch.float64))
+def one_rank_step(model=None, *, mean=True, forward_only=False, **options):
+    if model is None:
+        (model,) = models_of([0], 1, PipelineConfig(pipeline_dtype=torch.float64))
     infos = get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
         forward_step_func=partial(forward_step, mean=mean, **options),
         data_iterator=sliced(batches(2, 9), LENGTHS[3]),
@@ -181,10 +170,7 @@ def one_rank_step(*, mean=True, forward_only=False, **options):
 def test_one_rank_runs_slices_and_evaluates_them(options):
     model, infos = one_rank_step(**options)
     expected = parts(1)
-    for batch in batches(2, 9):
-        in_one_process(expected, [batch])
-    for parameter in expected[0].parameters():
-        parameter.grad /= 2
+    in_one_process(expected, batches(2, 9), means=True)
     assert_same_gradients(model, expected[0], rtol=1e-10, atol=1e-12)
     assert len(infos) == 6
     _, infos = one_rank_step(forward_only=True)
@@ -211,13 +197,7 @@ def test_a_model_without_the_attribute_is_named():
     model = torch.nn.Linear(2, 2)
     model.config = PipelineConfig(pipeline_dtype=torch.float64)
     with pytest.raises(StepArgumentError, match="no module of stage 0 has a current_slice"):
-        get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
-            forward_step_func=lambda iterator, model: None,
-            data_iterator=iter(()),
-            model=model,
-            num_microbatches=2,
-            p2p_communicator=SimpleNamespace(total_stages=1, current_stage=0),
-        )
+        one_rank_step(model)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +213,4 @@ def test_an_option_of_whole_microbatches_is_named(name, value):
     config = PipelineConfig(pipeline_dtype=torch.float64, **{name: value})
     (model,) = models_of([0], 1, config)
     with pytest.raises(StepArgumentError, match=f"config.{name} is set, which counts whole microbatches"):
-        get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
-            forward_step_func=lambda iterator, model, checkpoint=None: None,
-            data_iterator=iter(()),
-            model=model,
-            num_microbatches=2,
-            p2p_communicator=SimpleNamespace(total_stages=1, current_stage=0),
-        )
+        one_rank_step(model)

@@ -27,7 +27,8 @@ from pipegrid.schedules.monitor import Control
 from pipegrid.schedules.monitor.control import Failure
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 
-from ..kit.threads import MemoryCommunicator, Network, Scale, in_threads, raising
+from ..kit.stages import Scale, raising
+from ..kit.threads import MemoryCommunicator, Network, in_threads
 
 
 def run(stage, store, before=lambda microbatch: None, *, network, microbatches=4, steps=1, monitors=None, **settings):
@@ -53,17 +54,7 @@ class Breakable(MemoryCommunicator):
 
     def abort(self, reason):
         for lane in list(self.network.lanes.values()):
-            lane.put(Broken(reason))
-
-
-class Broken:
-    """What a receiver takes from a lane that was ended."""
-
-    def __init__(self, reason):
-        self.reason = reason
-
-    def __getattr__(self, name):
-        raise RuntimeError(f"the lane was ended: {self.reason}")
+            lane.fail(RuntimeError(f"the lane was ended: {reason}"))
 
 
 class TestMonitor:

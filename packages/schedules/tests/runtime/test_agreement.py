@@ -22,7 +22,7 @@ from pipegrid.schedules import (
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
 from ..kit.models import WIDTH, Part, call, forward_step
-from ..kit.threads import Scale
+from ..kit.stages import Scale
 
 # What a rank would wait for messages that do not come, if nobody told it better.
 DEADLINE = 60.0

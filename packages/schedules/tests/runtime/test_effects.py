@@ -13,8 +13,8 @@ from pipegrid.schedules.plan import ActionKind
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.actions import EFFECTS
 
-from ..kit.stages import expected_gradients
-from ..kit.threads import in_threads, scales
+from ..kit.stages import expected_gradients, scales
+from ..kit.threads import in_threads
 
 K = ActionKind
 

@@ -25,7 +25,7 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.transport import streams
 from pipegrid.transport.collectives.waiting import device_collectives
 
-from ..kit.threads import Scale, raising
+from ..kit.stages import Scale, raising
 
 PLAN = lower(one_f_one_b(1, 3))
 

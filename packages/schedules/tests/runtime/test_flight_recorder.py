@@ -12,7 +12,7 @@ from pipegrid.schedules.runtime import flight_recorder
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder, nccl_dump
 from pipegrid.transport import Communicator
 
-from ..kit.threads import Scale, raising
+from ..kit.stages import Scale, raising
 
 PLAN = lower(one_f_one_b(1, 2))
 

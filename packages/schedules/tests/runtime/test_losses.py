@@ -11,7 +11,10 @@ from pipegrid.schedules.generators.registry import SCHEDULES
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.runtime import Forwarded
 
-WIDTH, MICROBATCHES = 4, 5
+from ..kit.models import WIDTH, microbatch
+from ..kit.stages import differentiate
+
+MICROBATCHES = 5
 
 
 class Expert(nn.Module):
@@ -25,39 +28,20 @@ class Expert(nn.Module):
         self.auxiliary = auxiliary
         self.losses = {}
 
-    def compute(self, x):
-        """The output, and the stage's own loss."""
+    def forward(self, number, inputs):
+        x = sum(inputs.values()) if inputs else microbatch(number)
         shares = torch.softmax(self.router(x), dim=-1)
         y = torch.tanh(self.layer(x)) * shares[:, :1]
-        return y, (shares.mean(0) ** 2).sum() + (y**3).mean()
-
-    def forward(self, microbatch, inputs):
-        x = sum(inputs.values()) if inputs else data(microbatch)
-        y, own = self.compute(x)
-        losses = ([own] if self.auxiliary else []) + ([] if self.out else [(y**2).mean()])
+        losses = [(shares.mean(0) ** 2).sum() + (y**3).mean()] if self.auxiliary else []
+        losses += [] if self.out else [(y**2).mean()]
         loss = torch.stack(losses).sum() if losses else None
         if loss is not None:
-            self.losses[microbatch] = loss.item()
+            self.losses[number] = loss.item()
         return Forwarded(dict.fromkeys(self.out, y), loss)
 
 
-def data(microbatch):
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(microbatch))
-
-
-def reference(plan, auxiliary):
-    """The same on one process: the sum of all losses, in one backward per microbatch."""
-    stages = [Expert(stage, plan, auxiliary=stage in auxiliary) for stage in range(plan.num_stages)]
-    for microbatch in range(plan.num_microbatches):
-        x, total = data(microbatch), 0.0
-        for stage in stages:
-            x, own = stage.compute(x)
-            loss = (own if stage.auxiliary else 0.0) + (0.0 if stage.out else (x**2).mean())
-            if stage.auxiliary or not stage.out:
-                stage.losses[microbatch] = loss.item()
-            total = total + loss
-        total.backward()
-    return stages
+def experts(plan, auxiliary):
+    return [Expert(stage, plan, auxiliary=stage in auxiliary) for stage in range(plan.num_stages)]
 
 
 PLANS = {
@@ -74,9 +58,9 @@ PLANS = {
 def test_a_loss_on_any_stage_is_differentiated_with_the_gradients_of_its_outputs(name, auxiliary, deallocate, network):
     plan = PLANS[name]
     chosen = {"first": {0}, "middle": {1}, "all": set(range(plan.num_stages))}[auxiliary]
-    stages = [Expert(stage, plan, auxiliary=stage in chosen) for stage in range(plan.num_stages)]
+    stages = experts(plan, chosen)
     network.run(plan, stages, deallocate_outputs=deallocate)
-    for ours, theirs in zip(stages, reference(plan, chosen), strict=True):
+    for ours, theirs in zip(stages, differentiate(plan, experts(plan, chosen)), strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-14)
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             if other.grad is None:

@@ -27,8 +27,8 @@ from pipegrid.transport import Communicator, Direction, JobTopology, P2PPeerErro
 
 from ..kit.gradients import assert_same_gradients
 from ..kit.models import WIDTH, Part, call, forward_step, in_one_process
-from ..kit.stages import differentiate, stages_of
-from ..kit.threads import Sent, in_threads, raising
+from ..kit.stages import differentiate, raising, stages_of
+from ..kit.threads import Sent, in_threads
 
 
 @define

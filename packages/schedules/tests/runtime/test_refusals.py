@@ -37,7 +37,7 @@ from pipegrid.schedules import (
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
 from ..kit.gradients import assert_same_gradients
-from ..kit.models import WIDTH, Part, call
+from ..kit.models import Part, call, microbatch
 from ..kit.stages import stages_of
 
 ALONE, PAIR, ZB = lower(one_f_one_b(1, 2)), lower(one_f_one_b(2, 2)), lower(zero_bubble_h1(2, 3))
@@ -264,10 +264,6 @@ def test_an_aside_that_fails_is_noted():
 # Wrappers that reduce by themselves
 
 
-def data(rank, microbatch):
-    return torch.full((2, WIDTH), 1.0 + microbatch + 10 * rank, dtype=torch.float64)
-
-
 def loss(output, microbatch=None):
     return output.square().sum()
 
@@ -288,9 +284,7 @@ def test_ddp_is_refused_where_other_forwards_come_between(name, inside, process_
     models = [DistributedDataParallel(Part(number)) for number in range(plan.num_stages)]
     if inside:
         models = [nn.Sequential(model) for model in models]
-    runtime = PipelineRuntime(
-        plan, dict(enumerate(stages_of(plan.graph, models, data=partial(data, 0), loss=loss))), None
-    )
+    runtime = PipelineRuntime(plan, dict(enumerate(stages_of(plan.graph, models, data=microbatch, loss=loss))), None)
     where = r"model\.0" if inside else "model"
     with pytest.raises(GradientError, match=rf"stage 0 has a DistributedDataParallel \({where}\).*reduce_gradients"):
         runtime.step()
@@ -301,11 +295,13 @@ def test_ddp_is_refused_where_other_forwards_come_between(name, inside, process_
 def test_ddp_is_right_where_each_backward_follows_its_own_forward(ranks):
     plan = lower(one_f_one_b(1, 3))
     model, reference = Part(0), Part(0)
-    stages = stages_of(plan.graph, [DistributedDataParallel(model)], data=partial(data, ranks.rank), loss=loss)
+    stages = stages_of(
+        plan.graph, [DistributedDataParallel(model)], data=partial(microbatch, lane=ranks.rank), loss=loss
+    )
     PipelineRuntime(plan, dict(enumerate(stages)), None).step()
     for rank in range(2):
-        for microbatch in range(3):
-            (loss(reference(data(rank, microbatch))) / 2).backward()
+        for number in range(3):
+            (loss(reference(microbatch(number, rank))) / 2).backward()
     assert_same_gradients(model, reference, rtol=1e-14)
 
 

@@ -26,8 +26,8 @@ from pipegrid.schedules.verify import verify
 from pipegrid.transport import streams
 from pipegrid.transport.edge import Edge
 
-from ..kit.stages import expected_gradients
-from ..kit.threads import MemoryCommunicator, Scale, in_threads, raising, scales
+from ..kit.stages import Scale, expected_gradients, raising, scales
+from ..kit.threads import MemoryCommunicator, in_threads
 
 DIAMOND = ModuleGraph({"a": 1, "b": 2, "c": 1}, {"a": ["b", "c"], "b": ["c"]})
 PLANS = {

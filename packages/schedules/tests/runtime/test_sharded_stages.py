@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,6 @@ from attrs import evolve
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -30,6 +31,7 @@ from ..kit.gradients import assert_same_gradients
 from ..kit.groups import Groups
 from ..kit.hooks import Hook
 from ..kit.models import WIDTH, Residual
+from ..kit.operators import CountOps
 from ..kit.stages import Function, stages_of
 
 MICROBATCHES = 4
@@ -49,7 +51,7 @@ def models(count, *, checkpointed=False):
     return [nn.Sequential(*[Layer(checkpointed=checkpointed) for _ in range(2)]).double() for _ in range(count)]
 
 
-def sample(lane, microbatch):
+def sample(microbatch, lane):
     generator = torch.Generator().manual_seed(10 * lane + microbatch)
     return torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
 
@@ -60,28 +62,14 @@ def weigh(lane, microbatch, output):
     return output[:rows].square().sum(), rows * (1 + lane)
 
 
-class Counted(TorchDispatchMode):
-    """The gathers and reductions that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.gathers = self.reductions = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.gathers += "allgather" in str(function)
-        self.reductions += "reduce_scatter" in str(function)
-        return function(*args, **(kwargs or {}))
-
-
-def of_one_process(count, lanes):
-    whole = nn.Sequential(*models(count))
-    tokens = 0
-    for lane in range(lanes):
-        for microbatch in range(MICROBATCHES):
-            loss, own = weigh(lane, microbatch, whole(sample(lane, microbatch)))
-            loss.backward()
-            tokens += own
-    return {name: parameter.grad / tokens for name, parameter in whole.named_parameters()}
+def of_one_process(count):
+    """The whole model with the summed gradients of both lanes, and what their losses count."""
+    whole, tokens = nn.Sequential(*models(count)), 0
+    for lane, microbatch in itertools.product(range(2), range(MICROBATCHES)):
+        loss, own = weigh(lane, microbatch, whole(sample(microbatch, lane)))
+        loss.backward()
+        tokens += own
+    return whole, tokens
 
 
 PLANS = {
@@ -94,16 +82,14 @@ PLANS = {
 def stages_on(ranks, held, counted=None):
     """The stages of one position, with the data of this rank's lane; ``counted``: what their losses count is added."""
 
-    def data(microbatch):
-        return sample(ranks.rank, microbatch).to(ranks.device)
-
     def loss(output, microbatch):
         scalar, rows = weigh(ranks.rank, microbatch, output)
         if counted is not None:
             counted.append(rows)
         return scalar
 
-    return dict(enumerate(stages_of(ModuleGraph({"model": len(held)}), held, data=data, loss=loss)))
+    graph, data = ModuleGraph({"model": len(held)}), lambda microbatch: sample(microbatch, ranks.rank).to(ranks.device)
+    return dict(enumerate(stages_of(graph, held, data=data, loss=loss)))
 
 
 def sharded(ranks, count, *, checkpointed=False, **options):
@@ -138,24 +124,28 @@ def test_a_sharded_stage_has_the_gradients_of_one_process(ranks, name, reduce, c
     runtime = PipelineRuntime(verify(plan, window=1), stages_on(ranks, held, tokens), None)
     every = nn.ModuleList(held)
     for step in range(3):
-        with fresh_gradients(every), Counted() as counted:
+        with fresh_gradients(every), CountOps() as ops:
             if step == 1:
                 runtime.eval()
-                assert counted.reductions == 0
+                assert ops.count("reduce_scatter") == 0
                 visits = sum(
                     a.kind is ActionKind.UNSHARD
                     for a in lower(forward_of(computes), shard="step", prefetch=0).actions(0)
                 )
-                assert counted.gathers == 2 * visits, "those of an evaluation: two layers for each visit"
+                assert ops.count("allgather") == 2 * visits, "those of an evaluation: two layers for each visit"
             else:
                 runtime.step()
                 actions = list(plan.actions(0))
-                assert counted.gathers == 2 * sum(action.kind is ActionKind.UNSHARD for action in actions)
-                assert counted.reductions == 2 * sum(action.kind is ActionKind.REDUCE_GRAD for action in actions)
+                assert ops.count("allgather") == 2 * sum(action.kind is ActionKind.UNSHARD for action in actions)
+                assert ops.count("reduce_scatter") == 2 * sum(
+                    action.kind is ActionKind.REDUCE_GRAD for action in actions
+                )
                 reduce_gradients(every, Groups(dp=dist.group.WORLD), num_tokens=sum(tokens))
         tokens.clear()
-    for parameter, (where, other) in zip(every.parameters(), of_one_process(count, 2).items(), strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor().cpu() / 2, other, rtol=1e-10, atol=1e-13, msg=where)
+    whole, rows = of_one_process(count)
+    for mine, (where, other) in zip(every.parameters(), whole.named_parameters(), strict=True):
+        found = mine.grad.full_tensor().cpu() / 2
+        torch.testing.assert_close(found, other.grad / rows, rtol=1e-10, atol=1e-13, msg=where)
 
 
 @pytest.mark.ranks(2)
@@ -221,7 +211,7 @@ def test_a_gradient_that_one_replica_lacks_is_reduced_on_all(ranks):
     whole = models(1)[0]
 
     def choose(microbatch):
-        x = sample(ranks.rank, microbatch).to(ranks.device)
+        x = sample(microbatch, ranks.rank).to(ranks.device)
         loss = held[0][ranks.rank](x).square().sum()
         return held[0](x).sum() * 0 + loss if ranks.rank == 0 else loss
 
@@ -229,7 +219,7 @@ def test_a_gradient_that_one_replica_lacks_is_reduced_on_all(ranks):
     held[0](sample(0, 0).to(ranks.device))  # the root's first forward
     PipelineRuntime(lower(one_f_one_b(1, 1), shard="step"), stages, None).step()
     (whole[0](sample(0, 0)).square().sum() / 2).backward()
-    (whole[1](sample(1, 0)).square().sum() / 2).backward()
+    (whole[1](sample(0, 1)).square().sum() / 2).backward()
     assert_same_gradients(held[0], whole, rtol=1e-12, atol=1e-14)
 
 
@@ -238,13 +228,11 @@ def test_low_precision_gradients_are_accumulated_in_the_dtype_of_the_reduction(r
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     held = sharded(ranks, 2, mp_policy=policy)
     PipelineRuntime(lower(zero_bubble_v(1, MICROBATCHES), shard="step"), stages_on(ranks, held), None).step()
-    whole = nn.Sequential(*models(2))
-    for lane in range(2):
-        for microbatch in range(MICROBATCHES):
-            (weigh(lane, microbatch, whole(sample(lane, microbatch)))[0] / 2).backward()
+    whole, _ = of_one_process(2)
     for mine, other in zip(nn.ModuleList(held).parameters(), whole.parameters(), strict=True):
         assert mine.grad.dtype == torch.float64
-        difference = (mine.grad.full_tensor().cpu() - other.grad).norm() / other.grad.norm().clamp(min=1e-2)
+        mean = other.grad / 2
+        difference = (mine.grad.full_tensor().cpu() - mean).norm() / mean.norm().clamp(min=1e-2)
         assert difference < 0.03
 
 
@@ -255,7 +243,7 @@ def test_after_a_step_fsdp2_rules_again(ranks):
     runtime.step()
     before = [parameter.grad.full_tensor().clone() for parameter in held[0].parameters()]
     assert all(hasattr(parameter, "device_mesh") for parameter in held[0].parameters()), "freed"
-    held[0](sample(ranks.rank, 0).to(ranks.device)).square().sum().backward()
+    held[0](sample(0, ranks.rank).to(ranks.device)).square().sum().backward()
     assert all(hasattr(parameter, "device_mesh") for parameter in held[0].parameters()), "freed by FSDP2"
     after = [parameter.grad.full_tensor() for parameter in held[0].parameters()]
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True)), "reduced by FSDP2"

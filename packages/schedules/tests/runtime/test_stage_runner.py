@@ -6,9 +6,8 @@ import re
 
 import pytest
 import torch
-from attrs import define, evolve, field
+from attrs import evolve
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -31,10 +30,9 @@ from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.edge import Direction, Edge
 
 from ..kit.custom_functions import Scale
+from ..kit.live import WIDTH, Watch, weighty_stages
 from ..kit.stages import Function
 from ..kit.threads import MemoryCommunicator, Network
-
-WIDTH = 8
 
 
 def step(plan, functions, network, *, hooks=None, **options):
@@ -45,57 +43,14 @@ def step(plan, functions, network, *, hooks=None, **options):
 # How much is live
 
 
-@define
-class Watch:
-    """The most bytes live on one position after any of its actions, of each of two sorts of activation."""
-
-    sizes: list = field(factory=list)
-    most: list = field(factory=lambda: [0, 0])
-
-    def note(self, sort, tensor):
-        self.sizes.append((sort, tensor.nbytes, StorageWeakRef(tensor.untyped_storage())))
-
-    def before(self, action):
-        pass
-
-    def after(self, action):
-        self.sizes = [entry for entry in self.sizes if not entry[2].expired()]
-        for sort in (0, 1):
-            live = sum(size for kind, size, _ in self.sizes if kind == sort)
-            self.most[sort] = max(self.most[sort], live)
-
-
-@define
-class Weighty:
-    """Makes two activations of 512 bytes: one that only the weight half reads, one that only the input half does."""
-
-    stage: int
-    watch: Watch
-    weight: torch.Tensor = field(factory=lambda: torch.eye(WIDTH, dtype=torch.float64).requires_grad_())
-    last: bool = False
-
-    def __call__(self, microbatch, x=None):
-        if x is None:
-            x = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
-        multiplied = torch.neg(x)
-        self.watch.note(0, multiplied)
-        bent = (multiplied @ self.weight).exp()
-        self.watch.note(1, bent)
-        return bent.neg().sum() if self.last else bent.neg()
-
-
 @pytest.mark.parametrize(
     "name", [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 )
 def test_as_many_bytes_are_live_as_the_plan_predicts(name, network):
     plan = lower(SCHEDULES[name].plan(3, 7))
     proof = verify(plan)
-    watches = [Watch() for _ in plan.positions]
-    functions = [
-        Weighty(stage, watches[plan.placement[stage][0]], last=stage == plan.num_stages - 1)
-        for stage in range(plan.num_stages)
-    ]
-    step(plan, functions, network, hooks=watches)
+    stages, watches = weighty_stages(plan)
+    network.run(plan, stages, hooks=[[watch] for watch in watches])
     # A stage counts for its share of a position.
     sizes = [8 * WIDTH * WIDTH * len(held) for held in plan.stages_at]
     assert [watch.most[0] / size for watch, size in zip(watches, sizes, strict=True)] == list(proof.peak_live)

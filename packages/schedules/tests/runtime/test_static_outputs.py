@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 
@@ -16,16 +17,9 @@ from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
 from ..kit.stages import Function
 
-COUNT = 8
+COUNT, CONSTANT = 8, 5.0
 EDGE = Edge(0, 1)
-
-
 PAIR = ModuleGraph({"model": 2})
-
-
-def first(make):
-    """A stage that returns the number of each microbatch, from 1, by ``make``."""
-    return Function(PAIR, 0, lambda microbatch: make(float(microbatch + 1)))
 
 
 def last(arrived):
@@ -39,124 +33,95 @@ def last(arrived):
     return Function(PAIR, 1, note)
 
 
-def buffer_of(size, device):
-    return torch.zeros(size, device=device)
+# Ways of a stage to return the number of a microbatch in ``memory``: two tensors, there before its first forward.
 
 
-def filled(size, device):
+def filled(memory, value):
     """One tensor, filled anew."""
-    buffer = buffer_of(size, device)
-    return lambda value: buffer.fill_(value)
+    return memory[0].fill_(value)
 
 
-def of_data(size, device):
+def of_data(memory, value):
     """Written past the version counter, as a captured graph does."""
-    buffer = buffer_of(size, device)
-
-    def make(value):
-        buffer.data.fill_(value)
-        return buffer
-
-    return make
+    memory[0].data.fill_(value)
+    return memory[0]
 
 
-def another_tensor(size, device):
+def another_tensor(memory, value):
     """A new tensor over the same memory each time, as captured graphs return it."""
-    buffer = buffer_of(size, device)
-
-    def make(value):
-        buffer.data.fill_(value)
-        return buffer.detach()
-
-    return make
+    return of_data(memory, value).detach()
 
 
-def a_view(size, device):
+def a_view(memory, value):
     """A part of a larger buffer."""
-    buffer = buffer_of(2 * size, device)
-
-    def make(value):
-        return buffer.fill_(value)[:size]
-
-    return make
+    return memory[0].fill_(value)[: len(memory[0]) // 2]
 
 
-def two_in_turn(size, device):
-    buffers = [buffer_of(size, device), buffer_of(size, device)]
-    return lambda value: buffers[int(value) % 2].fill_(value)
+def two_in_turn(memory, value):
+    return memory[int(value) % 2].fill_(value)
 
 
-def beside_a_new_one(size, device):
+def beside_a_new_one(memory, value):
     """In a dict, with a constant and a tensor of its own."""
-    buffer, mask = buffer_of(size, device), torch.full((3,), 5.0, device=device)
-
-    def make(value):
-        return {"new": torch.full((size,), value, device=device), "again": buffer.fill_(value), "mask": mask}
-
-    return make
+    return {"new": torch.full_like(memory[0], value), "again": memory[0].fill_(value), "constant": memory[1]}
 
 
-def written_later(size, device):
+def written_later(memory, value):
     """The output itself is new; the next forward writes into it."""
-    held = []
-
-    def make(value):
-        for tensor in held:
-            tensor.data.fill_(100.0)
-        held[:] = [torch.full((size,), value, device=device)]
-        return held[0]
-
-    return make
+    memory[0].data.fill_(100.0)
+    memory[0] = torch.full_like(memory[0], value)
+    return memory[0]
 
 
 WAYS = [filled, of_data, another_tensor, a_view, two_in_turn, beside_a_new_one, written_later]
 
 
-def run(ranks, make, *, plan=None, train=False, size=4, mode=torch.no_grad):
-    """What arrives of ``COUNT`` microbatches at the second of two ranks."""
+def writing(way, size, device):
+    """A stage that returns the number of each microbatch, from 1, in one of these ways."""
+    memory = [torch.full((size,), CONSTANT, device=device) for _ in range(2)]
+    return Function(PAIR, 0, lambda microbatch: way(memory, microbatch + 1.0))
+
+
+def expected(way):
+    """The mean of each tensor of each microbatch."""
+    numbers = map(float, range(1, COUNT + 1))
+    return [[number, number, CONSTANT] if way is beside_a_new_one else [number] for number in numbers]
+
+
+@contextlib.contextmanager
+def runtime_of(ranks, stage, plan=None):
+    """That of one of two ranks, whose lanes are open until both have left."""
     plan = lower(gpipe(2, COUNT)) if plan is None else plan
-    config = P2PConfig(deadline=30, shapes="header")
-    communicator = P2PCommunicator(torch.distributed.group.WORLD, config)
-    arrived = []
-    stage = first(make(size, ranks.device)) if ranks.rank == 0 else last(arrived)
-    runtime = PipelineRuntime(verify(plan), {ranks.rank: stage}, communicator)
-    try:
-        if train:
-            runtime.step()
-        else:
-            with mode():
-                runtime.eval()
-    finally:
-        torch.distributed.barrier()
-        communicator.close()
-    return arrived
-
-
-def expected(make):
-    return [[float(value), float(value), 5.0] if make is beside_a_new_one else [float(value)] for value in range(1, 9)]
+    communicator = P2PCommunicator(torch.distributed.group.WORLD, P2PConfig(deadline=30, shapes="header"))
+    yield PipelineRuntime(verify(plan), {ranks.rank: stage}, communicator)
+    ranks.barrier()
+    communicator.close()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("make", WAYS)
-def test_every_microbatch_arrives_as_it_was_returned(ranks, make, mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_every_microbatch_arrives_as_it_was_returned(ranks, way, mode):
     for size in (4, 100_000):
-        arrived = run(ranks, make, size=size, mode=mode)
-        assert arrived == (expected(make) if ranks.rank else [])
+        arrived = []
+        stage = last(arrived) if ranks.rank else writing(way, size, ranks.device)
+        with runtime_of(ranks, stage) as runtime, mode():
+            runtime.eval()
+        assert arrived == (expected(way) if ranks.rank else [])
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("make", WAYS)
-def test_a_stage_on_the_same_rank_gets_what_was_returned(ranks, make):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stage_on_the_same_rank_gets_what_was_returned(ranks, way):
     """All forwards of the first stage come before those of the second."""
     orders = [f"{stage}F{m}" for stage in range(2) for m in range(COUNT)]
     plan = compute_plan(
         [[*map(parse_action, orders)]], graph=2, placement=[0, 0], num_microbatches=COUNT, forward_only=[0, 1]
     )
     arrived = []
-    stages = {0: first(make(4, ranks.device)), 1: last(arrived)}
+    stages = {0: writing(way, 4, ranks.device), 1: last(arrived)}
     PipelineRuntime(verify(lower(plan)), stages, None).eval()
-    assert arrived == expected(make)
+    assert arrived == expected(way)
 
 
 class Captured(torch.autograd.Function):
@@ -185,28 +150,25 @@ def trained(ranks, makes, plan=None):
 
     ``makes(x, microbatch)`` of each rank computes, of the first with the weight for ``x``.
     """
-    plan = lower(gpipe(2, COUNT)) if plan is None else plan
-    communicator = P2PCommunicator(torch.distributed.group.WORLD, P2PConfig(deadline=30, shapes="header"))
     arrived, error = [], None
     weight = torch.ones(4, device=ranks.device, requires_grad=True)
     make = makes[ranks.rank]
 
-    def second(microbatch, x):
+    def second(microbatch, payload):
+        x = payload["x"] if isinstance(payload, dict) else payload
         arrived.append(x.detach().double().mean().item())
         if x.requires_grad:
             x.register_hook(lambda gradient: None)
         return (make(x, microbatch) * weight).sum()
 
-    functions = [lambda microbatch: make(weight, microbatch), second]
-    stage = Function(PAIR, ranks.rank, functions[ranks.rank])
-    runtime = PipelineRuntime(verify(plan), {ranks.rank: stage}, communicator)
-    try:
-        runtime.step()
-    except PipelineError as failure:
-        error = failure
-    ranks.store.set(f"outcome of {ranks.rank}", "" if error is None else str(error))
-    outcomes = [ranks.store.get(f"outcome of {rank}").decode() or None for rank in range(2)]
-    communicator.close()
+    function = second if ranks.rank else lambda microbatch: make(weight, microbatch)
+    with runtime_of(ranks, Function(PAIR, ranks.rank, function), plan) as runtime:
+        try:
+            runtime.step()
+        except PipelineError as failure:
+            error = failure
+        ranks.store.set(f"outcome of {ranks.rank}", "" if error is None else str(error))
+        outcomes = [ranks.store.get(f"outcome of {rank}").decode() or None for rank in range(2)]
     return arrived, weight.grad, outcomes
 
 
@@ -235,8 +197,7 @@ def test_an_output_in_static_memory_with_a_graph_raises_while_an_earlier_one_is_
         time.sleep(0.1)  # the message before it is read meanwhile
         return form(captured)
 
-    makes = [written_slowly, lambda x, m: x["x"] if isinstance(x, dict) else x]
-    _, _, outcomes = trained(ranks, makes)
+    _, _, outcomes = trained(ranks, [written_slowly, lambda x, m: x])
     assert "StageOutputError: stage 0 wrote again into its output of microbatch 0 before edge 0>1 had" in outcomes[0]
 
 

@@ -18,12 +18,15 @@ from pipegrid.schedules.search.network import as_network
 from ..kit.every_order import least_makespan
 
 nightly = pytest.mark.nightly
-SIZES = st.sampled_from([0.25, 0.5, 1.0, 2.0])
+SIZES, AHEAD = st.sampled_from([0.25, 0.5, 1.0, 2.0]), st.sampled_from([None, 1, 2])
 
 
 @st.composite
 def shapes(draw):
-    """An encoder or two before a language model: apart, stage by stage on its positions, or whole on all of them."""
+    """An encoder or two before a language model: apart, stage by stage on its positions, or whole on all of them.
+
+    Returns 1F1B over them, the costs, a memory limit, and the other arguments of a search.
+    """
     depth, count = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     names = ["images", "audio"][: draw(st.integers(1, 2))]
     modules, placement, positions = {}, [], depth
@@ -41,47 +44,29 @@ def shapes(draw):
     stages = graph.num_stages
     times = {kind: [draw(SIZES) for _ in range(stages)] for kind in "FIW"}
     costs = Costs(**times, latency=draw(st.sampled_from([0, 0.3])), activation=[draw(SIZES) for _ in range(stages)])
-    ahead = draw(st.sampled_from([None, 1, 2]))
+    options = {"graph": graph, "placement": placement, "forward_only": frozen, "ahead": draw(AHEAD)}
+    options |= {"num_positions": positions, "num_microbatches": count}
+    (free,) = problems(costs, **options)
     base = multi_module_1f1b(graph, count, placement=placement, forward_only=frozen)
-    (free,) = problems(
-        costs,
-        num_positions=positions,
-        num_microbatches=count,
-        graph=graph,
-        placement=placement,
-        forward_only=frozen,
-        ahead=ahead,
-    )
     slack = draw(st.sampled_from([1.0, 1.5, None]))
     limit = None if slack is None else max(free.least_memory(), slack * simulate(base, costs).peak())
-    return base, costs, limit, frozen, ahead
-
-
-def options_of(base, frozen, ahead):
-    return {
-        "num_positions": base.num_positions,
-        "num_microbatches": base.num_microbatches,
-        "graph": base.graph,
-        "placement": base.placement,
-        "forward_only": frozen,
-        "ahead": ahead,
-    }
+    return base, costs, limit, options
 
 
 @given(shapes())
 @settings(max_examples=60, deadline=None)
 def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_queue(shape):
-    base, costs, limit, frozen, ahead = shape
-    (problem,) = problems(costs, limit, **options_of(base, frozen, ahead))
+    _, costs, limit, options = shape
+    (problem,) = problems(costs, limit, **options)
     network = as_network(problem)
     for policy in itertools.islice(policies(chunked=False, shared=True), 0, None, 13):
         plan = planned(problem, list_schedule(problem, policy))
-        verify(lower(plan, ahead=ahead))
+        verify(lower(plan, ahead=options["ahead"]))
         orders = network.orders_of(plan)
         assert all(map(network.keeps_to_limit, orders))
         timing = network.timed(orders)
         assert timing is not None
-        if ahead is None or not frozen:
+        if options["ahead"] is None or not options["forward_only"]:
             assert timing.value == pytest.approx(simulate(plan, costs).makespan)
         assert timing.value >= lower_bound(network, "makespan") - 1e-9
 
@@ -89,10 +74,10 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
 @given(shapes())
 @settings(max_examples=40, deadline=None)
 def test_a_plan_found_verifies_keeps_to_the_peak_of_1f1b_and_is_no_longer(shape):
-    base, costs, limit, frozen, ahead = shape
-    found = search(costs, limit, **options_of(base, frozen, ahead), effort=0.002)
+    base, costs, limit, options = shape
+    found = search(costs, limit, **options, effort=0.002)
     verify(found.plan)
-    verify(lower(found.plan, ahead=ahead))
+    verify(lower(found.plan, ahead=options["ahead"]))
     simulation = simulate(found.plan, costs)
     assert (found.makespan, found.peak) == (simulation.makespan, simulation.peak())
     assert limit is None or found.peak <= limit + 1e-6

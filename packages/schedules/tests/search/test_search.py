@@ -64,31 +64,21 @@ def random_search(rng):
     return costs, cap, options, rng.choice(("makespan", "span"))
 
 
-def assert_found_plan_holds(rng):
-    costs, cap, options, objective = random_search(rng)
-    found = search(costs, cap, **options, objective=objective, effort=0.01)
-    verify(found.plan)
-    verify(lower(found.plan))
-    simulation = simulate(found.plan, costs)
-    assert (found.makespan, found.span, found.peak) == (simulation.makespan, simulation.span, simulation.peak())
-    assert cap is None or found.peak <= cap + 1e-6
-    value = found.makespan if objective == "makespan" else found.span
-    assert value >= found.bound - 1e-9
-    named = [entry for entry in candidates(problems(costs, cap, **options)) if entry.origin != "list"]
-    assert all(value <= (entry.makespan if objective == "makespan" else entry.span) + 1e-9 for entry in named)
-
-
-def test_every_plan_found_verifies_keeps_to_the_cap_and_is_never_worse_than_a_named_one():
-    rng = random.Random(0)
-    for _ in range(6):
-        assert_found_plan_holds(rng)
-
-
-@nightly
-def test_every_plan_found_verifies_at_100_problems():
-    rng = random.Random(1)
-    for _ in range(100):
-        assert_found_plan_holds(rng)
+@pytest.mark.parametrize(("count", "seed"), [(6, 0), pytest.param(100, 1, marks=nightly)])
+def test_every_plan_found_verifies_keeps_to_the_cap_and_is_never_worse_than_a_named_one(count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        costs, cap, options, objective = random_search(rng)
+        found = search(costs, cap, **options, objective=objective, effort=0.01)
+        verify(found.plan)
+        verify(lower(found.plan))
+        simulation = simulate(found.plan, costs)
+        assert (found.makespan, found.span, found.peak) == (simulation.makespan, simulation.span, simulation.peak())
+        assert cap is None or found.peak <= cap + 1e-6
+        value = getattr(found, objective)
+        assert value >= found.bound - 1e-9
+        named = [entry for entry in candidates(problems(costs, cap, **options)) if entry.origin != "list"]
+        assert all(value <= getattr(entry, objective) + 1e-9 for entry in named)
 
 
 @pytest.mark.parametrize(

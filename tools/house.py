@@ -51,7 +51,7 @@ LATER = {
     "warm-up": "schedules.runtime.warm_up",
     "any model": "training.check training.pipeline training.safetensors_files training.stages.building.origins "
     "training.stages.building.pretrained training.stages.building.values training.stages.comparison "
-    "training.stages.flow training.stages.proof training.stages.torch_compat schedules.gradients.reduction.checksum",
+    "training.stages.flow training.stages.proof training.stages.torch_compat transport.collectives.checksum",
 }
 """Files and folders of features that are younger than the renovation, which is measured without them.
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipegrid.schedules import PipelineConfig, PipelineError
 from pipegrid.schedules.gradients import GradientError, ReplicaError, clip_grad_norm_, reduce_gradients
-from pipegrid.schedules.gradients.reduction.checksum import checksums
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.transport.collectives.checksum import checksums
 
 from ..kit.models import call
 

@@ -82,7 +82,7 @@ class ColocatedBridgeCommunicator:
         dest_module_name: for messages.
         dim_mapping: axis of ``"b"``, ``"s"``, ``"h"``; default ``{"b": 0, "s": 1, "h": 2}``. For flattened
             ``[tokens, h]`` pass ``{"b": 0, "h": 1}``: samples then need equal numbers of tokens.
-        check_replicated: in the first call, compare digests over the copies of each source replica, and their rows.
+        check_replicated: in the first call, compare checksums over the copies of each source replica, and their rows.
         check_every: compare them again every so many calls; 0 is never again.
         backend: of the groups; None is the default group's.
         timeout: of the groups; a ``timedelta``, None is beyond the deadline.

@@ -1,4 +1,4 @@
-"""Compares digests of tensors that should be equal on several ranks; all of them get the same verdict."""
+"""Compares checksums of tensors that should be equal on several ranks; all of them get the same verdict."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attrs import define, field
 from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import Side
+from pipegrid.transport.collectives.checksum import checksums
 
 
 @define(eq=False)
@@ -46,11 +47,12 @@ class ReplicationCheck:
     def _compare(self, tensor: torch.Tensor, rows: int) -> None:
         found = torch.tensor([0, rows, -rows], dtype=torch.int64, device=tensor.device)
         if self.copies is not None:
-            # The digests' largest and smallest value, in one all-reduce, the same on every copy.
-            own = digest(tensor)
-            extremes = torch.stack((own, -own))
+            # The largest and the smallest checksum of content and shape, in one all-reduce: the same on every copy.
+            # ~x turns the order round, as -x does but for the least integer.
+            own = checksums([tensor, torch.tensor(tensor.shape)], tensor.device)
+            extremes = torch.stack((own, ~own))
             self._reduce(extremes, self.copies)
-            if not torch.equal(extremes[0], -extremes[1]):
+            if not torch.equal(extremes[0], ~extremes[1]):
                 found[0] = self.side.lane_of(self.rank) + 1
         self._reduce(found, self.everyone)
         wrong, most, least = (int(value) for value in found.tolist())
@@ -70,12 +72,3 @@ class ReplicationCheck:
         """The largest of each element over the group, in place; the host waits for it."""
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self.waits.wait(work, dist.get_process_group_ranks(group), group, host=True)
-
-
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers that differ, but for chance, where two tensors differ in any bit or in shape."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    place = torch.arange(data.numel(), device=data.device) % 65521 + 1
-    shape = torch.tensor(tensor.shape, device=data.device)
-    weights = torch.arange(1, tensor.ndim + 1, device=data.device)
-    return torch.stack((data.sum(), (data * place).sum(), (shape * weights).sum()))

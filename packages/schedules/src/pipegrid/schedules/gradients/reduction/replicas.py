@@ -16,7 +16,7 @@ from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.schedules.gradients.lanes import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
-from pipegrid.schedules.gradients.reduction.checksum import checksums
+from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
 
 _SHOWN = 4  # checksums in an error

@@ -48,10 +48,11 @@ class ReplicationCheck:
         found = torch.tensor([0, rows, -rows], dtype=torch.int64, device=tensor.device)
         if self.copies is not None:
             # The largest and the smallest checksum of content and shape, in one all-reduce: the same on every copy.
+            # ~x turns the order round, as -x does but for the least integer.
             own = checksums([tensor, torch.tensor(tensor.shape)], tensor.device)
-            extremes = torch.stack((own, -own))
+            extremes = torch.stack((own, ~own))
             self._reduce(extremes, self.copies)
-            if not torch.equal(extremes[0], -extremes[1]):
+            if not torch.equal(extremes[0], ~extremes[1]):
                 found[0] = self.side.lane_of(self.rank) + 1
         self._reduce(found, self.everyone)
         wrong, most, least = (int(value) for value in found.tolist())

@@ -11,6 +11,8 @@ from pipegrid.schedules import PipelineConfig
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline, PipelineModule, TrainingState
 
+from .kit.checkpoints import values_of
+
 WORDS, WIDTH, LAYERS, LENGTH, ROWS, MICROBATCHES = 11, 6, 8, 5, 8, 4
 
 
@@ -194,14 +196,3 @@ class Job:
 
     def close(self):
         self.pipeline.close()
-
-
-def values_of(state):
-    """Every tensor and every entry of an optimizer state, by whole-model names."""
-    found = {}
-    for slot in state.slots():
-        found[slot.held.key] = slot.tensor().detach().clone()
-        for optimizer in state.optimizers:
-            for entry, value in optimizer.state.get(slot.tensor(), {}).items():
-                found[slot.held.key, entry] = value.clone()
-    return found

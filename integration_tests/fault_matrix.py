@@ -41,17 +41,15 @@ from attrs import asdict, evolve, frozen
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fault_ranks import CHAINS, STEPS, WORLD, Case, rank_main
+from fault_ranks import SCHEDULES, STARTS, STEPS, WORLD, Case, rank_main
 from kit.processes import end, logs
 
 BACKENDS = ("gloo", "fake_nccl", "fake_nccl_serial")
 PROMISED = 2.0  # seconds beyond the deadline
 DAYS = 40.0
 
-SCHEDULES = (*CHAINS, "vtp", "modules", "colocated")
 FAULTS = ("kill", "exit", "raise", "memory", "interrupt", "stop", "stop and continue", "delay")
 PLACES = ("before", "after", "forward", "backward", "between", "reduce", "clip", "create", "close", "open", "restart")
-STARTS = ("create", "open", "restart")  # before the first step
 STORES = ("launcher", "rank", "file")
 WATCHES = tuple(itertools.product((True, False), STORES))  # with or without a monitor, and where the store is
 SEEN = {"kill", "exit", "raise", "memory", "interrupt"}  # what others learn at once, by its name

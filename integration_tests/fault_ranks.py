@@ -55,6 +55,7 @@ CHAINS = {
     "dualpipe_v": lambda: dualpipe_v(4, 2 * MICROBATCHES),
 }
 SCHEDULES = (*CHAINS, "vtp", "modules", "colocated")
+STARTS = ("create", "open", "restart")  # places before the first step
 
 
 @frozen
@@ -243,13 +244,11 @@ def _run(case: Case, rank: int, folder: Path, injector: Injector, clock: MovedCl
     if case.step == 0:
         injector.reach("create")
     plan, communicator, numbers, grids = _job(case, config)
-    names = [name for name, grid in grids.items() if grid.is_current_rank_in_grid()]
-    groups = {}
-    for name, grid in grids.items():
+    for grid in grids.values():
         if "dp" in grid.dim_names:
             grid.create_pg("dp", timeout=timedelta(seconds=case.deadline + 10))
-        if name in names:
-            groups[name] = ProcessGroupCollection.from_grid(grid)
+    own = {name: grid for name, grid in grids.items() if grid.is_current_rank_in_grid()}
+    groups = {name: ProcessGroupCollection.from_grid(grid) for name, grid in own.items()}
     injector.reach("restart")
     monitor = None
     if case.monitor:
@@ -259,18 +258,17 @@ def _run(case: Case, rank: int, folder: Path, injector: Injector, clock: MovedCl
         monitor = Monitor(watch, rank=rank, ranks=range(WORLD), deadline=case.deadline, first_deadline=first)
     stages = {number: _stage(number, plan, injector) for number in numbers}
     runtime = PipelineRuntime(plan, stages, communicator, hooks=[injector], monitor=monitor)
-    by_name = {name: torch.nn.ModuleList() for name in names}
+    models = {name: torch.nn.ModuleList() for name in own}
     for number, stage in stages.items():
-        name = names[0] if len(grids) == 1 else plan.graph.module_of(number)[0]
-        by_name[name].append(stage.model)
+        models[plan.graph.module_of(number)[0]].append(stage.model)
 
     def finish() -> None:
         injector.reach("reduce")
-        reduce_gradients(by_name, groups, loss_lanes=1, deadline=case.deadline)
+        reduce_gradients(models, groups, loss_lanes=1, deadline=case.deadline)
         injector.reach("clip")
-        clip_grad_norm_(by_name, groups, 1.0, deadline=case.deadline)
+        clip_grad_norm_(models, groups, 1.0, deadline=case.deadline)
 
-    if case.place not in ("create", "open", "restart"):  # a barrier of torch's own would raise torch's own errors
+    if case.place not in STARTS:  # a barrier of torch's own would raise torch's own errors
         dist.barrier()
     for step in range(STEPS):
         injector.step = step

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.training import Checkpoints
 
-from .checkpoint_jobs import Job, Layout, Whole, values_of
+from .checkpoint_jobs import Job, Layout, Whole
+from .kit.checkpoints import require_equal, values_of
 
 SCHEDULES = {1: ("1f1b",), 2: ("interleaved_1f1b", "zero_bubble_v", "dualpipe_v")}
 MATRIX = [
@@ -41,12 +42,6 @@ def _deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def require_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
 
 
 def require_a_round_trip(ranks, layout):

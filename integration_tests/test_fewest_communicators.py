@@ -14,7 +14,7 @@ from pipegrid.schedules.orders import fewest_communicators
 from pipegrid.transport import P2PCommunicator, P2PConfig
 from pipegrid.transport.sharing import LaneSharing
 
-from .test_generated_plans import ROWS, Layer, reference
+from .kit.rows import ROWS, Layer, in_one_process
 
 MODES = ("streams", "serial", "nccl2", "lazy")
 # In the middle both positions send before they receive, each on a communicator of its own or they wait for each other.
@@ -71,10 +71,10 @@ def run(ranks, proof, found, **settings):
     groups = {lane.group.group_name: lane.group.size() for lane in communicator.lanes.values() if lane.group}
     assert len(groups) == found.per_position[ranks.rank] == proof.communicators[ranks.rank], str(found)
     assert sorted(groups.values()) == sorted(len(one) for one in found.members if ranks.rank in one)
-    stages = {stage: Layer(stage, plan, ranks.device) for stage in plan.stages_at[ranks.rank]}
+    stages = {stage: Layer(plan, stage, ranks.device) for stage in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(proof, stages, communicator)
     assert runtime.proof is proof
-    expected = reference(plan, ranks.device)
+    expected = in_one_process(plan, ranks.device)
     for step in (1, 2):
         runtime.step()
         for number, stage in stages.items():
@@ -140,7 +140,7 @@ def test_a_wrong_assignment_is_rejected_by_the_proof_and_hangs_without_it(ranks,
         verify(FACING, lanes=wrong, order="nccl2")
     config = P2PConfig(pipeline_dtype=torch.float64, communicators=wrong, deadline=3.0)
     communicator = P2PCommunicator(dist.group.WORLD, config, device=ranks.device)
-    stages = {ranks.rank: Layer(ranks.rank, FACING, ranks.device)}
+    stages = {ranks.rank: Layer(FACING, ranks.rank, ranks.device)}
     with pytest.raises(PlanError, match="deadlock under nccl"):
         PipelineRuntime(FACING, stages, communicator)
     with pytest.raises(PipelineError, match=r"position \d, step \d of \d.*"):

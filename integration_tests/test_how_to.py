@@ -12,6 +12,7 @@ import runpy
 import shlex
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,8 @@ def page(name):
 def script(name):
     """The script of a page, its arguments, the number of its ranks (0: no ranks), and what it prints."""
     text = page(name)
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (code,), (said,) = programs.blocks(text), programs.blocks(text, "text")
     ((_, ranks, file, arguments),) = COMMAND.findall(text)
-    (said,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
     assert file == f"{name}.py"
     return code, shlex.split(arguments), int(ranks or 0), said
 
@@ -118,8 +118,8 @@ def test_a_script_on_ranks_prints_what_the_page_says(name, ranks, tmp_path, monk
 def test_a_script_runs_as_it_is_started(name, tmp_path):
     code, arguments, ranks, said = script(name)
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks else []
-    done = programs.run(*launcher, f"{name}.py", *arguments, cwd=tmp_path, timeout=300)
+    launch = partial(programs.torchrun, ranks) if ranks else programs.run
+    done = launch(f"{name}.py", *arguments, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     compare(done.stdout, said)
 

@@ -15,14 +15,8 @@ from .kit import programs
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hugging_face.md"
 SCRIPT = ROOT / "docs" / "examples" / "hf_text" / "run.py"
-ONE, FOUR, SHARDED = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
-def run(command, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = programs.run(*command, timeout=500, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+ONE, FOUR, SHARDED = programs.blocks(PAGE.read_text(encoding="utf-8"))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def test_the_page_shows_the_script_that_runs():
@@ -40,14 +34,15 @@ def test_the_script_is_short_and_little_of_it_is_about_pipegrid():
 
 @pytest.mark.nightly
 def test_the_script_goes_on_in_another_layout_and_recites(tmp_path):
-    printed = run([SCRIPT], tmp_path)
-    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\S+)", printed)]
-    epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+): ", printed)]
+    done = programs.run(SCRIPT, timeout=500, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\S+)", done.stdout)]
+    epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+): ", done.stdout)]
     assert epochs == list(range(len(epochs)))
     half = len(losses) // 2
     assert losses[half] < losses[half - 1] < 0.5 * losses[0]  # the second run goes on where the first has ended
     assert losses[-1] < 0.5 * losses[half - 1]
-    texts = re.findall(r"^loss \S+: (.*)", printed, flags=re.MULTILINE)
+    texts = re.findall(r"^loss \S+: (.*)", done.stdout, flags=re.MULTILINE)
     assert len(texts) == 2
     assert texts[-1].startswith("the fog comes on little cat feet.")
 
@@ -61,7 +56,8 @@ def test_the_loop_of_one_process_runs():
 
 def test_the_sharded_script_trains(tmp_path):
     (tmp_path / "page.py").write_text(SHARDED, encoding="utf-8")
-    printed = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "page.py"], tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss (\S+), gradient norm", printed)]
+    done = programs.torchrun(4, "page.py", timeout=500, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+), gradient norm", done.stdout)]
     assert len(losses) == 3
     assert losses[2] < losses[0]

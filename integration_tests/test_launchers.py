@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from .kit.programs import blocks
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")
 SCRIPT = ROOT / "docs" / "examples" / "launchers" / "train.py"
@@ -20,7 +22,7 @@ NAMES = [name for name in SECTIONS if name not in ("The script", "Which launcher
 
 
 def block(name, language):
-    (found,) = re.findall(rf"```{language}\n(.*?)```", SECTIONS[name], re.DOTALL)
+    (found,) = blocks(SECTIONS[name], language)
     return found
 
 

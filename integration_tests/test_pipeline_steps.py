@@ -5,25 +5,23 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from pipegrid.schedules import SCHEDULES, PipelineRuntime, lower
-from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
 )
 from pipegrid.transport import P2PCommunicator
 
-from .kit.models import Part, call, chain_in_one_process, forward_step, require_same_gradients
+from .kit.data import normal
+from .kit.models import Part, call, chain_in_one_process, config_for, forward_step, require_same_gradients
 from .kit.stages import Stage
 
 WIDTH = 8
 
 
 def microbatch(index, *, vary, device):
-    generator = torch.Generator().manual_seed(1000 + index)
-    return torch.randn(2 + index % 3 if vary else 4, WIDTH, generator=generator, dtype=torch.float64).to(device)
+    return normal(1000 + index, 2 + index % 3 if vary else 4, WIDTH, device=device)
 
 
 def reference(stages, microbatches, *, vary, device):
@@ -41,9 +39,7 @@ def reference(stages, microbatches, *, vary, device):
     ids=str,
 )
 def test_1f1b_on_real_ranks(ranks, microbatches, options):
-    config = PipelineConfig(
-        pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged", **options
-    )
+    config = config_for(ranks, **options)
     vary = config.variable_seq_lengths
     communicator = P2PCommunicator(dist.group.WORLD, config)
     part = Part(ranks.rank, WIDTH, config).to(ranks.device)
@@ -74,9 +70,7 @@ def test_interleaving_on_four_real_ranks_with_lengths_that_vary(ranks):
 
 
 def check_interleaving(ranks, chunks, microbatches, options):
-    config = PipelineConfig(
-        pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged", **options
-    )
+    config = config_for(ranks, **options)
     vary = config.variable_seq_lengths
     communicator = P2PCommunicator(dist.group.WORLD, config)
     size = ranks.world_size
@@ -102,7 +96,7 @@ def check_interleaving(ranks, chunks, microbatches, options):
 )
 def test_every_schedule_on_real_ranks(ranks, name):
     plan = lower(SCHEDULES[name].plan(ranks.world_size, 5))
-    config = PipelineConfig(pipeline_dtype=torch.float64, strict=ranks.strict_sends, staged=ranks.backend == "staged")
+    config = config_for(ranks)
     communicator = P2PCommunicator(dist.group.WORLD, config, placement=[positions[0] for positions in plan.placement])
     data = partial(microbatch, vary=False, device=ranks.device)
     stages = {

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pipegrid.training.__main__ import main
 
+from .kit.programs import blocks
+
 PAGE = (Path(__file__).parents[1] / "docs" / "pretrained.md").read_text(encoding="utf-8")
-CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+CODE = blocks(PAGE)
 (COMMAND,) = re.findall(r"```shell\npython -m pipegrid\.training (.*?)\n```", PAGE)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ from digit_reader.command_line import parse_options
 from digit_reader.opening import opening
 from pipegrid.schedules.__main__ import main
 
+from .kit.programs import blocks, torchrun
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "examples" / "two_modules.py"
 FIRST = ROOT / "docs" / "examples" / "quickstart.py"
@@ -20,8 +20,8 @@ FIRST = ROOT / "docs" / "examples" / "quickstart.py"
 
 @pytest.mark.parametrize("page", ["README.md", "docs/first_run.md"])
 def test_the_page_shows_the_script_that_runs(page):
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    assert [FIRST.read_text().split('"""\n', 1)[1].strip()] == [block.strip() for block in shown]
+    (shown,) = blocks((ROOT / page).read_text())
+    assert FIRST.read_text().split('"""\n', 1)[1].strip() == shown.strip()
 
 
 def test_the_readme_shows_the_plan_that_the_first_run_prints():
@@ -42,19 +42,13 @@ def test_the_first_run_shows_the_plan_that_its_command_prints(capsys):
 
 
 def test_the_tutorial_shows_the_script_that_runs():
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL)
-    assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown[0].strip()
+    shown, *_ = blocks((ROOT / "docs" / "tutorial.md").read_text())
+    assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown.strip()
 
 
 @pytest.mark.parametrize("script", [FIRST, SCRIPT], ids=lambda path: path.stem)
 def test_the_script_trains(script):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = torchrun(4, script)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4

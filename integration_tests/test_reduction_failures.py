@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -24,23 +25,11 @@ from pipegrid.testing import Fault, InjectedFault
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.transport import P2PCommunicator
 
-from .kit.models import Model, call, mean_loss
+from .kit.models import Wrapped, call, forward_step
 from .kit.reach import Reach
 
 RANKS, WIDTH, MICROBATCHES, FAILING, WAITING = 4, 4, 3, 3, 2
 DEADLINE = 6.0
-
-
-class Layers(Model):
-    """Two layers, with a call in the middle of each backward."""
-
-    def __init__(self, config, call):
-        super().__init__(config)
-        self.first, self.last, self.reach = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Reach(call)
-
-    def forward(self, x):
-        (received,) = self.received
-        return self.last(self.reach(self.first(x if received is None else received)))
 
 
 class AtTheLastBackward:
@@ -65,23 +54,29 @@ class AtTheLastBackward:
         self.left, self.armed = MICROBATCHES, True
 
 
-def cases():
-    for backend, modes in (("gloo", [None]), ("fake_nccl", ["streams", "serial"])):
-        for mode in modes:
-            for fault in ("kill", "raise"):
-                for watched in (True, False):
-                    extra = {} if mode is None else {"fake_nccl": mode}
-                    on = pytest.mark.ranks(RANKS, backend=backend, deadline=120, **extra)
-                    often = (mode, fault, watched) in ((None, "kill", False), ("serial", "raise", True))
-                    yield pytest.param(
-                        fault,
-                        watched,
-                        marks=[on] if often else [on, pytest.mark.nightly],
-                        id=f"{mode or backend}-{fault}-{'watched' if watched else 'alone'}",
-                    )
+BACKENDS = {
+    "gloo": {"backend": "gloo"},
+    "streams": {"backend": "fake_nccl", "fake_nccl": "streams"},
+    "serial": {"backend": "fake_nccl", "fake_nccl": "serial"},
+}
+OFTEN = [("gloo", "kill", "alone"), ("serial", "raise", "watched")]  # the others run at night
+CASES = [
+    pytest.param(
+        fault,
+        watched == "watched",
+        marks=[
+            pytest.mark.ranks(RANKS, deadline=120, **BACKENDS[backend]),
+            *([] if (backend, fault, watched) in OFTEN else [pytest.mark.nightly]),
+        ],
+        id=f"{backend}-{fault}-{watched}",
+    )
+    for backend in BACKENDS
+    for fault in ("kill", "raise")
+    for watched in ("watched", "alone")
+]
 
 
-@pytest.mark.parametrize(("fault", "watched"), list(cases()))
+@pytest.mark.parametrize(("fault", "watched"), CASES)
 def test_every_rank_names_the_rank_that_failed_while_others_reduced(ranks, fault, watched):
     monitor = None
     if watched:
@@ -94,17 +89,15 @@ def test_every_rank_names_the_rank_that_failed_while_others_reduced(ranks, fault
     grid.create_pgs(["dp", "pp"])
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
     fault_place = AtTheLastBackward(ranks)
-    model = Layers(config, fault_place)
-
-    def step():
-        call(
-            model=model,
-            count=MICROBATCHES,
-            forward_step_func=lambda _, model: (model(torch.ones(2, 1, WIDTH)), mean_loss),
-            p2p_communicator=communicator,
-            pg_collection=ProcessGroupCollection.from_grid(grid),
-        )
-
+    layers = nn.Linear(WIDTH, WIDTH), Reach(fault_place), nn.Linear(WIDTH, WIDTH)
+    step = partial(
+        call,
+        model=Wrapped(nn.Sequential(*layers), config),
+        count=MICROBATCHES,
+        forward_step_func=partial(forward_step, data=lambda _: torch.ones(2, 1, WIDTH)),
+        p2p_communicator=communicator,
+        pg_collection=ProcessGroupCollection.from_grid(grid),
+    )
     step()
     ranks.barrier()
     fault_place.arm()

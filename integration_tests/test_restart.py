@@ -18,6 +18,8 @@ from restart import job
 from restart.launching import Launch, finish, kill, ranks_of
 from restart.model import Stage, samples
 
+from .kit.checkpoints import require_equal, values_of
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks through /proc")
 
 
@@ -37,22 +39,15 @@ def one_process(steps):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(step_loss / job.MICROBATCHES)
-    return losses, state_of(model, optimizer)
-
-
-def state_of(model, optimizer):
-    found = dict(model.state_dict())
-    for name, parameter in model.named_parameters():
-        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    return found
+    return losses, values_of(TrainingState(stages={"model": [model]}, optimizers=[optimizer]))
 
 
 def saved(directory):
     """The newest checkpoint, read into the whole model in this process."""
     model = Stage(0, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = Checkpoints(directory).load(TrainingState(stages={"model": [model]}, optimizers=[optimizer]))
-    return found.step, state_of(model, optimizer)
+    state = TrainingState(stages={"model": [model]}, optimizers=[optimizer])
+    return Checkpoints(directory).load(state).step, values_of(state)
 
 
 def require_undisturbed(directory, steps):
@@ -63,8 +58,7 @@ def require_undisturbed(directory, steps):
     assert [row for row in rows if row["loss"] != losses[row["step"] - 1]] == []
     step, found = saved(directory)
     assert step == steps
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    require_equal(found, expected)
 
 
 @pytest.mark.nightly

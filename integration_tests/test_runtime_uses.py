@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipegrid.schedules import (
@@ -30,6 +29,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
+from .kit.data import normal
 from .kit.models import Part, require_same_gradients
 from .kit.stages import Stage, in_one_process
 
@@ -38,11 +38,10 @@ PLAN = lower(one_f_one_b(2, MICROBATCHES))
 
 
 def stage_of(ranks, kind=Stage):
-    torch.manual_seed(ranks.rank)
     return kind(
         PLAN.graph,
         ranks.rank,
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(ranks.device),
+        Part(ranks.rank, WIDTH, dtype=torch.float32).to(ranks.device),
         data=lambda microbatch: torch.full((2, WIDTH), 1.0 + microbatch, device=ranks.device),
         loss=lambda y: y.square().mean(),
     )
@@ -204,12 +203,13 @@ def mutated(base, draw, changes):
 
 def bent(plan, number, device):
     """A stage in float64, alike on every rank."""
-
-    def data(microbatch):
-        generator = torch.Generator().manual_seed(100 + microbatch)
-        return torch.randn(3, 4, dtype=torch.float64, generator=generator).to(device)
-
-    return Stage(plan.graph, number, Part(number, 4).to(device), data=data, loss=lambda y: y.square().sum())
+    return Stage(
+        plan.graph,
+        number,
+        Part(number, 4).to(device),
+        data=lambda microbatch: normal(100 + microbatch, 3, 4, device=device),
+        loss=lambda y: y.square().sum(),
+    )
 
 
 def run_mutated(ranks, *, plans, seed):

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,8 @@ from torch import nn
 from pipegrid.schedules import ActionKind, PlanError, from_text, gpipe, lower, to_csv, verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
+from .kit.programs import blocks, torchrun
+
 ROOT = Path(__file__).parents[1]
 CONCEPTS = ROOT / "docs" / "concepts"
 SCHEDULES, RUNNING, GRADIENTS = (CONCEPTS / f"{name}.md" for name in ("schedules", "running", "gradients"))
@@ -31,7 +32,7 @@ def python(page):
 
 
 def texts(page):
-    return re.findall(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return blocks(page.read_text(encoding="utf-8"), "text")
 
 
 def needs_ranks(code):
@@ -77,15 +78,8 @@ def test_every_block_is_run_somewhere_here():
 
 
 def run_on_ranks(number, code):
-    script = Path("page.py")
-    script.write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    Path("page.py").write_text(code, encoding="utf-8")
+    done = torchrun(number, "page.py")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,6 +15,7 @@ from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import P2PConfig
 
+from .kit.data import normal
 from .kit.models import call, chain_in_one_process, forward_step
 from .kit.stages import Stage
 from .kit.tensor_parallel import Block
@@ -43,23 +44,18 @@ NIGHTLY = [
 ]
 
 
-def ranks_of(sizes, options):
-    return sum(sizes) * options.get("dp", 1)
-
-
 def jobs():
     for sizes, options in [*ALWAYS, *NIGHTLY]:
         for strict in (False, True):
             always = (sizes, options) in ALWAYS and (not strict or sizes == [2, 1])
-            marks = [pytest.mark.ranks(ranks_of(sizes, options), deadline=120)]
+            marks = [pytest.mark.ranks(sum(sizes) * options.get("dp", 1), deadline=120)]
             marks += [] if always else [pytest.mark.nightly]
             yield pytest.param(sizes, options, strict, marks=marks, id=f"{sizes} {options} strict={strict}")
 
 
 def microbatch(index, replica, device):
     """A microbatch of one replica, the same on every rank."""
-    generator = torch.Generator().manual_seed(1000 * replica + index)
-    return torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
+    return normal(1000 * replica + index, *SHAPE, device=device)
 
 
 def loss_of(y):

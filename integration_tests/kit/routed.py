@@ -9,7 +9,6 @@ from torch import nn
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph, MultiModulePipelineCommunicator
 from pipegrid.schedules import (
-    PipelineConfig,
     UnitBatches,
     WithLoss,
     chain,
@@ -22,8 +21,9 @@ from pipegrid.schedules.megatron.step_functions import forward_backward_with_sch
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
+from .data import coins, normal
 from .grids import grids_of
-from .models import Model, call
+from .models import Model, call, config_for
 
 LENGTH, BATCH, WIDTH = 2, 3, 4
 
@@ -33,9 +33,8 @@ class Layer(Model):
 
     def __init__(self, number, config=None):
         super().__init__(config)
-        generator = torch.Generator().manual_seed(number)
         self.number, self.current_microbatch, self.current_replica = number, 0, None
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.weight = nn.Parameter(normal(number, WIDTH, WIDTH))
 
     def forward(self, x):
         return torch.tanh(x @ self.weight)
@@ -43,14 +42,12 @@ class Layer(Model):
 
 def load(name, replica, microbatch):
     """What the first stage of module ``name`` reads for a microbatch of a home replica."""
-    generator = torch.Generator().manual_seed(1000 * replica + 10 * microbatch + len(name))
-    return torch.randn(LENGTH, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return normal(1000 * replica + 10 * microbatch + len(name), LENGTH, BATCH, WIDTH)
 
 
 def tokens(replica, microbatch):
     """Which tokens count: more in some microbatches and replicas than in others."""
-    generator = torch.Generator().manual_seed(5000 + 100 * replica + microbatch)
-    return torch.randint(0, 2, (LENGTH, BATCH), generator=generator)
+    return coins(5000 + 100 * replica + microbatch, LENGTH, BATCH)
 
 
 @frozen
@@ -138,12 +135,10 @@ class OnRanks:
         self.grids = grids_of(job.places, ("tp", "dp", "pp"))
         for grid in self.grids.values():
             grid.create_pgs(["tp", "dp", "pp"])
-        self.config = PipelineConfig(
-            pipeline_dtype=torch.float64,
+        self.config = config_for(
+            ranks,
             calculate_per_token_loss=job.per_token,
             variable_seq_lengths=True,
-            strict=ranks.strict_sends,
-            staged=ranks.backend == "staged",
             deadline=30.0,
             open_deadline=30.0,
             **options,

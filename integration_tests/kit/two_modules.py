@@ -8,22 +8,23 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineConfig, WithLoss
+from pipegrid.schedules import WithLoss
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
-from .models import Part, call, chain_in_one_process
+from .data import coins, normal
+from .models import Part, call, chain_in_one_process, config_for
 
 MICROBATCHES, BATCH, WIDTH = 3, 4, 5
 NAMES = ("images", "language")
 
 
 def microbatch(index):
-    return torch.randn(BATCH, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+    return normal(index, BATCH, 2, WIDTH)
 
 
 def weights(index):
     """Tokens that count, per sample: uneven between microbatches and replicas."""
-    return torch.randint(0, 2, (BATCH, 2), generator=torch.Generator().manual_seed(50 + index))
+    return coins(50 + index, BATCH, 2)
 
 
 def mean_loss(counted, output):
@@ -45,14 +46,7 @@ class TwoModules:
         }
         self.name = "images" if ranks.rank < lanes[0] else "language"
         self.device = ranks.device
-        self.config = PipelineConfig(
-            pipeline_dtype=torch.float64,
-            strict=ranks.strict_sends,
-            staged=ranks.backend == "staged",
-            deadline=30,
-            check_replicas=True,
-            **options,
-        )
+        self.config = config_for(ranks, deadline=30, check_replicas=True, **options)
         for grid in self.grids.values():
             grid.create_pg("dp")
         self.groups = ProcessGroupCollection.from_grid(self.grids[self.name])

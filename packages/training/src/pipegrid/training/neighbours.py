@@ -57,7 +57,7 @@ class Neighbours:
         made = create_groups(specs, backend="gloo", timeout=timeout)
         self._groups = [made[spec] for spec in specs]
         word = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
-        heard = dist.irecv(word, group=self._groups[0], group_src=self._other(0))
+        heard = self._groups[0].recv([word], self._other(0), 0)
         self._thread = threading.Thread(target=self._watch, args=(heard, word), name="pipegrid-neighbours", daemon=True)
         self._thread.start()
 
@@ -73,8 +73,7 @@ class Neighbours:
         data = failure.encode(errors="backslashreplace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
         word = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # the rank before this one may have left already
-            telling: Any = dist.isend(word, group=self._groups[1], group_dst=self._other(1))
-            telling.wait(_SOON)
+            self._groups[1].send([word], self._other(1), 0).wait(_SOON)
         for number in (1, 0):
             cut_connection(self._groups[number], self._other(number))
         self._thread.join()

@@ -12,7 +12,7 @@ from torch import nn
 from pipegrid.bridges import EdgeOptions
 from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
-from pipegrid.schedules import Costs, LossScale, from_text, simulate, timeline, verify
+from pipegrid.schedules import Costs, from_text, simulate, timeline, verify
 from pipegrid.schedules.generators import one_f_one_b
 from pipegrid.schedules.monitor import Epochs
 from pipegrid.testing import Fault
@@ -74,7 +74,6 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "LayoutError": lambda: PipelineParallelLayerLayout("Ett|tt|L", 2),
     "LayoutInfeasibleError": lambda: balance(_TIMES, 2, memory=dict.fromkeys(_TIMES, LayerMemory(fixed=9)), limit=10),
     "LayoutSyntaxError": lambda: PipelineParallelLayerLayout("Ett|txL", 2),
-    "LossError": lambda: LossScale(scale=-1.0),
     "ModuleGraphError": lambda: ModuleGraph({"language": 2}, {"vision": ["language"]}),
     "NoFitError": lambda: plan(_job(flops=1e12), gpus=1, memory="1GB"),
     "P2PUsageError": lambda: P2PConfig(deadline=-1.0),

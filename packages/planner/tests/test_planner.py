@@ -382,15 +382,14 @@ def test_the_package_works_with_torch_blocked():
 
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
-        "Device", "Job", "JobError", "Layers", "Measured", "ModuleCosts", "Network", "NoFitError", "Scenario",
-        "Throughput", "Training", "dry_run", "goodput", "plan", "random_failures", "read_failures", "read_job",
-        "refined", "survivable", "what_if",
+        "Device", "Job", "JobError", "Layers", "Measured", "ModuleCosts", "Network", "NoFitError", "Training",
+        "dry_run", "goodput", "plan", "read_job", "refined", "survivable", "what_if",
     }  # fmt: skip
     assert pipegrid.planner.Module is ModuleCosts
     further = (
-        "Choice", "DryRun", "Failures", "Goodput", "Memory", "Outage", "Outcome", "Planned", "Survival", "WhatIf",
-        "count_survivable", "layer_costs", "layers_toml", "parse_job", "planned_throughput",
-        "rerouted_throughput",
+        "Choice", "DryRun", "Failures", "Goodput", "Memory", "Outage", "Outcome", "Planned", "Scenario", "Survival",
+        "Throughput", "WhatIf", "count_survivable", "layer_costs", "layers_toml", "parse_job", "planned_throughput",
+        "random_failures", "read_failures", "rerouted_throughput",
     )  # fmt: skip
     for name in further:  # imported from it as well
         assert getattr(pipegrid.planner, name).__name__ == name

@@ -18,7 +18,6 @@ from pipegrid.schedules import (
     Costs,
     Forwarded,
     GradientError,
-    LossError,
     LossScaler,
     Monitor,
     PipelineConfig,
@@ -232,7 +231,7 @@ CALLS = {
     "LossScaler.unscale": Call(LossScaler().unscale, StepArgumentError, modules=("modules", linear())),
     "unscale_gradients_": Call(
         public.unscale_gradients_,
-        (LossError, StepArgumentError),
+        (GradientError, StepArgumentError),
         modules=("modules", linear()),
         scale=("positive", 2.0),
     ),

@@ -18,7 +18,6 @@ PUBLIC = {
     "create_grid_groups",
     "replica_of",
     "describe",
-    "destroy_groups",
     "replica_samples",
     "place",
 }
@@ -44,6 +43,7 @@ FURTHER = {
     "GroupSpec",
     "PlacementError",
     "create_groups",
+    "destroy_groups",
     "from_device_mesh",
     "to_device_mesh",
 }

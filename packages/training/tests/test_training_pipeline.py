@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
-from pipegrid.schedules.errors import LossError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline, PipelineModule
 from pipegrid.training.pipeline.losses import OwnLoss
@@ -248,7 +248,7 @@ def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
     for mean, count in ((all_labels, 9), (following, 7)):
         total, counted, _ = OwnLoss()(Output(mean, logits), part)
         assert (counted, total) == (count, mean * count)
-    with pytest.raises(LossError, match="what it is a mean over is not known. Give Pipeline"):
+    with pytest.raises(StageOutputError, match="what it is a mean over is not known. Give Pipeline"):
         OwnLoss()(Output(following + 0.1, logits), part)
     short, nothing = logits[:, :1], torch.tensor(torch.nan)  # texts of one token: no following one
     one = microbatch({"labels": labels[:, :1]}, Share(), torch.device("cpu"))
@@ -257,7 +257,7 @@ def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
     assert total > 0
     assert OwnLoss()(Output(nothing, short), one)[:2] == (0, 0)
     unlabeled = microbatch({"input_ids": labels}, Share(), torch.device("cpu"))
-    with pytest.raises(LossError, match="its own loss needs `labels` in the batch"):
+    with pytest.raises(StageOutputError, match="its own loss needs `labels` in the batch"):
         OwnLoss()(Output(None, logits), unlabeled)
 
 

@@ -13,7 +13,6 @@ import pipegrid.transport
 PUBLIC = [
     "Communicator",
     "Edge",
-    "JobTopology",
     "P2PCommunicator",
     "P2PConfig",
     "P2PError",
@@ -22,6 +21,7 @@ PUBLIC = [
 ]
 # Imported from the package as well; outside of __all__.
 FURTHER = [
+    "JobTopology",
     "CollectiveFailedError",
     "pipeline_lanes",
     "Lane",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipegrid.schedules import (
-    LossError,
+    GradientError,
     LossScale,
     LossScaler,
     PipelineConfig,
@@ -78,12 +78,12 @@ def test_a_fixed_scale_stays():
     ],
 )
 def test_what_no_scale_can_be(settings, text):
-    with pytest.raises(LossError, match=text):
+    with pytest.raises(GradientError, match=text):
         LossScale(**settings)
 
 
 def test_a_checkpoint_without_a_value_is_an_error():
-    with pytest.raises(LossError, match=r"has no 'clean_steps'; it has \['scale'\]"):
+    with pytest.raises(GradientError, match=r"has no 'clean_steps'; it has \['scale'\]"):
         from_state(LossScale(), {"scale": 2.0})
 
 

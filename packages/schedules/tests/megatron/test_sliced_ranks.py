@@ -22,7 +22,7 @@ from pipegrid.schedules import (
     seq1f1b_interleaved,
     seq1f1b_zero_bubble,
 )
-from pipegrid.schedules.errors import LossError, PlanError, StepArgumentError
+from pipegrid.schedules.errors import PlanError, StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.place import step_plan
 from pipegrid.schedules.plan import chain
 from pipegrid.schedules.runtime import PipelineError
@@ -190,7 +190,7 @@ def test_a_module_that_fully_shard_has_sharded_is_named(ranks):
 def test_a_mean_over_a_slices_own_tokens_is_named():
     with pytest.raises(PipelineError, match="the mean over a microbatch needs the tokens of all its slices") as caught:
         one_rank_step(mean=False)
-    assert isinstance(caught.value.__cause__, LossError)
+    assert isinstance(caught.value.__cause__, StageOutputError)
 
 
 def test_a_model_without_the_attribute_is_named():

@@ -8,10 +8,10 @@ from torch import nn
 
 from pipegrid.schedules import (
     DataEndedError,
-    LossError,
     PipelineConfig,
     PipelineError,
     PlanError,
+    StageOutputError,
     StepArgumentError,
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -162,26 +162,26 @@ INSIDE = {
         r"returned \(a tensor of shape \(1, 2\), a tensor of shape \(\)\); it returns \(output, loss_func\)",
     ),
     "a loss alone": (
-        LossError,
+        StageOutputError,
         lambda: losing(lambda output: output.sum()),
         r"the loss function returned a tensor of shape \(\); expected \(loss, num_tokens, info\)",
     ),
     "a loss that is no scalar": (
-        LossError,
+        StageOutputError,
         lambda: losing(lambda output: (output, {})),
         r"the loss is a tensor of shape \(1, 2\); a loss is a tensor with one element",
     ),
     "a loss as a number": (
-        LossError,
+        StageOutputError,
         lambda: losing(lambda output: (output.sum().item(), {})),
         r"the loss is .*; a loss is a tensor with one element",
     ),
     "a loss without gradient": (
-        LossError,
+        StageOutputError,
         lambda: losing(lambda output: (output.sum().detach(), {})),
         "the loss of stage 0 for microbatch 0 is .*requires_grad=False; .*forward_only=True",
     ),
-    "a frozen model": (LossError, lambda: step(model=frozen()), "is .*requires_grad=False; a loss is a tensor"),
+    "a frozen model": (StageOutputError, lambda: step(model=frozen()), "is .*requires_grad=False; a loss is a tensor"),
     "too few batches": (
         DataEndedError,
         lambda: step(data_iterator=batches(1)),

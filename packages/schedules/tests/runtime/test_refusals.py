@@ -16,7 +16,6 @@ from pipegrid.schedules import (
     DataEndedError,
     Forwarded,
     GradientError,
-    LossError,
     PipelineConfig,
     PipelineError,
     PipelineRuntime,
@@ -119,21 +118,21 @@ LOSSES = {
 
 @pytest.mark.parametrize("described", LOSSES)
 def test_a_loss_can_be_differentiated(described):
-    text = cause(LossError, PipelineRuntime(ALONE, {0: last(LOSSES[described])}, None).step)
+    text = cause(StageOutputError, PipelineRuntime(ALONE, {0: last(LOSSES[described])}, None).step)
     assert f"the loss of stage 0 for microbatch 0 is {described}" in text
 
 
 @pytest.mark.parametrize("described", LOSSES)
 def test_a_scaled_loss_is_still_a_loss(described):
     runtime = PipelineRuntime(ALONE, {0: last(weight)}, None, loss_scale=lambda loss: LOSSES[described]())
-    text = cause(LossError, runtime.step)
+    text = cause(StageOutputError, runtime.step)
     assert f"loss_scale(loss) of stage 0 for microbatch 0 is {described}" in text
 
 
 def test_a_middle_stages_loss_is_looked_at_as_well(network):
     stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: weight() * 2}, weight().detach()))
     runtime = PipelineRuntime(PAIR, {0: stage}, network.communicator(2, 0))
-    assert "requires_grad=False; a loss" in cause(LossError, runtime.step)
+    assert "requires_grad=False; a loss" in cause(StageOutputError, runtime.step)
 
 
 @pytest.mark.parametrize("verb", ["step", "eval"])
@@ -237,7 +236,7 @@ def test_a_reducer_that_nobody_would_call_is_refused(network):
 @pytest.mark.parametrize("communicates", [False, True])
 def test_only_lanes_may_hold_messages(communicates, network):
     communicator = network.communicator(1, 0) if communicates else None
-    text = cause(LossError, PipelineRuntime(ALONE, {0: last(float)}, communicator).step)
+    text = cause(StageOutputError, PipelineRuntime(ALONE, {0: last(float)}, communicator).step)
     assert ("Lanes may hold messages" in text) == communicates
     assert "ebuild" in text
 

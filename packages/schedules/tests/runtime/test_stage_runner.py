@@ -340,9 +340,12 @@ def test_messages_wait_longer_while_neighbours_compile(network):
     [
         (
             torch.ones(2),
-            r"stage 0, microbatch 0: LossError: the loss of stage 0 for microbatch 0 is a tensor of shape \(2,\)",
+            (
+                "stage 0, microbatch 0: StageOutputError: the loss of stage 0 for microbatch 0 is a tensor of shape "
+                r"\(2,\)"
+            ),
         ),
-        (None, r"stage 0, microbatch 0: LossError: the loss of stage 0 for microbatch 0 is None; a loss is"),
+        (None, r"stage 0, microbatch 0: StageOutputError: the loss of stage 0 for microbatch 0 is None; a loss is"),
     ],
 )
 def test_a_loss_is_one_number(loss, message):

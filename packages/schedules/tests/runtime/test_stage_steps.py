@@ -13,7 +13,7 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.forward import (
-    LossError,
+    StageOutputError,
     forward_step,
     forward_step_calc_loss,
     set_current_microbatch,
@@ -113,7 +113,7 @@ def test_tokens_are_counted_wide_enough_to_be_added_up_and_do_not_widen_the_loss
     ],
 )
 def test_what_cannot_be_a_loss_is_named(result, config, text):
-    with pytest.raises(LossError, match=text):
+    with pytest.raises(StageOutputError, match=text):
         calc(result, config)
 
 

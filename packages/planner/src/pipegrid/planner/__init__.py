@@ -1,6 +1,6 @@
 """The best grids, layout, schedule and microbatch size of a job, searched by prediction and proved. No torch.
 
-Names outside ``__all__`` (results) are imported from here as well.
+Names outside ``__all__`` (results, the inputs of `goodput`) are imported from here as well.
 """
 
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
@@ -11,14 +11,14 @@ from pipegrid.planner.failures import (
     Goodput as Goodput,
     Outage as Outage,
     Outcome as Outcome,
-    Scenario,
+    Scenario as Scenario,
     Survival as Survival,
-    Throughput,
+    Throughput as Throughput,
     count_survivable as count_survivable,
     goodput,
     planned_throughput as planned_throughput,
-    random_failures,
-    read_failures,
+    random_failures as random_failures,
+    read_failures as read_failures,
     rerouted_throughput as rerouted_throughput,
     survivable,
     survivable_table as survivable_table,
@@ -39,14 +39,10 @@ __all__ = [
     "ModuleCosts",
     "Network",
     "NoFitError",
-    "Scenario",
-    "Throughput",
     "Training",
     "dry_run",
     "goodput",
     "plan",
-    "random_failures",
-    "read_failures",
     "read_job",
     "refined",
     "survivable",

@@ -61,7 +61,8 @@ class StepArgumentError(ValueError):
 class StageOutputError(ValueError):
     """A forward returned outputs that the outgoing edges cannot carry, or of other shapes than announced.
 
-    Also: a stage wrote into what it returned for a microbatch before that was read, or into a received tensor.
+    Also: a loss function returned a value that cannot be a loss; a stage wrote into what it returned for a microbatch
+    before that was read, or into a received tensor.
     """
 
 
@@ -69,18 +70,16 @@ class DataEndedError(ValueError):
     """A stage's data ended before the step did."""
 
 
-class LossError(ValueError):
-    """A loss function returned a value that cannot be a loss, or a loss scale cannot be used."""
-
-
 class GradientError(ValueError):
-    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked."""
+    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked.
+
+    Also a loss scale outside of its range.
+    """
 
 
 # Names of one thing each that no caller handled differently; for this version.
 PlanFieldError = PlanError
 PlanMismatchError = AnnouncedShapesError = RuntimeArgumentError = MonitorError = StepArgumentError
-StageInputError = StageOutputError
-LossScaleError = LossError
-ReductionError = MainGradError = DeferralError = TyingError = GradientError
+StageInputError = LossError = StageOutputError
+LossScaleError = ReductionError = MainGradError = DeferralError = TyingError = GradientError
 ReductionFailedError = ReductionTimeoutError = ReductionPeerError = CollectiveFailedError

@@ -2,7 +2,7 @@
 
 Works without torch until a process group is created.
 
-Names outside ``__all__`` (rarer errors, parts of roles and replicas) are imported from here as well.
+Names outside ``__all__`` (rarer errors, groups, parts of roles and replicas) are imported from here as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from pipegrid.topology.job.data_lanes import (
     lane_sizes as lane_sizes,
 )
 from pipegrid.topology.job.describe import describe
-from pipegrid.topology.ending import abort_group as abort_group, destroy_groups, discard_groups as discard_groups
+from pipegrid.topology.ending import (
+    abort_group as abort_group,
+    destroy_groups as destroy_groups,
+    discard_groups as discard_groups,
+)
 from pipegrid.topology.errors import (
     CoordinateError as CoordinateError,
     GridError as GridError,
@@ -71,7 +75,6 @@ __all__ = [
     "control_store",
     "create_grid_groups",
     "describe",
-    "destroy_groups",
     "place",
     "replica_of",
     "replica_samples",

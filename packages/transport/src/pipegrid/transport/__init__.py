@@ -2,7 +2,7 @@
 
 The names that need torch are loaded on first use, so planning works where torch is absent.
 
-Names outside ``__all__`` (rarer errors, parts of lanes) are imported from here as well.
+Names outside ``__all__`` (rarer errors, parts of lanes and of communicators) are imported from here as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipegrid.transport.errors import (
     P2PTimeoutError,
     P2PUsageError as P2PUsageError,
 )
-from pipegrid.transport.job import JobTopology
+from pipegrid.transport.job import JobTopology as JobTopology
 from pipegrid.transport.pipeline_lanes import pipeline_lanes as pipeline_lanes
 from pipegrid.transport.protocol import (
     Handle as Handle,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Communicator",
     "Edge",
-    "JobTopology",
     "P2PCommunicator",
     "P2PConfig",
     "P2PError",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipegrid.schedules.errors import (
     DeferralError as DeferralError,
     GradientError,
-    LossError,
+    LossError as LossError,
     LossScaleError as LossScaleError,
     MainGradError as MainGradError,
     ReductionFailedError,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradientError",
-    "LossError",
     "LossScale",
     "LossScaler",
     "ReductionFailedError",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.errors import LossError
+from pipegrid.schedules.errors import GradientError
 from pipegrid.topology.fields import Count, Index, checked_fields, number
 
 Positive = Annotated[float, number(above=0.0)]
@@ -20,7 +20,7 @@ Growth = Annotated[float, number(least=1.0)]
 _CHANGING = ("scale", "clean_steps", "overflows")
 
 
-@frozen(kw_only=True, field_transformer=checked_fields(LossError))
+@frozen(kw_only=True, field_transformer=checked_fields(GradientError))
 class LossScale:
     """A loss scale and its history, the same on every rank. `updated` gives the next one.
 
@@ -36,7 +36,7 @@ class LossScale:
         overflows: overflows since the scale last grew or fell.
 
     Raises:
-        LossError: a value outside its range.
+        GradientError: a value outside its range.
     """
 
     scale: Positive = 2.0**16
@@ -51,9 +51,9 @@ class LossScale:
 
     def __attrs_post_init__(self) -> None:
         if not self.min_scale <= self.scale <= self.max_scale:
-            raise LossError(f"scale is {self.scale}; it must be in {self.min_scale} to {self.max_scale}")
+            raise GradientError(f"scale is {self.scale}; it must be in {self.min_scale} to {self.max_scale}")
         if self.backoff_factor > 1:
-            raise LossError(f"backoff_factor is {self.backoff_factor}; it must be at most 1")
+            raise GradientError(f"backoff_factor is {self.backoff_factor}; it must be at most 1")
 
 
 def fixed(scale: float) -> LossScale:
@@ -82,5 +82,5 @@ def from_state(settings: LossScale, saved: Mapping[str, Any]) -> LossScale:
     """The loss scale of a checkpoint, with the rules of ``settings``."""
     lacking = [name for name in _CHANGING if name not in saved]
     if lacking:
-        raise LossError(f"a saved loss scale has no {lacking[0]!r}; it has {list(saved)}")
+        raise GradientError(f"a saved loss scale has no {lacking[0]!r}; it has {list(saved)}")
     return evolve(settings, **{name: saved[name] for name in _CHANGING})

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.errors import LossError
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of
@@ -36,10 +36,10 @@ def unscale_gradients_(
     host reads; ``deadline``: seconds that it waits.
 
     Raises:
-        LossError: a scale that is not positive and finite.
+        GradientError: a scale that is not positive and finite.
         CollectiveFailedError: past the deadline.
     """
-    scale = checked(scale, Positive, "scale", LossError)
+    scale = checked(scale, Positive, "scale", GradientError)
     gradients = [local_of(g) for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]
     found = torch.zeros((), dtype=torch.float32, device=device_of(modules, job_group))
     foreach.scale_(gradients, 1.0 / scale)
@@ -51,7 +51,7 @@ def unscale_gradients_(
     return bool(found.item())
 
 
-@define(field_transformer=checked_fields(LossError))
+@define(field_transformer=checked_fields(GradientError))
 class LossScaler:
     """Holds the loss scale from step to step. The same on every rank, because every rank learns of every overflow.
 
@@ -91,8 +91,8 @@ class LossScaler:
         """Continue from a checkpoint, with the settings of this scaler.
 
         Raises:
-            LossError: values that no checkpoint of a scaler has.
+            GradientError: values that no checkpoint of a scaler has.
         """
         state = from_state(self.state, saved)
-        self.skipped = checked(saved.get("skipped", 0), Index, "skipped", LossError)
+        self.skipped = checked(saved.get("skipped", 0), Index, "skipped", GradientError)
         self.state = state

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.schedules.errors import LossError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.runtime import describe, flatten
@@ -78,7 +78,7 @@ def forward_step(
     Raises:
         StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``; before the last stage
             ``loss_func`` may be None.
-        LossError: the loss function's result has none of the documented forms.
+        StageOutputError: the loss function's result has none of the documented forms.
     """
     if is_first_microbatch:
         start = unwrapped_attribute(model, "set_is_first_microbatch")
@@ -150,7 +150,7 @@ def run_model(
         )
     output, loss_func = result
     if is_last_stage and isinstance(output, WithLoss):
-        raise LossError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
+        raise StageOutputError("a last stage returned WithLoss; its loss_func(output) returns the sum of all losses")
     return output, loss_func
 
 
@@ -187,7 +187,7 @@ def forward_step_calc_loss(
 
     Raises:
         StepArgumentError: ``is_last_stage`` is None.
-        LossError: the loss function's result has none of the documented forms.
+        StageOutputError: the loss function's result has none of the documented forms.
     """
     del model
     if is_last_stage is None:
@@ -225,7 +225,7 @@ def scaled_loss(
     ``cp_size``: default that of ``cp_group``.
     """
     if not isinstance(result, tuple) or len(result) not in ((3,) if per_token else (2, 3)):
-        raise LossError(
+        raise StageOutputError(
             f"the loss function returned {describe(result)}; expected (loss, num_tokens, info), or without "
             "calculate_per_token_loss (loss, info), or any object with collect_non_loss_data=True"
         )
@@ -234,7 +234,7 @@ def scaled_loss(
         loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         where = "" if vp_stage is None else f" on chunk {vp_stage}"
-        raise LossError(f"the loss{where} is {describe(loss)}; a loss is a tensor with one element")
+        raise StageOutputError(f"the loss{where} is {describe(loss)}; a loss is a tensor with one element")
     if len(result) == 3:
         num_tokens = _tokens(result[1])
         if not per_token:
@@ -264,7 +264,7 @@ def _tokens_per_rank(
 def _tokens(counted: Any) -> torch.Tensor:
     """A number of tokens in a dtype of exact sums: int64 for integers, float64 for weighted counts."""
     if not isinstance(counted, (int, float, torch.Tensor)) or torch.as_tensor(counted).numel() != 1:
-        raise LossError(f"the loss function counted {describe(counted)} as num_tokens; it must be one number")
+        raise StageOutputError(f"the loss function counted {describe(counted)} as num_tokens; it must be one number")
     whole = isinstance(counted, int) if not isinstance(counted, torch.Tensor) else not counted.is_floating_point()
     return torch.as_tensor(counted, dtype=torch.int64 if whole else torch.float64).reshape(())
 

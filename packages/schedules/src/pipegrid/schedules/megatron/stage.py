@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import LossError, StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.config import unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
 from pipegrid.schedules.megatron.forward import (
@@ -231,7 +231,7 @@ class MegatronStage:
             return Forwarded({})
         result = loss_func(output)
         if part is not None and not self.per_token and isinstance(result, tuple) and len(result) == 3:
-            raise LossError(
+            raise StageOutputError(
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
                 "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
             )
@@ -255,7 +255,7 @@ class MegatronStage:
         if self.forward_only:
             return None
         if self.per_token:
-            raise LossError(
+            raise StageOutputError(
                 f"stage {self.stage} returned WithLoss for microbatch {microbatch}: with calculate_per_token_loss "
                 "gradients are divided by the tokens of the job, and so would be this mean"
             )

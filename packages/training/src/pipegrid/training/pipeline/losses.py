@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipegrid.schedules.errors import LossError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import describe
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
@@ -39,7 +39,7 @@ class OwnLoss:
         """The sum of the tokens' losses, and how many they are."""
         loss, logits, labels = (getattr(output, "loss", None), getattr(output, "logits", None), microbatch.labels)
         if labels is None or loss is None or logits is None:
-            raise LossError(
+            raise StageOutputError(
                 f"the model returned {describe(output)} with the loss {describe(loss)}; its own loss needs `labels` in "
                 "the batch, else give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
             )
@@ -63,7 +63,7 @@ def given_loss(loss: Callable[..., Any]) -> Callable[[Any, Microbatch], Counted]
             return counted(found * microbatch.rows, microbatch.rows)
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
             return counted(*found)
-        raise LossError(f"loss returned {describe(found)}; expected a mean over rows, or (sum, count)")
+        raise StageOutputError(f"loss returned {describe(found)}; expected a mean over rows, or (sum, count)")
 
     return summed
 
@@ -81,7 +81,7 @@ def _rules(loss: Tensor, logits: Tensor, microbatch: Microbatch) -> list[int]:
         fits = [rule for rule, mean in enumerate(means) if abs(mean - loss.item()) <= close * max(1.0, abs(mean))]
     if len({microbatch.labels[rule] for rule in fits}) == 1:
         return fits
-    raise LossError(
+    raise StageOutputError(
         f"the model's loss is {loss.item():.6g}, and the mean cross entropy of its logits over all labels and over "
         f"following tokens is {' and '.join(f'{mean:.6g}' for mean in means) or 'not defined'}: what it is a mean over "
         "is not known. Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"

@@ -13,7 +13,6 @@ the watchdog's end off, ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` bounds its own hang
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,10 +27,9 @@ from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.transport.backends.base import Operation
 from pipegrid.transport.backends.kinds import BackendKind, kind_of
 from pipegrid.transport.backends.wire import FOREVER
-from pipegrid.transport.errors import P2PUsageError, text_of
+from pipegrid.transport.errors import text_of
 from pipegrid.transport.streams import working_on
 from pipegrid.transport.waits.aborts import device_aborts
-from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _POLL_SECONDS = 0.0001
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -171,17 +169,7 @@ class NcclMover:
         self._kind, self._aside = kind, aside
 
     def start(self, operations: Sequence[Operation]) -> Sequence[NcclTicket]:
-        """See `Mover.start`.
-
-        Raises:
-            P2PUsageError: called by a thread of this package, as from an `on_done` callback.
-        """
-        if isinstance(threading.current_thread(), BackgroundThread):
-            raise P2PUsageError(
-                "a transfer of a device group was started outside the thread that runs the plan (from an on_done "
-                "callback?): communicators whose kernels are launched in different orders on different ranks deadlock; "
-                "start it from the thread that waits"
-            )
+        """See `Mover.start`. Never called by a `BackgroundThread`: a lane admits no transfer there."""
         group, peers = self._group, self._peers
         group._start_coalescing(self._device)  # noqa: SLF001
         try:

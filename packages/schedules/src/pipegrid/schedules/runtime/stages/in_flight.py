@@ -115,7 +115,7 @@ class ActivationsInFlight:
         """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number.
 
         Raises:
-            StageOutputError, LossError: what the stage returned has no backward, or none in halves.
+            StageOutputError: what the stage returned has no backward, or none in halves.
         """
         if loss is not None or not payloads:  # a last stage
             check_loss(loss, self.number, self.name(piece))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import frozen
 
-from pipegrid.schedules.errors import DataEndedError, LossError, StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import DataEndedError, StageOutputError, StepArgumentError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
 if TYPE_CHECKING:
@@ -105,13 +105,13 @@ def payloads_of(
 
 
 def check_loss(loss: Any, stage: int, microbatch: int | str, *, what: str = "the loss") -> None:
-    """Raise LossError unless the loss is a real number that depends on parameters."""
+    """Raise StageOutputError unless the loss is a real number that depends on parameters."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point and loss.requires_grad:
         return
     found = describe(loss)
     if isinstance(loss, torch.Tensor):
         found += f", {loss.dtype}, requires_grad={loss.requires_grad}"
-    raise LossError(
+    raise StageOutputError(
         f"{what} of stage {stage} for microbatch {microbatch} is {found}; a loss is a tensor with one floating-point "
         "element that requires grad. To evaluate, call eval(), or a step function with forward_only=True"
     )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ class Momentum(torch.optim.SGD):
     """A script's SGD."""
 
 
-class Bare(torch.optim.Optimizer):
+class Lion(torch.optim.Optimizer):
     """An optimizer that is not torch's."""
 
     def __init__(self, parameters, lr=0.1):
@@ -75,16 +76,10 @@ class Bare(torch.optim.Optimizer):
                 self.state[parameter]["exp_avg"] = parameter.grad.clone()
 
 
-class Lion(torch.optim.Optimizer):
-    """One kind."""
-
-    __init__, step = Bare.__init__, Bare.step
-
-
 class Tiger(torch.optim.Optimizer):
     """Another one, with the same options and state."""
 
-    __init__, step = Bare.__init__, Bare.step
+    __init__, step = Lion.__init__, Lion.step
 
 
 class Sub(Lion):
@@ -174,61 +169,55 @@ def test_changed_options_are_told_once_with_both_values_and_the_checkpoint_wins(
     assert told(tmp_path, adamw())[0] == []
 
 
-def scheduled(make, schedule):
-    """An optimizer some steps into a schedule."""
+def scheduled(make, schedule, *, steps):
+    """An optimizer some steps into a schedule, if it has one."""
 
     def made(parameters):
         optimizer = make(parameters)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps in another order
-            schedule(optimizer)
+        if schedule is not None:
+            running = schedule(optimizer)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of steps in another order
+                for _ in range(steps):
+                    running.step()
         return optimizer
 
     return made
 
 
-def own_schedule(optimizer):
-    optimizer.param_groups[0]["lr"] = 0.0625
+SCHEDULES = {
+    "cosine": partial(OPTIM.lr_scheduler.CosineAnnealingLR, T_max=10),
+    "warm-up": partial(OPTIM.lr_scheduler.LinearLR, start_factor=0.25),
+    "one cycle": partial(OPTIM.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=10),  # which has a lr of its own
+}
 
 
-def cosine(optimizer):
-    schedule = OPTIM.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    for _ in range(4):
-        schedule.step()
-
-
-def warmed_up(optimizer):
-    OPTIM.lr_scheduler.LinearLR(optimizer, 0.25)
-
-
-def one_cycle(optimizer):
-    schedule = OPTIM.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
-    for _ in range(4):
-        schedule.step()
-
-
-@pytest.mark.parametrize("schedule", [own_schedule, cosine, warmed_up, one_cycle])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("again", [False, True])
-def test_what_a_schedule_changes_is_no_change_of_the_script(tmp_path, schedule, again):
+def test_what_a_schedule_changes_is_no_change_of_the_script(tmp_path, name, again):
     """Whether the schedule is made before the load or after it."""
-    saved(tmp_path, scheduled(adamw(), schedule))
-    fresh = (lambda optimizer: None) if schedule is own_schedule or not again else type_of(schedule)
-    assert told(tmp_path, scheduled(adamw(), fresh))[0] == []
-    (text,) = told(tmp_path, scheduled(adamw(weight_decay=0.5), fresh))[0]
+    saved(tmp_path, scheduled(adamw(), SCHEDULES[name], steps=4))
+    fresh = partial(scheduled, schedule=SCHEDULES[name] if again else None, steps=0)
+    assert told(tmp_path, fresh(adamw()))[0] == []
+    (text,) = told(tmp_path, fresh(adamw(weight_decay=0.5)))[0]
     assert text.startswith("weight_decay")
-    if schedule is not one_cycle:  # which has a lr of its own
-        (text,) = told(tmp_path, scheduled(adamw(lr=0.75), fresh))[0]
+    if name != "one cycle":
+        (text,) = told(tmp_path, fresh(adamw(lr=0.75)))[0]
         assert text.startswith("lr of group 0 of optimizer 0 is 0.75 in the script and 0.5 in the checkpoint")
 
 
-def type_of(schedule):
-    """The schedule at its start."""
-    return {
-        cosine: lambda optimizer: OPTIM.lr_scheduler.CosineAnnealingLR(optimizer, 10),
-        warmed_up: warmed_up,
-        one_cycle: lambda optimizer: OPTIM.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10),
-    }[schedule]
+def test_what_a_script_sets_by_a_rule_of_its_own_is_no_change_of_the_script(tmp_path):
+    def halfway(parameters):
+        optimizer = adamw()(parameters)
+        optimizer.param_groups[0]["lr"] = 0.0625
+        return optimizer
 
+    saved(tmp_path, halfway)
+    assert told(tmp_path, adamw())[0] == []
+    (text,) = told(tmp_path, adamw(weight_decay=0.5))[0]
+    assert text.startswith("weight_decay")
+    (text,) = told(tmp_path, adamw(lr=0.75))[0]
+    assert text.startswith("lr of group 0 of optimizer 0 is 0.75 in the script and 0.5 in the checkpoint")
 
 def test_how_a_step_is_computed_stays_the_choice_of_the_script(tmp_path):
     saved(tmp_path, adamw(foreach=False))
@@ -268,22 +257,22 @@ def found_after(checkpoints, step):
     return stage.layer.weight[0, 0].item()
 
 
-def changes(stage, value):
-    new = nn.Linear(4, 4)
-    nn.init.constant_(new.weight, value)
-    yield lambda: setattr(stage, "layer", new)
-    yield lambda: setattr(stage.layer, "weight", nn.Parameter(torch.full((4, 4), value)))
-    yield lambda: setattr(stage.layer.weight, "data", torch.full((4, 4), value))
-
-
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stage: setattr(stage, "layer", Stage(7.0).layer),
+        lambda stage: setattr(stage.layer, "weight", nn.Parameter(torch.full((4, 4), 7.0))),
+        lambda stage: setattr(stage.layer.weight, "data", torch.full((4, 4), 7.0)),
+    ],
+    ids=["module", "parameter", "data"],
+)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_module_or_parameter_in_anothers_place_is_saved(tmp_path, which, blocking):
+def test_a_module_or_parameter_in_anothers_place_is_saved(tmp_path, change, blocking):
     stage = Stage(1.0)
     state = TrainingState(stages={"m": [stage]})
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state, step=1, blocking=blocking)
-    list(changes(stage, 7.0))[which]()
+    change(stage)
     checkpoints.save(state, step=2, blocking=blocking)
     assert found_after(checkpoints, 2) == 7.0
     with torch.no_grad():

@@ -21,3 +21,15 @@ def coords_of(one, rank):
     for name, size in sizes_of(one).items():
         found[name], left = left % size, left // size
     return found
+
+
+def share(whole, one, rank, *, batch=0, sequence=None):
+    """What a rank of a grid holds of a whole tensor: the rows of its replica, its cp part of the sequence.
+
+    ``batch`` and ``sequence`` are axes of the tensor, None where it has none.
+    """
+    sizes, coords = sizes_of(one), coords_of(one, rank)
+    for dim, axis in (("dp", batch), ("cp", sequence)):
+        if axis is not None and dim in sizes:
+            whole = whole.tensor_split(sizes[dim], axis)[coords[dim]]
+    return whole

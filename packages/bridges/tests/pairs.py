@@ -12,8 +12,6 @@ import math
 from functools import cache
 from types import SimpleNamespace
 
-from attrs import evolve, frozen
-
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, axis_names, boundary_side
 
 MOST = 8
@@ -99,10 +97,7 @@ def sizes_for(src, dst, kind):
 
 def blocks(samples, lanes):
     """Ends of consecutive blocks, dealt out one sample after another: the first lanes have one more."""
-    sizes = [0] * lanes
-    for sample in range(samples):
-        sizes[sample % lanes] += 1
-    return list(itertools.accumulate(sizes))
+    return list(itertools.accumulate(len(range(lane, samples, lanes)) for lane in range(lanes)))
 
 
 def lane_ends(src, dst, sizes):
@@ -167,50 +162,37 @@ def rows_of(side, axis, extent):
 def held_by(side, sizes, ends):
     """Per rank and axis of the tensor, the indices that it holds; ``ends`` of the side's replicas, in samples."""
     lanes = [range(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+    names = "sh" if sizes.samples is None else "h"
+    plain = {name: rows_of(side, name, extent) for name, extent in zip(names, sizes.shape[1:], strict=True)}
     held = {}
-    if sizes.samples is None:
-        per_axis = [[tuple(lane) for lane in lanes]]
-        per_axis += [rows_of(side, axis, extent) for axis, extent in zip("sh", sizes.shape[1:], strict=True)]
-        for rank in side.ranks:
-            held[rank] = tuple(per_axis[axis][side.shard_of(rank, name)] for axis, name in enumerate(("b", "s", "h")))
-        return held
-    starts = [0, *itertools.accumulate(sizes.samples)]
-    hidden = rows_of(side, "h", sizes.shape[1])
     for rank in side.ranks:
-        part = parts_of(side, "s")[side.shard_of(rank, "s")]
-        tokens = tuple(
-            starts[sample] + row
-            for sample in lanes[side.lane_of(rank)]
-            for start, stop, d in part
-            for row in range(sizes.samples[sample] * start // d, sizes.samples[sample] * stop // d)
-        )
-        held[rank] = (tokens, hidden[side.shard_of(rank, "h")])
+        lane = lanes[side.lane_of(rank)]
+        if sizes.samples is None:
+            rows = tuple(lane)
+        else:
+            rows = tokens_of(lane, parts_of(side, "s")[side.shard_of(rank, "s")], sizes.samples)
+        held[rank] = (rows, *(plain[name][side.shard_of(rank, name)] for name in names))
     return held
+
+
+def tokens_of(lane, part, samples):
+    """The tokens of the samples of a lane that lie in a part of the sequence, whose samples are packed."""
+    starts = [0, *itertools.accumulate(samples)]
+    return tuple(
+        starts[sample] + row
+        for sample in lane
+        for start, stop, d in part
+        for row in range(samples[sample] * start // d, samples[sample] * stop // d)
+    )
 
 
 # -- the proof --------------------------------------------------------------------------------------
 
 
-@frozen
-class Boundary:
-    """A pair of sides with sizes, and what every rank of either holds."""
-
-    src: object
-    dst: object
-    sizes: Sizes
-    given: dict
-    taken: dict
-
-    def flipped(self):
-        """The way back."""
-        return evolve(self, src=self.dst, dst=self.src, given=self.taken, taken=self.given)
-
-
-def boundary(src, dst, kind):
-    """A pair with sizes of one of `SIZES`."""
-    sizes = sizes_for(src, dst, kind)
+def holdings(src, dst, sizes):
+    """What every rank of either side holds."""
     source_ends = list(itertools.accumulate(source_lanes(src, sizes)))
-    return Boundary(src, dst, sizes, held_by(src, sizes, source_ends), held_by(dst, sizes, lane_ends(src, dst, sizes)))
+    return held_by(src, sizes, source_ends), held_by(dst, sizes, lane_ends(src, dst, sizes))
 
 
 @cache
@@ -223,14 +205,14 @@ def mask(start, extent, shape):
     return bits
 
 
-def prove(plan, pair):
+def prove(plan, given, taken):
     """Every destination element is written once, by a message or a completion, from a rank that holds it."""
-    shapes = {rank: tuple(map(len, axes)) for rank, axes in pair.taken.items()}
-    written = dict.fromkeys(pair.taken, 0)
-    received = {rank: set() for rank in pair.taken}
+    shapes = {rank: tuple(map(len, axes)) for rank, axes in taken.items()}
+    written = dict.fromkeys(taken, 0)
+    received = {rank: set() for rank in taken}
     crossing = 0
     for message in plan.messages:
-        source, destination = pair.given[message.source], pair.taken[message.destination]
+        source, destination = given[message.source], taken[message.destination]
         here, there = message.source_box, message.destination_box
         assert here.shape == there.shape
         for axis, (a, b, n) in enumerate(zip(here.start, there.start, here.shape, strict=True)):

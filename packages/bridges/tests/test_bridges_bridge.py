@@ -4,60 +4,33 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.bridge import BridgeCommunicator, Packed
-from pipegrid.bridges.errors import BridgeError, NoBackwardError, PendingGradientError, ShapeError, WrongSideError
+from pipegrid.bridges.errors import BridgeError, NoBackwardError, ShapeError
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
 from pipegrid.topology import HyperCommGrid, replica_samples
-from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.control.opening import open_lanes
-from pipegrid.transport.errors import P2PTimeoutError, P2PUsageError
+from pipegrid.transport.errors import P2PUsageError
 
 from .grids import grid
+from .played import contribution, contributions, part
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
+whole_world = partial(BridgeCommunicator, config=CONFIG)
 
 
-def part(whole, spans):
-    """What a rank with these ranges holds of the whole tensor."""
-    for axis, held in enumerate(spans):
-        index = [i for a, b in held for i in range(a, b)]
-        whole = whole.index_select(axis, torch.tensor(index, dtype=torch.long))
-    return whole
-
-
-def contribution(side, rank):
-    """Which of the partial sums a rank holds: none along dims that are not Partial."""
-    index = 0
-    for dim, coord in zip(side.dims, side.coords_of[rank], strict=True):
-        if isinstance(dim.placement, Partial):
-            index = index * dim.size + coord
-    return index
-
-
-def contributions(side):
-    return math.prod(dim.size for dim in side.dims if isinstance(dim.placement, Partial))
-
-
-def parts_of(seed, shape, count, dtype):
-    """``count`` tensors of small integers, whose sums are exact in any dtype and order."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(count)]
-
-
-def round_trip(bridge, plan, *, seed, dtype=torch.float32, samples=None, combined=False):
+def round_trip(bridge, plan, *, seed, dtype=torch.float32, samples=None):
     """One microbatch there and back; what this rank got against slices of the whole."""
     rank, back = bridge.rank, plan.adjoint()
-    x = parts_of(seed, plan.sizes.shape, contributions(bridge.src), dtype)
-    g = parts_of(seed + 1, plan.sizes.shape, contributions(bridge.dst), dtype)
+    x = contributions(bridge.src, plan.sizes.shape, seed=seed, dtype=dtype)
+    g = contributions(bridge.dst, plan.sizes.shape, seed=seed + 1, dtype=dtype)
     sending = receiving = None
     if bridge.is_source:
         mine = part(x[contribution(bridge.src, rank)], plan.source_spans(rank)).requires_grad_()
@@ -134,10 +107,6 @@ def test_activations_and_gradients_arrive_bit_for_bit(name):
                 assert bridge.send_backward_recv_forward(torch.zeros(1)) is None
         bridge.destroy()
         bridge.destroy()
-
-
-def whole_world(src, dst, **keywords):
-    return BridgeCommunicator(src, dst, config=CONFIG, **keywords)
 
 
 @pytest.mark.parametrize("strategy", ["direct", "leader", "auto"])
@@ -454,131 +423,6 @@ def test_a_copy_that_has_yet_to_be_told_of_the_sizes_can_be_asked_without_waitin
     if sending is not None:
         sending.wait()
     bridge.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_lanes_that_are_missing_are_refused_when_they_are_attached():
-    bridge = whole_world(grid(dp=1), grid(1, dp=1), open=False)
-    there = open_lanes(bridge.lane_specs[:1], config=bridge.lane_config)
-    with pytest.raises(BridgeError, match=r"lanes \['1>0\[src>dest/B\]'\] of rank [01] are not among those given"):
-        bridge.attach(there)
-    there.close()
-    bridge.destroy()
-
-
-@pytest.mark.ranks(3)
-def test_the_wrong_side_is_told_who_it_is():
-    bridge = whole_world(grid(dp=1), grid(1, dp=1)) if torch.distributed.get_rank() < 2 else None
-    if bridge is None:
-        outside = whole_world(grid(dp=1), grid(1, dp=1))
-        with pytest.raises(WrongSideError, match="rank 2 is on neither"):
-            outside.send_forward(torch.ones(1, 1, 1))
-        return
-    if bridge.is_source:
-        with pytest.raises(WrongSideError, match=r"recv_forward is for the destination side \('dest'.*rank 0 is on"):
-            bridge.recv_forward()
-        with pytest.raises(ValueError, match="send_backward is for the destination side"):
-            bridge.send_backward(torch.ones(1, 1, 1))
-    else:
-        with pytest.raises(WrongSideError, match="send_forward is for the source side"):
-            bridge.send_forward(torch.ones(1, 1, 1))
-        with pytest.raises(WrongSideError, match="recv_backward is for the source side"):
-            bridge.recv_backward()
-    bridge.destroy()
-    with pytest.raises(P2PLaneDeadError, match="make a new one"):
-        bridge.recv_forward()
-
-
-@pytest.mark.ranks(2)
-def test_what_cannot_be_sent_is_refused_before_anything_is():
-    bridge = whole_world(grid(dp=1), grid(1, dp=1))
-    if bridge.is_source:
-        with pytest.raises(PendingGradientError, match="recv_backward on rank 0"):
-            bridge.recv_backward()
-        with pytest.raises(ShapeError, match="carries one tensor, got NoneType; .* send a tensor without rows"):
-            bridge.send_forward(None)
-        with pytest.raises(ShapeError, match="carries one tensor, got dict; declare several with payload="):
-            bridge.send_forward({"tokens": torch.ones(2, 2, 2), "mask": torch.ones(2, 2, 2)})
-        with pytest.raises(ShapeError, match=r"tensor_ndim=3 axes, got shape \(2, 2\)"):
-            bridge.send_forward(torch.ones(2, 2))
-        bridge.send_forward(torch.ones(2, 2, 2))
-        with pytest.raises(ShapeError, match="was agreed with the first message"):
-            bridge.send_forward(torch.ones(1, 2, 2))
-        with pytest.raises(
-            ShapeError, match=r"shape \(2, 2, 2\) of float16, but shape \(2, 2, 2\) of float32 was agreed"
-        ):
-            bridge.send_forward(torch.ones(2, 2, 2, dtype=torch.float16))
-    else:
-        with pytest.raises(PendingGradientError, match="send_backward on rank 1"):
-            bridge.send_backward(torch.ones(2, 2, 2))
-        bridge.recv_forward()
-        with pytest.raises(ShapeError, match=r"gradient is .* \(1, 2, 2\) of .*, its activation was .* \(2, 2, 2\)"):
-            bridge.send_backward(torch.ones(1, 2, 2))
-        with pytest.raises(ShapeError, match=r"gradient is .* of torch\.float64"):
-            bridge.send_backward(torch.ones(2, 2, 2, dtype=torch.float64))
-    bridge.destroy()
-
-
-@pytest.mark.ranks(3)
-def test_lanes_that_do_not_fit_together_are_named():
-    bridge = whole_world(grid(dp=2), grid(2, dp=1))
-    rank = torch.distributed.get_rank()
-    if bridge.is_source:
-        bridge.isend_forward(torch.ones(1, 2 + rank, 2))
-    else:
-        with pytest.raises(
-            ShapeError,
-            match=r"replica 0 .* \(batch, 2, 2\), not packed, and replica 1 .* \(batch, 3, 2\), not packed; replicas",
-        ):
-            bridge.recv_forward()
-    torch.distributed.barrier()
-    bridge.destroy()
-
-
-@pytest.mark.ranks(3)
-def test_lanes_of_different_dtypes_are_named():
-    bridge = whole_world(grid(dp=2), grid(2, dp=1))
-    if bridge.is_source:
-        dtype = (torch.float32, torch.float64)[torch.distributed.get_rank()]
-        bridge.isend_forward(torch.ones(1, 2, 2, dtype=dtype))
-    else:
-        with pytest.raises(ShapeError, match=r"send different dtypes: \['float32', 'float64'\]"):
-            bridge.recv_forward()
-    torch.distributed.barrier()
-    bridge.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_whole_numbers_are_not_rounded_to_the_wire():
-    bridge = whole_world(grid(dp=1), grid(1, dp=1), comm_dtype=torch.bfloat16, backward=False)
-    if bridge.is_source:
-        with pytest.raises(ShapeError, match=r"travels as torch\.bfloat16, which rounds torch\.int64 values"):
-            bridge.send_forward(torch.full((1, 1, 1), 2**20 + 1))
-    bridge.destroy()
-
-
-@pytest.mark.ranks(1)
-def test_settings_that_contradict_each_other():
-    for wrong in ("bfloat16", torch.int32):
-        with pytest.raises(BridgeError, match=r"comm_dtype is .*; it must be a floating-point torch\.dtype"):
-            whole_world(grid(dp=1), grid(1), comm_dtype=wrong)
-    with pytest.raises(BridgeError, match=r"src_lanes \(3, 1\) and dest_lanes \(2, 3\) must hold the same batch"):
-        whole_world(grid(dp=2), grid(2, dp=2), src_lanes=(3, 1), dest_lanes=(2, 3))
-    with pytest.raises(BridgeError, match="each destination replica some of it"):
-        whole_world(grid(dp=2), grid(2, dp=2), dest_lanes=(2, 0))
-    with pytest.raises(BridgeError, match="shapes is 'sometimes'"):
-        whole_world(grid(dp=1), grid(1), shapes="sometimes")
-
-
-@pytest.mark.ranks(2)
-def test_a_receive_that_nobody_answers_ends_at_the_deadline():
-    bridge = BridgeCommunicator(grid(dp=1), grid(1, dp=1), config=P2PConfig(deadline=1.0, open_deadline=20.0))
-    if bridge.is_destination:
-        with pytest.raises(P2PTimeoutError, match="rank 1 waited"):
-            bridge.recv_forward()
-    torch.distributed.barrier()
-    bridge.destroy()
-    assert not [thread for thread in threading.enumerate() if thread.name == "pipegrid-progress"]
 
 
 @pytest.mark.ranks(2)

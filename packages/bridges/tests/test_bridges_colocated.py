@@ -19,30 +19,12 @@ from pipegrid.bridges.colocated import (
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
 
-from .grids import grid
-
-
-def coord(of, rank, dim):
-    stride = 1
-    for name, size in zip(of.dim_names, of.shape, strict=True):
-        if name == dim:
-            return (rank - of.rank_offset) // stride % size, size
-        stride *= size
-    return 0, 1
-
-
-def part(whole, of, rank, *, axis=0, seq=1):
-    """What a rank of the grid holds of a whole tensor: its replica's block, its cp part of the sequence."""
-    lane, lanes = coord(of, rank, "dp")
-    piece, pieces = coord(of, rank, "cp")
-    n = whole.shape[axis]
-    held = whole.narrow(axis, n * lane // lanes, n * (lane + 1) // lanes - n * lane // lanes)
-    return held.chunk(pieces, seq)[piece] if pieces > 1 else held
+from .grids import coords_of, grid, share
 
 
 def holds(of, rank):
     """Whether the rank is on the first stage of the grid."""
-    return coord(of, rank, "pp")[0] == 0
+    return coords_of(of, rank).get("pp", 0) == 0
 
 
 CASES = {
@@ -79,17 +61,17 @@ def test_forward_and_backward_are_slices_of_the_whole(case):
         generator = torch.Generator().manual_seed(5)
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         g = torch.randn(shape, generator=generator, dtype=torch.float64)
-        mine = part(x, src, rank, axis=axis, seq=seq).clone().requires_grad_()
+        mine = share(x, src, rank, batch=axis, sequence=seq).clone().requires_grad_()
         for _ in range(2):
             mine.grad = None
             y = bridge.communicate(mine)
             if holds(dst, rank):
-                assert torch.equal(y, part(x, dst, rank, axis=axis, seq=seq))
-                y.backward(part(g, dst, rank, axis=axis, seq=seq))
+                assert torch.equal(y, share(x, dst, rank, batch=axis, sequence=seq))
+                y.backward(share(g, dst, rank, batch=axis, sequence=seq))
             else:
                 assert y.numel() == 0
                 y.sum().backward()
-            assert torch.equal(mine.grad, part(g, src, rank, axis=axis, seq=seq))
+            assert torch.equal(mine.grad, share(g, src, rank, batch=axis, sequence=seq))
         bridge.destroy()
         bridge.destroy()
         with pytest.raises(P2PLaneDeadError, match="was destroyed"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import Links, Sizes, axis_names, boundary_side, plan_reshard
+
+from .grids import grid
 
 SOURCES, DESTINATIONS = (0, 1), (2, 3, 4, 5)
 MEGABYTE = Sizes((4, 64, 1024), axes=axis_names(3))
@@ -16,8 +16,7 @@ KILOBYTE = Sizes((1, 16, 16), axes=axis_names(3))
 
 def side(end, *ranks):
     """A side of ``tp`` copies on these ranks."""
-    grid = SimpleNamespace(shape=(len(ranks),), dim_names=("tp",), rank_offset=ranks[0])
-    return boundary_side(grid, end)
+    return boundary_side(grid(ranks[0], tp=len(ranks)), end)
 
 
 def chosen(sizes, links, *, source=SOURCES, destination=DESTINATIONS, backward=False):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipegrid.bridges import (
     Axes,
@@ -26,9 +28,11 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PMismatchError
 
-from .grids import coords_of, grid, sizes_of
+from .grids import coords_of, grid, share
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
+
+require_same = partial(torch.testing.assert_close, rtol=1e-13, atol=0)
 
 
 # -- structures ---------------------------------------------------------------------------------------------
@@ -50,10 +54,7 @@ TREES = st.recursive(
 
 
 def count(tree):
-    if isinstance(tree, (Axes, Whole)):
-        return 1
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return sum(map(count, parts))
+    return sum(isinstance(leaf, (Axes, Whole)) for leaf in tree_leaves(tree))
 
 
 def pruned(tree, victim, counter):
@@ -178,48 +179,23 @@ def whole_payload(seed, *, rows=ROWS):
     }
 
 
-def part_of(declared, value, one, rank):
-    """What ``rank`` of grid ``one`` holds of a whole value: from the grid's arithmetic alone."""
-    if isinstance(declared, dict):
-        return {key: part_of(part, value[key], one, rank) for key, part in declared.items()}
-    if isinstance(declared, (list, tuple)):
-        return type(declared)(part_of(part, item, one, rank) for part, item in zip(declared, value, strict=True))
-    if isinstance(declared, Axes):
-        sizes, coords = sizes_of(one), coords_of(one, rank)
-        for dim, name in (("dp", "b"), ("cp", "s")):
-            if (name,) in declared.names and sizes.get(dim, 1) > 1:
-                value = value.chunk(sizes[dim], declared.names.index((name,)))[coords[dim]]
-        return value.contiguous()
-    return value
-
-
-def flat(tree):
-    if isinstance(tree, dict):
-        return [leaf for part in tree.values() for leaf in flat(part)]
-    return [leaf for part in tree for leaf in flat(part)] if isinstance(tree, (list, tuple)) else [tree]
-
-
-def require_same(got, expected):
-    for one, other in zip(flat(got), flat(expected), strict=True):
-        if isinstance(other, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
-        else:
-            assert one == other
-            assert type(one) is type(other)
+def held(leaf, whole, one, rank):
+    """What ``rank`` of grid ``one`` holds of a whole leaf: from the grid's arithmetic alone."""
+    if not isinstance(leaf, Axes):
+        return whole
+    batch, sequence = (leaf.names.index((name,)) if (name,) in leaf.names else None for name in "bs")
+    return share(whole, one, rank, batch=batch, sequence=sequence).contiguous()
 
 
 def weighted(tree, factor):
-    """Gradients: ``factor`` times the value, where the leaf is a floating-point tensor with a gradient."""
-    return {
-        key: factor * part
-        if isinstance(part, torch.Tensor) and part.requires_grad
-        else [factor * one for one in part]
-        if isinstance(part, list)
-        else (None, None)
-        if isinstance(part, tuple)
-        else None
-        for key, part in tree.items()
-    }
+    """Gradients: ``factor`` times the value of each leaf that has one."""
+    return tree_map(lambda leaf: factor * leaf if getattr(leaf, "requires_grad", False) else None, tree)
+
+
+def lane_of(one, rank):
+    """The coordinates of a rank along dp and cp."""
+    coords = coords_of(one, rank)
+    return coords.get("dp", 0), coords.get("cp", 0)
 
 
 PAIRS = {
@@ -262,19 +238,18 @@ def test_every_leaf_arrives_by_its_own_axes_and_gradients_come_back(ranks, pair,
         with bridge.batch():
             sending = receiving = None
             if bridge.is_source:
-                sending = bridge.isend_forward(part_of(DECLARED, whole, src, ranks.rank))
+                mine = tree_map(lambda leaf, value: held(leaf, value, src, ranks.rank), DECLARED, whole)
+                sending = bridge.isend_forward(mine)
             if bridge.is_destination:
                 receiving = bridge.irecv_forward()
         back = None
         if receiving is not None:
             arrived = receiving.result()
-            require_same(arrived, part_of(DECLARED, whole, dst, ranks.rank))
-            assert [leaf.requires_grad for leaf in flat(arrived) if isinstance(leaf, torch.Tensor)] == [
+            require_same(arrived, tree_map(lambda leaf, value: held(leaf, value, dst, ranks.rank), DECLARED, whole))
+            assert [leaf.requires_grad for leaf in tree_leaves(arrived) if isinstance(leaf, torch.Tensor)] == [
                 True, True, True, False, True, True, True, False
             ]  # fmt: skip
-            back = weighted(
-                arrived, 1.0 + coords_of(dst, ranks.rank).get("dp", 0) + coords_of(dst, ranks.rank).get("cp", 0)
-            )
+            back = weighted(arrived, 1.0 + sum(lane_of(dst, ranks.rank)))
         with bridge.batch():
             answering = None if back is None else bridge.isend_backward(back)
             gradients = bridge.irecv_backward() if bridge.is_source else None
@@ -288,41 +263,19 @@ def test_every_leaf_arrives_by_its_own_axes_and_gradients_come_back(ranks, pair,
 
 def expected_gradients(whole, src, dst, rank, receivers):
     """The sum over the parts of the destination, cut as the source has it; of a whole leaf on its first lane."""
-    lanes = {}
-    for other in receivers:
-        coords = coords_of(dst, other)
-        lanes[coords.get("dp", 0), coords.get("cp", 0)] = other
-    sizes = sizes_of(dst)
+    lanes = {lane_of(dst, other): other for other in receivers}
 
-    def summed(declared, value):
-        total = torch.zeros_like(value)
-        for dp, cp in lanes:
-            where = [slice(None)] * value.ndim
-            for dim, name, index in (("dp", "b", dp), ("cp", "s", cp)):
-                if isinstance(declared, Axes) and (name,) in declared.names and sizes.get(dim, 1) > 1:
-                    axis = declared.names.index((name,))
-                    width = value.shape[axis] // sizes[dim]
-                    where[axis] = slice(index * width, (index + 1) * width)
-            total[tuple(where)] += (1.0 + dp + cp) * value[tuple(where)]
-        here = coords_of(src, rank)
-        cut = [
-            dim
-            for dim, name in (("dp", "b"), ("cp", "s"))
-            if isinstance(declared, Whole) or (name,) not in declared.names
-        ]
-        gives = all(here.get(dim, 0) == 0 for dim in cut)
-        return part_of(declared, total if gives else torch.zeros_like(total), src, rank)
+    def gradient(leaf, value):
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point() and leaf.gradient):
+            return None
+        value = value.clone().requires_grad_()
+        parts = {lane: held(leaf, value, dst, other) for lane, other in lanes.items()}
+        sum(((1.0 + sum(lane)) * part * part.detach()).sum() for lane, part in parts.items()).backward()
+        cut = [isinstance(leaf, Axes) and (name,) in leaf.names for name in "bs"]
+        gives = all(is_cut or place == 0 for is_cut, place in zip(cut, lane_of(src, rank), strict=True))
+        return held(leaf, value.grad if gives else torch.zeros_like(value), src, rank)
 
-    return {
-        "features": summed(DECLARED["features"], whole["features"]),
-        "deepstack": [summed(DECLARED["deepstack"][0], one) for one in whole["deepstack"]],
-        "grid": (None, None),
-        "positions": summed(DECLARED["positions"], whole["positions"]),
-        "table": summed(DECLARED["table"], whole["table"]),
-        "scale": summed(DECLARED["scale"], whole["scale"]),
-        "count": None,
-        "fixed": None,
-    }
+    return tree_map(gradient, DECLARED, whole)
 
 
 @pytest.mark.ranks(3)
@@ -387,7 +340,7 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
             bridge.irecv_forward((2, 3))
         arrived = bridge.recv_forward()
         require_same(arrived, good)
-        back = {"x": x_of(arrived), "n": None, "fixed": None}
+        back = {"x": arrived["x"].detach(), "n": None, "fixed": None}
         for grads, text in (
             ({**back, "fixed": torch.ones(2)}, r"payload\['fixed'\] is .*, its leaf has no gradient"),
             ({**back, "n": torch.ones(())}, r"payload\['n'\] is .*, its leaf has no gradient"),
@@ -401,10 +354,6 @@ def test_a_wrong_payload_is_one_line_on_its_sender_and_leaves_the_edge_as_it_was
                 bridge.send_backward(grads)
         bridge.send_backward({**back, "n": 2})  # a stage may give back the number that it was given
     bridge.destroy()
-
-
-def x_of(arrived):
-    return arrived["x"].detach()
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -80,13 +81,6 @@ NO_EDGE = [None, "0>1", (0, 1), Edge(1, 2)]
 NO_PLACEMENTS = [{"dp": None}, {"dp": "b"}, {"dp": Shard}, {"x": Shard("b")}]
 
 
-def made(call, **given):
-    def with_one_changed(**changed):
-        return call(**{**given, **changed})
-
-    return with_one_changed
-
-
 def used(make, **given):
     """A communicator's method, on a communicator of its own."""
 
@@ -103,57 +97,51 @@ def used(make, **given):
     return method
 
 
-def received(name):
-    """A method of a bridge on which an activation has come, whose gradient is due."""
-
-    def call(**arguments):
-        bridge = BridgeCommunicator(ONE, ONE)
-        try:
-            bridge.send_forward(X)
-            bridge.recv_forward()
-            return getattr(bridge, name)(**arguments)
-        finally:
-            bridge.destroy()
-
-    return call
+def a_bridge_with_an_activation():
+    """Its gradient is due."""
+    bridge = BridgeCommunicator(ONE, ONE)
+    bridge.send_forward(X)
+    bridge.recv_forward()
+    return bridge
 
 
-a_side = made(boundary_side, grid=grid(dp=2, pp=2), end="source")
-a_plan = made(plan_reshard, src=SRC, dst=DST, sizes=SIZES)
-a_topology = made(VTPTopology, tp_sizes=[1, 2])
-a_bridge = made(BridgeCommunicator, src_grid=ONE, dest_grid=ONE)
-a_colocated = made(ColocatedBridgeCommunicator, src_grid=ONE, dest_grid=ONE)
-a_network = made(
+a_side = partial(boundary_side, grid=grid(dp=2, pp=2), end="source")
+a_plan = partial(plan_reshard, src=SRC, dst=DST, sizes=SIZES)
+a_topology = partial(VTPTopology, tp_sizes=[1, 2])
+a_bridge = partial(BridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+a_colocated = partial(ColocatedBridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+a_network = partial(
     MultiModulePipelineCommunicator, module_to_grid_map={"a": ONE, "b": ONE}, topology={"a": ["b"]}, config=None
 )
-positions = made(positions_of, graph=GRAPH, grids={"a": ONE, "b": ONE}, stage_placement={"a": [0], "b": [0]})
-total = made(
+positions = partial(positions_of, graph=GRAPH, grids={"a": ONE, "b": ONE}, stage_placement={"a": [0], "b": [0]})
+total = partial(
     MultiModulePipelineCommunicator.compute_total_pipeline_stages,
     topology={"a": ["b"]},
     module_to_grid_map={"a": ONE, "b": ONE},
 )
 of_bridge = used(BridgeCommunicator, src_grid=ONE, dest_grid=ONE)
+received = used(a_bridge_with_an_activation)
 of_colocated = used(ColocatedBridgeCommunicator, src_grid=ONE, dest_grid=ONE)
 of_network = used(a_network)
 of_module = used(MultiModulePipelineCommunicator, module_to_grid_map={"a": ONE}, topology={"a": []}, config=None)
 
 REFUSED = [
-    ("box", made(Box, shape=(2, 2)), "start", [*NO_INTEGERS, (0,), (0, -1)], BridgeError),
-    ("box", made(Box, start=(0, 0)), "shape", [*NO_INTEGERS, (1,), (0, -1)], BridgeError),
-    ("message", made(Message, destination=1, source_box=BOX, destination_box=BOX), "source", NO_COUNT, BridgeError),
-    ("links", made(Links, latency=0), "bandwidth", [*NO_NUMBER, 0], BridgeError),
-    ("links", made(Links, bandwidth=1), "latency", NO_NUMBER, BridgeError),
-    ("links", made(Links, bandwidth=1, latency=0), "shared", [["x"], [[None]], [[-1]], [[0, 0]]], BridgeError),
+    ("box", partial(Box, shape=(2, 2)), "start", [*NO_INTEGERS, (0,), (0, -1)], BridgeError),
+    ("box", partial(Box, start=(0, 0)), "shape", [*NO_INTEGERS, (1,), (0, -1)], BridgeError),
+    ("message", partial(Message, destination=1, source_box=BOX, destination_box=BOX), "source", NO_COUNT, BridgeError),
+    ("links", partial(Links, latency=0), "bandwidth", [*NO_NUMBER, 0], BridgeError),
+    ("links", partial(Links, bandwidth=1), "latency", NO_NUMBER, BridgeError),
+    ("links", partial(Links, bandwidth=1, latency=0), "shared", [["x"], [[None]], [[-1]], [[0, 0]]], BridgeError),
     ("graph", ModuleGraph, "modules", [[], {}, {5: 1}, {"a": None}, {"a": 0}, {"a": True}], ModuleGraphError),
     (
         "graph",
-        made(ModuleGraph, modules={"a": 1}),
+        partial(ModuleGraph, modules={"a": 1}),
         "edges",
         [[("a", "b")], {"a": "a"}, {"a": 5}, {"a": ["x"]}, {"a": ["a"]}],
         ModuleGraphError,
     ),
     ("graph", GRAPH.depth, "module", ["x", None], ModuleGraphError),
-    ("graph", made(GRAPH.stage, module="a"), "index", [1, -2], ModuleGraphError),
+    ("graph", partial(GRAPH.stage, module="a"), "index", [1, -2], ModuleGraphError),
     ("graph", GRAPH.module_of, "stage", [-1, 2], ModuleGraphError),
     (
         "positions",
@@ -164,10 +152,10 @@ REFUSED = [
     ),
     ("positions", positions, "grids", [{}, {"a": ONE}], BridgeError),
     ("sharded", Shard, "axis", NO_TEXT, BridgeError),
-    ("sharded", made(Shard, axis="b"), "order", [*NO_TEXT, "x", "zigzag"], BridgeError),
+    ("sharded", partial(Shard, axis="b"), "order", [*NO_TEXT, "x", "zigzag"], BridgeError),
     (
         "side",
-        made(Side, name="s", base=0, dims=SRC.dims),
+        partial(Side, name="s", base=0, dims=SRC.dims),
         "lane_weights",
         [*NO_INTEGERS[1:], (1,), (0, 0), (1, -1)],
         BridgeError,
@@ -180,18 +168,18 @@ REFUSED = [
     ("boundary_side", a_side, "stage", [-1, 2], BridgeError),
     ("boundary_side", a_side, "lane_weights", [["x"], [1.5], [1], [0, 0], [1, -1]], BridgeError),
     ("axis_names", axis_names, "ndim", [*NO_SIZE, 10**30], BridgeError),
-    ("axis_names", made(axis_names, ndim=3), "dim_mapping", NO_MAPPING, BridgeError),
-    ("sizes", made(Sizes, axes=AXES), "shape", [*NO_INTEGERS, [], [4, 2], [4, 2, -1]], ShapeError),
+    ("axis_names", partial(axis_names, ndim=3), "dim_mapping", NO_MAPPING, BridgeError),
+    ("sizes", partial(Sizes, axes=AXES), "shape", [*NO_INTEGERS, [], [4, 2], [4, 2, -1]], ShapeError),
     (
         "sizes",
-        made(Sizes, shape=(4, 2, 2)),
+        partial(Sizes, shape=(4, 2, 2)),
         "axes",
         [None, "bsh", [None], [["s"], ["h"], []], [["b", 5], [], []], [["b"], ["b"], []], [["s", "b"], [], []]],
         BridgeError,
     ),
-    ("sizes", made(Sizes, shape=(4, 2, 2), axes=AXES), "src_lanes", [*NO_INTEGERS[1:], [1], [5, -1]], BridgeError),
-    ("sizes", made(Sizes, shape=(4, 2, 2), axes=AXES), "dst_lanes", [*NO_INTEGERS[1:], [1], [5, -1]], BridgeError),
-    ("sizes", made(Sizes, shape=(4, 2, 2), axes=AXES), "samples", [*NO_INTEGERS[1:], [1], [5, -1]], BridgeError),
+    ("sizes", partial(Sizes, shape=(4, 2, 2), axes=AXES), "src_lanes", [*NO_INTEGERS[1:], [1], [5, -1]], BridgeError),
+    ("sizes", partial(Sizes, shape=(4, 2, 2), axes=AXES), "dst_lanes", [*NO_INTEGERS[1:], [1], [5, -1]], BridgeError),
+    ("sizes", partial(Sizes, shape=(4, 2, 2), axes=AXES), "samples", [*NO_INTEGERS[1:], [1], [5, -1]], BridgeError),
     ("plan_reshard", a_plan, "strategy", NO_STRATEGY, BridgeError),
     ("plan_reshard", a_plan, "itemsize", NO_SIZE, BridgeError),
     ("plan_reshard", a_plan, "leader_below", NO_COUNT, BridgeError),
@@ -203,8 +191,8 @@ REFUSED = [
     ("edge options", EdgeOptions, "dim_mapping", NO_MAPPING[:4], BridgeError),
     ("edge options", EdgeOptions, "src_lanes", [*NO_INTEGERS[1:], (1, -1)], BridgeError),
     ("edge options", EdgeOptions, "dest_lanes", [*NO_INTEGERS[1:], (1, -1)], BridgeError),
-    ("slice", made(SliceInfo, size=1), "start", NO_COUNT, BridgeError),
-    ("slice", made(SliceInfo, start=0), "size", NO_COUNT, BridgeError),
+    ("slice", partial(SliceInfo, size=1), "start", NO_COUNT, BridgeError),
+    ("slice", partial(SliceInfo, start=0), "size", NO_COUNT, BridgeError),
     ("vtp topology", VTPTopology, "tp_sizes", [*NO_INTEGERS, [], [0], [-1]], BridgeError),
     ("vtp topology", a_topology, "dp", NO_SIZE, BridgeError),
     (
@@ -217,12 +205,12 @@ REFUSED = [
     ("vtp topology", a_topology, "world_size", [*NO_INTEGER, -1, 0, 2, 4], BridgeError),
     ("vtp topology", a_topology, "layout", [5, [], "x"], BridgeError),
     ("vtp topology", a_topology, "sequence_parallel", ["x", [True]], BridgeError),
-    ("vtp topology", made(a_topology, sequence_parallel=True), "sequence_length", [*NO_INTEGER, 0, 3], BridgeError),
+    ("vtp topology", partial(a_topology, sequence_parallel=True), "sequence_length", [*NO_INTEGER, 0, 3], BridgeError),
     ("vtp topology", a_topology, "sequence_axis", NO_COUNT, BridgeError),
     ("vtp topology", VTP.check_world, "world_size", [0, 2, 4], BridgeError),
     ("vtp topology", VTP.place_of, "rank", [-1, 3], BridgeError),
     ("vtp", VTPCommunicator, "topology", [None, [1], VTP], BridgeError),
-    ("vtp", made(VTPCommunicator, topology=VTPTopology([1])), "config", [5, "x", {}, [1]], P2PUsageError),
+    ("vtp", partial(VTPCommunicator, topology=VTPTopology([1])), "config", [5, "x", {}, [1]], P2PUsageError),
     ("bridge", a_bridge, "src_grid", NO_GRID, BridgeError),
     ("bridge", a_bridge, "dest_grid", NO_GRID, BridgeError),
     ("bridge", a_bridge, "dim_mapping", NO_MAPPING, BridgeError),
@@ -237,7 +225,7 @@ REFUSED = [
     ("bridge", a_bridge, "src_stage", [-1, 1], BridgeError),
     ("bridge", a_bridge, "config", [5, "x", {}, [1]], P2PUsageError),
     ("bridge send", of_bridge("send_forward"), "tensor", [*NO_TENSOR, torch.zeros(2, 2), *NOT_DENSE], ShapeError),
-    ("bridge send", made(of_bridge("isend_forward"), tensor=X), "samples", [["x"], [1.5], [-2], [1]], BridgeError),
+    ("bridge send", partial(of_bridge("isend_forward"), tensor=X), "samples", [["x"], [1.5], [-2], [1]], BridgeError),
     ("bridge send", of_bridge("send_forward_recv_backward"), "tensor", NO_TENSOR, ShapeError),
     ("bridge send", received("send_backward"), "grad", [*NO_TENSOR[1:], X[0], X.double()], ShapeError),
     ("bridge send", received("send_backward_recv_forward"), "grad", NO_TENSOR[1:], ShapeError),
@@ -268,26 +256,32 @@ REFUSED = [
     ("network stages", total, "topology", [{}, {"a": ["x"]}], ModuleGraphError),
     ("network stages", total, "module_to_grid_map", [{}, {"a": ONE}], ModuleGraphError),
     ("network stages", total, "rank", [-1, 1], BridgeError),
-    ("network stages", made(total, rank=0), "module_name", ["x", 5], BridgeError),
+    ("network stages", partial(total, rank=0), "module_name", ["x", 5], BridgeError),
     (
         "network send",
-        made(of_network("isend"), edge=Edge(0, 1), direction=Direction.FORWARD),
+        partial(of_network("isend"), edge=Edge(0, 1), direction=Direction.FORWARD),
         "payload",
         NO_TENSOR,
         ShapeError,
     ),
-    ("network send", made(of_network("isend"), payload=X, direction=Direction.FORWARD), "edge", NO_EDGE, BridgeError),
-    ("network receive", made(of_network("irecv"), direction=Direction.FORWARD), "edge", NO_EDGE, BridgeError),
+    (
+        "network send",
+        partial(of_network("isend"), payload=X, direction=Direction.FORWARD),
+        "edge",
+        NO_EDGE,
+        BridgeError,
+    ),
+    ("network receive", partial(of_network("irecv"), direction=Direction.FORWARD), "edge", NO_EDGE, BridgeError),
     (
         "network receive",
-        made(of_network("irecv"), edge=Edge(0, 1), direction=Direction.FORWARD),
+        partial(of_network("irecv"), edge=Edge(0, 1), direction=Direction.FORWARD),
         "shapes",
         NO_INTEGERS[1:],
         ShapeError,
     ),
     (
         "network both",
-        made(of_network("collective"), payload=X, direction=Direction.FORWARD),
+        partial(of_network("collective"), payload=X, direction=Direction.FORWARD),
         "edge",
         NO_EDGE,
         BridgeError,

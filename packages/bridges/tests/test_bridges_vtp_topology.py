@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from pipegrid.bridges.reshard import RankPart, Sizes, plan_reshard
 from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.transport.edge import Direction, Edge
+
+from .played import EMPTY, inside, write
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 
@@ -147,65 +150,40 @@ def boundary(a, b, cuts=(False, False), axis=0):
     return VTPBoundary(Edge(0, 1), source, destination, axis)
 
 
-def cells(view, box):
-    """The elements of a box, by their number in the tensor that is seen as ``view``."""
-    spans = [range(start, start + extent) for start, extent in zip(box.start, box.shape, strict=True)]
-    return [(i * view[1] + j) * view[2] + k for i, j, k in itertools.product(*spans)]
-
-
-def share(at, stage, whole):
-    """The shape of what each rank of the stage holds of a tensor of the shape ``whole``."""
-    return tuple(extent // (stage.parts if axis == at.axis else 1) for axis, extent in enumerate(whole))
+def held(at, stage, rank, whole):
+    """What the rank holds of a tensor of the shape ``whole`` whose elements are numbered."""
+    numbered = torch.arange(math.prod(whole)).view(whole)
+    return numbered.chunk(stage.parts, at.axis)[stage.ranks.index(rank)] if stage.parts > 1 else numbered
 
 
 def crossing(at, whole, direction, rank):
     """The rank's part in the plan that moves a tensor of the shape ``whole``."""
     giver, _ = at.ends(direction)
     wiring, tensor = at.wiring("vtp", rank, direction), at.tensor(direction)
-    before, length, after = tensor.folded(share(at, giver, whole))
+    before, length, after = tensor.folded(held(at, giver, giver.ranks[0], whole).shape)
     sizes = Sizes((before, length * giver.parts, after), axes=tensor.names)
     return RankPart(plan_reshard(wiring.src, wiring.dst, sizes, rank=rank), rank)
-
-
-def held(at, stage, rank, whole):
-    """The elements of the whole tensor that the rank holds, by number, in the order in which it stores them."""
-    before, length, after = math.prod(whole[: at.axis]), whole[at.axis], math.prod(whole[at.axis + 1 :])
-    part = length // stage.parts
-    first = part * stage.ranks.index(rank) if stage.parts > 1 else 0
-    return [
-        (i * length + j) * after + k for i in range(before) for j in range(first, first + part) for k in range(after)
-    ]
 
 
 def play(at, whole, direction):
     """What every receiving rank has after messages and completion, and how many elements crossed."""
     givers, takers = at.ends(direction)
     parts = {rank: crossing(at, whole, direction, rank) for rank in at.ranks}
-    crossed = 0
-    got = {}
+    crossed, got = 0, {}
     for rank in takers.ranks:
-        here, given = parts[rank], share(at, givers, whole)
-        shape = at.tensor(direction).unfolded(here.destination_shape, given)
-        assert shape == share(at, takers, whole)
-        out = [None] * math.prod(shape)
-        senders = at.wiring("vtp", rank, direction).senders(F)
+        here = parts[rank]
+        got[rank] = torch.full(here.destination_shape, EMPTY)
+        assert here.receives.keys() <= set(at.wiring("vtp", rank, direction).senders(F))
         for peer, boxes in here.receives.items():
-            assert peer in senders
-            theirs = held(at, givers, peer, whole)
-            sent = [theirs[c] for box in parts[peer].sends[rank] for c in cells(parts[peer].source_shape, box)]
-            places = [c for box in boxes for c in cells(here.destination_shape, box)]
-            assert len(sent) == len(places)
-            crossed += len(sent)
-            for place, element in zip(places, sent, strict=True):
-                assert out[place] is None
-                out[place] = element
-        got[rank] = out
+            theirs = held(at, givers, peer, whole).reshape(parts[peer].source_shape)
+            for there, box in zip(parts[peer].sends[rank], boxes, strict=True):
+                write(got[rank], box, theirs[inside(there)])
+                crossed += box.numel
     for rank in takers.ranks:
         for step in parts[rank].completions:
             for giver, boxes in zip(step.ranks, step.boxes, strict=True):
-                for place in [place for box in boxes for place in cells(parts[rank].destination_shape, box)]:
-                    assert giver == rank or got[rank][place] is None
-                    got[rank][place] = got[giver][place]
+                for box in boxes if giver != rank else ():
+                    write(got[rank], box, got[giver][inside(box)])
     return got, crossed
 
 
@@ -224,9 +202,12 @@ def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, len
     whole[axis] = lengths * math.lcm(at.source.parts, at.destination.parts)
     got, crossed = play(at, tuple(whole), direction)
     assert crossed == math.prod(whole)
-    _, taker = at.ends(direction)
+    giver, taker = at.ends(direction)
+    sent = held(at, giver, giver.ranks[0], whole).shape
     for rank, elements in got.items():
-        assert elements == held(at, taker, rank, whole)
+        expected = held(at, taker, rank, whole)
+        assert at.tensor(direction).unfolded(elements.shape, sent) == expected.shape
+        assert torch.equal(elements.view(expected.shape), expected)
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 90))

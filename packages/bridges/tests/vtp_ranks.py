@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,7 @@ from pipegrid.transport.edge import Direction, Edge
 F, B = Direction.FORWARD, Direction.BACKWARD
 
 
-def config(**settings):
-    defaults = {"pipeline_dtype": torch.float64, "deadline": 30.0, "open_deadline": 30.0, "batch_p2p_comm": False}
-    return P2PConfig(**{**defaults, **settings})
+config = partial(P2PConfig, pipeline_dtype=torch.float64, deadline=30.0, open_deadline=30.0, batch_p2p_comm=False)
 
 
 def make(tp_sizes, *, settings=None, label="vtp", **topology):

@@ -30,20 +30,17 @@ def mutate(rng: random.Random, text: str) -> str:
     """Change a few places: insert, delete, replace, double a part, or splice in a part of another text."""
     for _ in range(rng.randint(1, 6)):
         at = rng.randint(0, len(text))
-        end = min(len(text), at + rng.randint(0, 8))
-        kind = rng.randrange(5)
-        if kind == 0:
-            text = text[:at] + rng.choice(ALPHABET) + text[at:]
-        elif kind == 1:
-            text = text[:at] + text[end:]
-        elif kind == 2:
-            text = text[:at] + "".join(rng.choices(ALPHABET, k=end - at)) + text[end:]
-        elif kind == 3:
-            text = text[:end] + text[at:end] * rng.randint(1, 4) + text[end:]
-        else:
-            other = rng.choice(CORPUS)
-            start = rng.randint(0, len(other))
-            text = text[:at] + other[start : start + rng.randint(0, 12)] + text[at:]
+        part = text[at : at + rng.randint(0, 8)]
+        other = rng.choice(CORPUS)
+        start = rng.randint(0, len(other))
+        new = (
+            rng.choice(ALPHABET) + part,
+            "",
+            "".join(rng.choices(ALPHABET, k=len(part))),
+            part * rng.randint(2, 5),
+            other[start : start + rng.randint(0, 12)] + part,
+        )
+        text = text[:at] + rng.choice(new) + text[at + len(part) :]
     return text[:200]
 
 

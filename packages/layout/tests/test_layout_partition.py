@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from itertools import accumulate, pairwise
 
@@ -69,14 +70,15 @@ def test_every_chain_of_small_costs(n, stages):
         check(chain(costs, stages), [{}] * stages)
 
 
+def numbers(n, largest):
+    return st.lists(st.integers(0, largest), min_size=n, max_size=n)
+
+
 @st.composite
-def instances(draw, most=12):
-    n = draw(st.integers(1, most))
+def instances(draw):
+    n = draw(st.integers(1, 12))
     stages = draw(st.integers(1, 5))
     largest = draw(st.sampled_from([1, 2, 9, 10**6, 10**30]))
-
-    def numbers(largest):
-        return draw(st.lists(st.integers(0, largest), min_size=n, max_size=n))
 
     low, high = [0] * stages + [n], [0] + [n] * stages
     if draw(st.booleans()):
@@ -87,7 +89,8 @@ def instances(draw, most=12):
         draw(st.dictionaries(st.integers(0, 4), st.integers(0, 60), max_size=2)) if draw(st.booleans()) else {}
         for _ in range(stages)
     ]
-    return chain(numbers(largest), stages, fixed=numbers(9), moving=numbers(9), low=low, high=high), caps
+    small = numbers(n, 9)
+    return chain(draw(numbers(n, largest)), stages, fixed=draw(small), moving=draw(small), low=low, high=high), caps
 
 
 @settings(max_examples=80, deadline=None)
@@ -114,50 +117,37 @@ def test_leftmost_and_rightmost_are_the_extremes(instance):
         assert rightmost(one, caps, ceiling) is None
 
 
-def least_spread_by_dynamic_program(costs, stages: int) -> tuple[int, int]:
-    """Bottleneck and floor for chains too long to try every cut: best floor per prefix and number of stages."""
+def least_largest(costs, stages: int, value):
+    """The least largest ``value`` of the cost of a stage, by a dynamic program over prefixes of the chain."""
     total = [0, *accumulate(costs)]
-    n = len(costs)
-    ceiling = {(0, 0): 0}
-    for k in range(1, stages + 1):
-        for end in range(n + 1):
-            options = [
-                max(ceiling[k - 1, start], total[end] - total[start])
-                for start in range(end + 1)
-                if (k - 1, start) in ceiling
-            ]
-            if options:
-                ceiling[k, end] = min(options)
-    bottleneck = ceiling[stages, n]
-    floor = {(0, 0): bottleneck}
-    for k in range(1, stages + 1):
-        for end in range(n + 1):
-            options = [
-                min(floor[k - 1, start], total[end] - total[start])
-                for start in range(end + 1)
-                if (k - 1, start) in floor and total[end] - total[start] <= bottleneck
-            ]
-            if options:
-                floor[k, end] = max(options)
-    return bottleneck, floor[stages, n]
+    best = {0: -math.inf}
+    for _ in range(stages):
+        best = {
+            end: min(max(best[start], value(total[end] - total[start])) for start in best if start <= end)
+            for end in range(len(total))
+        }
+    return best[len(costs)]
 
 
-def long_costs(rng: random.Random, kind: str, n: int) -> list[int]:
-    if kind == "uniform":
-        return [rng.randint(1, 10**6) for _ in range(n)]
-    if kind == "heavy tail":
-        return [int(1000 * rng.paretovariate(1.1)) for _ in range(n)]
-    if kind == "two values":  # almost commensurable: where raising cuts takes longest
-        return [rng.choice((1000, 3701)) for _ in range(n)]
-    return [[7, 1, 1, 12, 3][i % 5] * (1 + i // 17) for i in range(n)]
-
-
-@pytest.mark.parametrize("kind", ["uniform", "heavy tail", "two values", "periodic"])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda rng, layer: rng.randint(1, 10**6),
+        lambda rng, layer: int(1000 * rng.paretovariate(1.1)),
+        lambda rng, layer: rng.choice((1000, 3701)),  # almost commensurable: where raising cuts takes longest
+        lambda rng, layer: [7, 1, 1, 12, 3][layer % 5] * (1 + layer // 17),
+    ],
+    ids=["uniform", "heavy tail", "two values", "periodic"],
+)
 @pytest.mark.parametrize("stages", [2, 7, 16, 30])
-def test_longer_chains_equal_a_dynamic_program(kind, stages):
-    costs = long_costs(random.Random(stages), kind, 60)
+def test_longer_chains_equal_a_dynamic_program(cost, stages):
+    """Chains that are too long to try every cut."""
+    rng = random.Random(stages)
+    costs = [cost(rng, layer) for layer in range(60)]
     found = best_partition(chain(costs, stages), [{}] * stages)
-    assert (found.bottleneck, found.floor) == least_spread_by_dynamic_program(costs, stages)
+    assert found.bottleneck == least_largest(costs, stages, lambda cost: cost)
+    kept = least_largest(costs, stages, lambda cost: -cost if cost <= found.bottleneck else math.inf)
+    assert found.floor == -kept
 
 
 def shared(one: Chain, ranks, cuts) -> bool:
@@ -178,10 +168,8 @@ def shared_instances(draw):
     pp, vpp = draw(st.sampled_from([(1, 1), (1, 2), (2, 2), (1, 3), (1, 4), (1, 5), (3, 1), (5, 1)]))
     n = draw(st.integers(1, 9))
 
-    def numbers(largest):
-        return draw(st.lists(st.integers(0, largest), min_size=n, max_size=n))
-
-    one = chain(numbers(draw(st.sampled_from([1, 9, 1000]))), pp * vpp, fixed=numbers(9), moving=numbers(9))
+    costs, small = numbers(n, draw(st.sampled_from([1, 9, 1000]))), numbers(n, 9)
+    one = chain(draw(costs), pp * vpp, fixed=draw(small), moving=draw(small))
     peaks = st.lists(st.tuples(*[st.integers(0, 4)] * vpp), min_size=1, max_size=3).map(tuple)
     ranks = [RankLimit(draw(st.integers(0, 40 * vpp)), draw(peaks)) for _ in range(pp)]
     return one, ranks

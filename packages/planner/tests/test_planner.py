@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipegrid.planner
-from pipegrid.bridges import ModuleGraph, positions_of
-from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.bridges import positions_of
 from pipegrid.planner import (
     Device,
     Job,
@@ -24,41 +23,26 @@ from pipegrid.planner import (
     Network,
     NoFitError,
     Training,
-    layer_costs,
-    layers_toml,
     parse_job,
     plan,
     read_job,
     refined,
-    what_if,
 )
 from pipegrid.planner.__main__ import main
 from pipegrid.planner.choice import Candidate
 from pipegrid.planner.grids import arrangements
 from pipegrid.planner.model import CostModel
-from pipegrid.planner.report import results_table, to_json, what_if_table, why_slower
+from pipegrid.planner.report import results_table, to_json, why_slower
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import _Search
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import (
-    SCHEDULES,
-    ActionKind,
-    Costs,
     PlanError,
-    Recording,
-    forward_only,
     lower,
-    one_f_one_b,
-    recording_from_json,
-    recording_to_json,
-    schedule_for,
-    simulate,
     stage_places,
     verify,
-    zero_bubble_h1,
 )
 from pipegrid.schedules.generators import v_placement
-from pipegrid.schedules.timeline import Recorded, Track
 
 ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 VLM = Path(__file__).parents[3] / "docs" / "examples" / "jobs" / "vlm.toml"
@@ -361,6 +345,32 @@ def test_the_command_line(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 3
 
 
+def test_a_job_is_drawn_with_all_its_modules(tmp_path, capsys):
+    job = str(Path(__file__).parents[3] / "docs/examples/jobs/vlm.toml")
+    files = ["--svg", str(tmp_path / "job.svg"), "--html", str(tmp_path / "job.html")]
+    assert main(["show", job, "--gpus", "64", "--schedule", "zero-bubble-v", *files]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("vision: ")
+    assert "\nlanguage: Et" in shown
+    assert "\nzero_bubble_v, tp=" in shown
+    rows = [line for line in shown.splitlines() if "|" in line and "(position" in line]
+    assert {line.split(".")[0].split()[0] for line in rows} == {"vision", "language"}
+    assert "vision" in (tmp_path / "job.svg").read_text()
+    assert "zero_bubble_v, tp=" in (tmp_path / "job.html").read_text()
+    assert main(["show", job, "--gpus", "64", "--schedule", "zbv8"]) == 2
+    assert "there is no schedule 'zbv8'" in capsys.readouterr().err
+    assert main(["show", job, "--gpus", "64", "--choice", "11"]) == 2
+    assert "--choice 11: the table has the choices 1 to 10" in capsys.readouterr().err
+    small = tmp_path / "job.json"
+    small.write_text(json.dumps(JOB))
+    assert main(["show", str(small), "--gpus", "1", "--schedule", "zero_bubble_h1"]) == 2
+    assert "allow 'b' only pp above 1" in capsys.readouterr().err
+    misspelled = tmp_path / "wrong.json"
+    misspelled.write_text(json.dumps(JOB | {"training": {"schedules": ["zero_buble_v"]}}))
+    assert main(["show", str(misspelled), "--gpus", "2"]) == 2
+    assert "(did you mean 'zero_bubble_v'?)" in capsys.readouterr().err
+
+
 def test_the_table_and_the_reason_of_the_runner_up():
     planned = plan(small_job(), gpus=4)
     assert len(results_table(planned).splitlines()) == 2 + len(planned.choices)
@@ -393,173 +403,3 @@ def test_the_public_names_are_pinned():
     )  # fmt: skip
     for name in further:  # imported from it as well
         assert getattr(pipegrid.planner, name).__name__ == name
-
-
-def recorded(plan, costs, *, rank_of=1):
-    """The recording of a run that takes exactly what the simulation says."""
-    simulation = simulate(plan, costs)
-    tracks = []
-    for position, (starts, ends) in enumerate(zip(simulation.start, simulation.end, strict=True)):
-        entries = [
-            Recorded(index, start, end, memory=7 if action.kind is ActionKind.F else None)
-            for index, (start, end, action) in enumerate(zip(starts, ends, plan.actions(position), strict=True))
-        ]
-        tracks.append(Track(rank_of * position, position, entries))
-    return Recording(plan, tracks)
-
-
-UNEVEN = Costs(F=(1.0, 2.0, 3.0, 4.0), I=(2.0, 1.0, 2.0, 1.0), W=(1.0, 1.0, 1.0, 2.0))
-
-
-def test_what_if_of_the_recorded_schedule_is_the_recorded_step():
-    recording = recorded(lower(zero_bubble_h1(4, 8)), UNEVEN)
-    found = what_if(recording, schedule="zero_bubble_h1")
-    assert found.predicted == pytest.approx(found.measured)
-    assert found.reproduced.makespan == pytest.approx(found.measured)
-    assert found.other.peak() == 4 * 7
-
-
-@pytest.mark.parametrize("schedule", ["zero_bubble_v", "1f1b", "interleaved_1f1b", "v_half"])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_what_if_is_the_simulation_of_the_other_plan_at_the_same_costs(schedule, pp):
-    recording = recorded(lower(zero_bubble_h1(4, 8)), UNEVEN)
-    found = what_if(recording, schedule=schedule, pp=pp)
-    stages = len(stage_places(schedule, pp))
-    other = SCHEDULES[schedule].plan(pp, 8)
-    assert found.predicted == pytest.approx(simulate(lower(other), UNEVEN.cut_into(stages, slices=4)).makespan)
-    read = what_if(recording_from_json(recording_to_json(recording)), schedule=schedule, pp=pp)
-    assert read.predicted == found.predicted
-
-
-def test_gathers_of_sharded_parameters_are_named_where_a_prediction_leaves_them_out():
-    plan = one_f_one_b(2, 4)
-    assert "gathers" not in what_if_table(what_if(recorded(lower(plan), Costs()), schedule="1f1b"))
-    found = what_if(recorded(lower(plan, shard="step"), Costs()), schedule="1f1b")
-    assert found.gathers == 2
-    assert "gathers parameters 2 times. Recordings do not measure gathers" in what_if_table(found)
-
-
-def test_what_if_keeps_the_batch_and_halves_whole_backwards_as_asked():
-    recording = recorded(lower(one_f_one_b(2, 4)), Costs(F=(1.0, 1.0), B=(3.0, 3.0)))
-    assert what_if(recording, schedule="1f1b", microbatches=8).predicted == pytest.approx(9 * 2.0)
-    even, uneven = (what_if(recording, schedule="zero_bubble_h1", input_share=share) for share in (0.5, 0.25))
-    assert even.other.costs.I == (1.5, 1.5)
-    assert uneven.other.costs.W == (2.25, 2.25)
-
-
-def test_what_if_of_several_modules_keeps_their_stages():
-    graph = ModuleGraph([("images", 1), ("language", 2)], [("images", "language")])
-    recording = recorded(lower(schedule_for(graph, "1f1b", 6, placement=[0, 1, 2])), Costs(F=1.0, I=1.0, W=1.0))
-    found = what_if(recording, schedule="zero_bubble_h1")
-    assert found.other.plan.graph == graph
-    assert found.predicted < found.measured
-    with pytest.raises(JobError, match="'language' was recorded on 2 positions beside other modules"):
-        what_if(recording, schedule="1f1b", pp=4)
-    with pytest.raises(JobError, match="recorded with 2 stages on 2 positions"):
-        what_if(recording, schedule="interleaved_1f1b", chunks=2)
-
-
-def test_a_recording_without_backwards_predicts_no_training_step():
-    forwards = recorded(lower(forward_only(2, 4)), Costs(F=1.0))
-    with pytest.raises(JobError, match=r"'1f1b' runs backwards of stages \[0, 1\], which the recorded step did not"):
-        what_if(forwards, schedule="1f1b", pp=1)
-    with pytest.raises(JobError, match=r"stages \[0, 1\] of 'model' were recorded without a backward"):
-        layer_costs(forwards, "t|t")
-    graph = ModuleGraph([("images", 1), ("language", 2)], [("images", "language")])
-    frozen = lower(schedule_for(graph, "1f1b", 6, placement=[0, 1, 2], forward_only=["images"]))
-    found = what_if(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), schedule="zero_bubble_h1")
-    assert found.other.plan.forward_only == (0,)
-    assert layer_costs(recorded(frozen, Costs(F=1.0, I=1.0, W=1.0)), "t", module="images")[0].seconds.I == 0.0
-
-
-def test_a_job_is_drawn_with_all_its_modules(tmp_path, capsys):
-    job = str(Path(__file__).parents[3] / "docs/examples/jobs/vlm.toml")
-    files = ["--svg", str(tmp_path / "job.svg"), "--html", str(tmp_path / "job.html")]
-    assert main(["show", job, "--gpus", "64", "--schedule", "zero-bubble-v", *files]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("vision: ")
-    assert "\nlanguage: Et" in shown
-    assert "\nzero_bubble_v, tp=" in shown
-    rows = [line for line in shown.splitlines() if "|" in line and "(position" in line]
-    assert {line.split(".")[0].split()[0] for line in rows} == {"vision", "language"}
-    assert "vision" in (tmp_path / "job.svg").read_text()
-    assert "zero_bubble_v, tp=" in (tmp_path / "job.html").read_text()
-    assert main(["show", job, "--gpus", "64", "--schedule", "zbv8"]) == 2
-    assert "there is no schedule 'zbv8'" in capsys.readouterr().err
-    assert main(["show", job, "--gpus", "64", "--choice", "11"]) == 2
-    assert "--choice 11: the table has the choices 1 to 10" in capsys.readouterr().err
-    small = tmp_path / "job.json"
-    small.write_text(json.dumps(JOB))
-    assert main(["show", str(small), "--gpus", "1", "--schedule", "zero_bubble_h1"]) == 2
-    assert "allow 'b' only pp above 1" in capsys.readouterr().err
-    misspelled = tmp_path / "wrong.json"
-    misspelled.write_text(json.dumps(JOB | {"training": {"schedules": ["zero_buble_v"]}}))
-    assert main(["show", str(misspelled), "--gpus", "2"]) == 2
-    assert "(did you mean 'zero_bubble_v'?)" in capsys.readouterr().err
-
-
-def test_the_command_line_of_what_if(tmp_path, capsys):
-    path = tmp_path / "run.json"
-    path.write_text(recording_to_json(recorded(lower(one_f_one_b(2, 4)), Costs(F=1.0, I=1.0, W=1.0))))
-    svg, page = tmp_path / "other.svg", tmp_path / "both.html"
-    files = ["--svg", str(svg), "--html", str(page)]
-    assert main(["what-if", str(path), "--schedule", "zero_bubble_v", "--pp", "4", *files]) == 0
-    printed = capsys.readouterr().out
-    assert "recorded, simulated" in printed
-    assert "predicted" in printed
-    assert svg.read_text().startswith("<svg")
-    assert "4 positions, 4 microbatches; 2 positions, 4 microbatches, measured" in page.read_text()
-    for wrong in (
-        ["--schedule", "none"],
-        ["--schedule", "1f1b", "--pp", "0"],
-        ["--schedule", "1f1b", "--input-share", "2"],
-    ):
-        assert main(["what-if", str(path), *wrong]) == 2
-    path.write_text('{"plan": 1}')
-    assert main(["what-if", str(path), "--schedule", "1f1b"]) == 2
-    assert capsys.readouterr().err.count("\n") == 4
-
-
-@given(
-    st.tuples(*[st.floats(0.1, 10)] * 9),
-    st.sampled_from(["Et|ttt|tL", "Et*3|t*4|ttL", "E|t|tt|L", "Et|(tt|)*2,L"]),
-    st.integers(1, 3),
-)
-def test_layers_of_a_recorded_run_are_those_that_its_stages_were_made_of(values, layout, samples):
-    times = {kind: values[3 * i : 3 * i + 3] for i, kind in enumerate(("embedding", "decoder", "loss"))}
-    stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    each = [[samples * sum(times[layer.name][i] for layer in stage) for stage in stages] for i in range(3)]
-    costs = Costs(F=each[0], I=each[1], W=each[2])
-    found = layer_costs(recorded(lower(zero_bubble_h1(len(stages), 4)), costs), layout, samples=samples)
-    assert [layer.kind for layer in found] == ["embedding", "decoder", "loss"]
-    assert sum(layer.count for layer in found) == sum(map(len, stages))
-    for layer in found:
-        assert pytest.approx(times[layer.kind], rel=1e-6) == (layer.seconds.F, layer.seconds.I, layer.seconds.W)
-    assert parse_job(JOB_HEAD + layers_toml(found)).modules[0].layers[1].count == found[1].count
-
-
-JOB_HEAD = """
-global_batch = 4
-device = { flops = 1e12 }
-links = { inside = 1e9, between = 1e9 }
-[[modules]]
-name = "language"
-message = 1e6
-"""
-
-
-def test_kinds_that_stages_cannot_tell_apart_say_so(tmp_path, capsys):
-    recording = recorded(lower(one_f_one_b(2, 2)), Costs(F=(3.0, 5.0), B=(6.0, 10.0)))
-    with pytest.raises(JobError, match=r"cannot tell 'loss' from 'embedding', 'decoder'; record another layout"):
-        layer_costs(recording, "Et|ttL")
-    found = layer_costs(recording, "Et|ttL", free=["embedding"])
-    assert [layer.seconds.F for layer in found] == pytest.approx([0.0, 3.0, 0.0])  # the loss would be below 0
-    with pytest.raises(JobError, match="has 3 stages; 'model' was recorded with 2"):
-        layer_costs(recording, "E|t|L")
-    with pytest.raises(JobError, match="module is 'images'; the recorded modules are model"):
-        layer_costs(recording, "Et|tL", module="images")
-    path = tmp_path / "run.json"
-    path.write_text(recording_to_json(recording))
-    assert main(["layers", str(path), "--layout", "Et|ttL", "--free", "embedding"]) == 0
-    assert capsys.readouterr().out.count("[[modules.layers]]") == 3
-    assert main(["layers", str(path), "--layout", "Et|nonsense"]) == 2

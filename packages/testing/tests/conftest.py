@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ET
-from pathlib import Path
+from functools import partial
 
 import attrs
 import pytest
@@ -21,7 +21,8 @@ class Session:
     texts: dict[str, str]
 
 
-def run_session(directory: Path, source: str, *options: str, ini: str = "") -> Session:
+def run_session(folders: pytest.TempPathFactory, source: str, *options: str, ini: str = "") -> Session:
+    directory = folders.mktemp("session")
     # No GPU is offered: these sessions run on gloo, whatever the machine has.
     (directory / "test_inner.py").write_text(textwrap.dedent(source))
     (directory / "pytest.ini").write_text(
@@ -61,8 +62,4 @@ def run_session(directory: Path, source: str, *options: str, ini: str = "") -> S
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     """Run a session: ``session(source, *options, ini="")``."""
-
-    def run(source: str, *options: str, ini: str = "") -> Session:
-        return run_session(tmp_path_factory.mktemp("session"), source, *options, ini=ini)
-
-    return run
+    return partial(run_session, tmp_path_factory)

@@ -1,12 +1,13 @@
 """Buffers, drains, callers' streams and graphs on the fake NCCL, each with wrong code that it catches."""
 
-import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from .waiting import running, until
 
 CPU = torch.device("cpu")
 STREAMS = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="streams")
@@ -17,23 +18,10 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def violations(ranks):
     found = list(ranks.fake_device.violations)
     ranks.fake_device.violations.clear()
     return found
-
-
-def running(function):
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    return thread
 
 
 # Eager small sends
@@ -48,7 +36,7 @@ def test_the_end_of_a_small_send_does_not_say_that_its_receive_has_come(ranks, e
     if ranks.rank == 0:
         sent = [group.send([torch.full((4,), float(value))], 1, 0) for value in range(3)]
         if eager_bytes:
-            until(lambda: all(work.is_success() for work in sent))
+            assert until(lambda: all(work.is_success() for work in sent))
         else:
             time.sleep(0.2)
             assert not any(work.is_completed() for work in sent)
@@ -88,12 +76,12 @@ def test_a_buffer_takes_only_so_many_bytes_and_is_empty_again_after_the_receives
     for _ in range(2):
         if ranks.rank == 0:
             works = [group.send([torch.ones(8)], 1, 0) for _ in range(3)]  # 32 bytes each
-            until(works[1].is_completed)
+            assert until(works[1].is_completed)
             time.sleep(0.1)
             assert not works[2].is_completed()
             ranks.barrier()
             works[2].wait()
-            until(lambda: not any(group._hidden._buffered.values()))
+            assert until(lambda: not any(group._hidden._buffered.values()))
         else:
             ranks.barrier()
             for _ in range(3):
@@ -164,7 +152,7 @@ def test_a_synchronous_collective_is_on_the_callers_stream_and_an_asynchronous_o
         x = torch.ones(4)
         work = group.allreduce([x], options)
         x.add_(1)
-    until(work.is_completed)
+    assert until(work.is_completed)
     races = [text for text in violations(ranks) if text.startswith("race: add_")]
     assert len(races) == async_op
 

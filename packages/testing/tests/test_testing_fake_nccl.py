@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl import FakeGroup
 
+from .waiting import ended, running, until
+
 BOTH = pytest.mark.parametrize(
     "mode",
     [
@@ -19,13 +21,6 @@ BOTH = pytest.mark.parametrize(
 )
 SERIAL = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="serial")
 STREAMS = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="streams")
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @BOTH
@@ -94,7 +89,7 @@ def test_a_send_ends_with_its_receive_and_a_receive_is_nan_until_its_data_is_the
         time.sleep(0.2)
         assert not work.is_completed()
         ranks.barrier()
-        until(work.is_completed)
+        assert until(work.is_completed)
         assert work.is_success()
         assert work.get_future_result().wait() == 0
         dist.send(torch.ones(4, dtype=torch.int32), 1)
@@ -120,12 +115,12 @@ def test_a_wait_returns_at_once_where_it_may_not_hold_the_host(ranks):
         assert x.isnan().all()
         assert not work.is_completed()
         ranks.barrier()
-        until(work.is_completed)
+        assert until(work.is_completed)
         assert x.tolist() == [1, 1]
     else:
         ranks.barrier()
         sent = dist.isend(torch.ones(2), 1)
-        until(sent.is_completed)
+        assert until(sent.is_completed)
 
 
 def exchange(group, peer, *, batched):
@@ -176,7 +171,7 @@ def crossed(ranks):
 @STREAMS
 def test_groups_run_beside_each_other(ranks):
     _, works = crossed(ranks)
-    until(lambda: all(work.is_success() for work in works))
+    assert until(lambda: all(work.is_success() for work in works))
 
 
 @SERIAL
@@ -192,12 +187,8 @@ def test_in_serial_mode_a_launch_order_that_differs_between_ranks_gets_stuck(ran
 
 
 def together(functions):
-    threads = [threading.Thread(target=function, daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)
+    threads = [running(function) for function in functions]
+    assert all(ended(thread, 10.0) for thread in threads)
 
 
 @STREAMS
@@ -205,8 +196,7 @@ def test_aborts_one_by_one_hang_and_concurrent_ones_do_not(ranks):
     groups = [dist.new_group([0, 1]) for _ in range(3)]
     if ranks.rank == 0:
         works = [group.recv([torch.zeros(2)], 1, 0) for group in groups]
-        first = threading.Thread(target=groups[0].abort, daemon=True)
-        first.start()
+        first = running(groups[0].abort)
         first.join(0.5)
         assert first.is_alive()
         together([group.abort for group in groups[1:]])
@@ -226,7 +216,7 @@ def test_an_entry_whose_peer_is_gone_runs_on_and_is_completed_with_an_error_wher
     ranks.barrier()
     if ranks.rank == 1:
         work = group.recv([torch.zeros(2)], 0, 0)
-        until(work.is_completed)
+        assert until(work.is_completed)
         assert not work.is_success()
         assert isinstance(work.exception(), RuntimeError)
         work.wait()
@@ -241,7 +231,7 @@ def test_an_entry_whose_peer_is_gone_runs_on_and_is_completed_with_an_error_wher
         group.abort()
     else:
         stuck = group.recv([torch.zeros(2)], 1, 0)
-        until(lambda: ranks.fake_device.unfinished()[0].started)
+        assert until(lambda: ranks.fake_device.unfinished()[0].started)
         group.abort()
         assert stuck.is_completed()
         ranks.barrier()

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch.distributed as dist
 
 from pipegrid.testing import Fault, FaultError, InjectedFault
 
+from . import waiting
+
 NEVER = 100.0
-# No machine is so busy that a rank needs longer to write a line.
-PATIENCE = 30.0
+# No machine is so busy that a rank needs longer to write a line; the assertions after it say what came instead.
+until = partial(waiting.until, seconds=30.0)
 
 
 def walk(ranks, points):
@@ -30,13 +33,6 @@ def note(ranks, text):
 def passed(ranks, rank):
     file = ranks.shared_path / f"passed-{rank}"
     return file.read_text().splitlines() if file.exists() else []
-
-
-def until(condition):
-    """Wait for ``condition``; the assertions after it say what came instead."""
-    end = time.monotonic() + PATIENCE
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def dead_peer(peer):

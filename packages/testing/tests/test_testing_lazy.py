@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl import LazyGroup
 
+from .waiting import until
+
 CPU = torch.device("cpu")
 LAZY = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="lazy")
 BOTH = pytest.mark.parametrize(
@@ -17,13 +19,6 @@ BOTH = pytest.mark.parametrize(
     [pytest.param(m, marks=pytest.mark.ranks(2, backend="fake_nccl", fake_nccl=m)) for m in ("nccl2", "lazy")],
 )
 SHORT = timedelta(seconds=0.5)
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def batch(group, *operations):
@@ -117,7 +112,7 @@ def test_a_lone_message_is_not_ordered_after_a_batch(ranks, mode):
         ranks.fake_device.waits_hold = False
         received = batch(group, ("recv", x, 1))
         sent = group.send([x], 1, 0)
-        until(lambda: received.is_completed() and sent.is_completed())
+        assert until(lambda: received.is_completed() and sent.is_completed())
     else:
         batch(group, ("send", x, 0)).wait()
         group.recv([x], 0, 0).wait()

@@ -10,6 +10,8 @@ from pathlib import Path
 import attrs
 import pytest
 
+from .waiting import until
+
 HANGS = """
 import os, pathlib, signal, subprocess, time
 import pytest
@@ -38,13 +40,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 @attrs.frozen

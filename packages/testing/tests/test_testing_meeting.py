@@ -1,6 +1,5 @@
 """Members of a group of the fake NCCL that do not come, to connect or to its end: wrong code, and how it is caught."""
 
-import threading
 import time
 from datetime import timedelta
 
@@ -9,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.testing.clock import moved_clock
+
+from .waiting import ended, running
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=0.5)
@@ -26,17 +27,6 @@ PAIR = pytest.mark.parametrize(
         for mode in ("streams", "nccl2", "lazy")
     ],
 )
-
-
-def ended(thread, seconds=20.0):
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-def running(function):
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    return thread
 
 
 @EVERY

@@ -11,16 +11,11 @@ import torch.distributed as dist
 
 from pipegrid.testing.fake_nccl import Nccl2Group, Nccl2Rules
 
+from .waiting import until
+
 CPU = torch.device("cpu")
 NCCL2 = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
 ENDED = "the process was ended by nccl2's watchdog: "
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def a_group(ranks, **rules):
@@ -37,14 +32,14 @@ def fail(ranks, group):
     """An entry of rank 1 that fails, as rank 0 aborts its own; and one that waits behind it."""
     if ranks.rank == 0:
         group.recv([torch.zeros(2)], 1, 0)
-        until(lambda: any(entry.started for entry in ranks.fake_device.unfinished()))
+        assert until(lambda: any(entry.started for entry in ranks.fake_device.unfinished()))
         ranks.barrier()
         group.abort()
         return None
     failing, behind = (group.recv([torch.zeros(2)], 0, 0) for _ in range(2))
     assert failing.is_success()  # it runs
     ranks.barrier()
-    until(failing.is_completed)
+    assert until(failing.is_completed)
     return failing, behind
 
 
@@ -103,7 +98,7 @@ def test_a_wait_raises_what_is_known_and_an_error_is_that_of_all_unfinished_work
 def test_an_error_that_is_not_aborted_ends_the_process_at_the_watchdogs_tick(ranks):
     group = a_group(ranks)
     if fail(ranks, group):
-        until(lambda: ranks.fake_device.violations)
+        assert until(lambda: ranks.fake_device.violations)
         began = time.monotonic()
         group.abort()  # behind the watchdog, which ends the process first
         assert time.monotonic() - began > 0.2
@@ -225,14 +220,14 @@ def test_an_idle_group_keeps_what_it_sent_until_a_wait_or_its_next_launch(ranks,
     gone = weakref.ref(sent)
     work = group.send([sent], 1, 0)
     del sent
-    until(work.is_completed)
+    assert until(work.is_completed)
     assert gone() is not None
     if by == "a wait":
         work.wait()
         del work
         assert gone() is None
     work = group.send([torch.zeros(4)], 1, 0)
-    until(lambda: gone() is None)
+    assert until(lambda: gone() is None)
     work.wait()
 
 
@@ -263,7 +258,7 @@ def test_memory_of_a_receive_that_is_freed_before_its_end(ranks, mode, batched, 
         if holds == "nothing":
             del work
         there.send([torch.ones(1)], 0, 0).wait()
-        until(lambda: not ranks.fake_device.unfinished())
+        assert until(lambda: not ranks.fake_device.unfinished())
         found = violations(ranks)
         assert len(found) == (mode == "nccl2" and (batched or holds == "nothing"))
         assert all("memory of a receive of 16 bytes from rank 0" in text for text in found)

@@ -11,15 +11,10 @@ from pipegrid.testing.clock import moved_clock
 from pipegrid.testing.fake_nccl import LegacyRules
 from pipegrid.testing.fake_nccl.watchdog import DUMP_KEY
 
+from .waiting import until
+
 STREAMS = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="streams")
 LONG = timedelta(days=7)
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def violations(ranks, seconds=0.0):
@@ -36,11 +31,11 @@ def fail(ranks, group):
     """An entry of rank 1 that fails, since rank 0 aborts its own."""
     ranks.fake_device.reports_peer_errors = ranks.rank == 1
     work = group.recv([torch.zeros(2)], 1 - ranks.rank, 0)
-    until(lambda: any(entry.started for entry in ranks.fake_device.unfinished()))
+    assert until(lambda: any(entry.started for entry in ranks.fake_device.unfinished()))
     ranks.barrier()
     if ranks.rank == 0:
         group.abort()
-    until(work.is_completed)
+    assert until(work.is_completed)
 
 
 @STREAMS
@@ -58,7 +53,7 @@ def test_an_error_that_nobody_aborts_ends_the_process_after_a_minute_and_tells_a
             assert text.endswith("failed, and its group was not aborted within 60 s")
             group.abort()
         ranks.barrier()
-        until(lambda: ranks.fake_device.watchdog._found is not None)  # on both ranks
+        assert until(lambda: ranks.fake_device.watchdog._found is not None)  # on both ranks
         assert violations(ranks, 0.2) == []
         clock.move(500.0)
         (text,) = violations(ranks, 20)

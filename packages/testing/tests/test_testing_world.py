@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,20 +11,18 @@ import torch
 from pipegrid.testing import world
 from pipegrid.testing.messages import Job
 
-
-def job(backend, *, rank=0, world_size=2):
-    return Job(
-        path="",
-        name="",
-        rank=rank,
-        world_size=world_size,
-        backend=backend,
-        deadline=1.0,
-        strict_sends=False,
-        fake_nccl="streams",
-        directory="",
-        largest_world=max(4, world_size),
-    )
+job = partial(
+    Job,
+    path="",
+    name="",
+    rank=0,
+    world_size=2,
+    deadline=1.0,
+    strict_sends=False,
+    fake_nccl="streams",
+    directory="",
+    largest_world=4,
+)
 
 
 @pytest.fixture
@@ -56,17 +55,17 @@ def test_the_version_of_nccl_is_that_of_the_loaded_library(machine, version):
 @pytest.mark.parametrize("backend", ["nccl", "staged"])
 def test_ranks_share_the_gpus_that_there_are(machine, backend):
     chosen = machine(2)
-    devices = [world.device_of(job(backend, rank=rank, world_size=5)) for rank in range(5)]
+    devices = [world.device_of(job(backend=backend, rank=rank, world_size=5)) for rank in range(5)]
     assert [device.index for device in devices] == [0, 1, 0, 1, 0]
     assert chosen == devices
 
 
 def test_an_nccl_that_cannot_share_a_gpu_skips_the_test_with_the_numbers(machine):
     machine(2, (2, 30, 7))
-    assert world.device_of(job("nccl", rank=1)).index == 1
-    assert world.device_of(job("staged", world_size=3)).index == 0
+    assert world.device_of(job(backend="nccl", rank=1)).index == 1
+    assert world.device_of(job(backend="staged", world_size=3)).index == 0
     with pytest.raises(pytest.skip.Exception, match=r"3 ranks on 2 GPUs: NCCL 2\.30\.7 is loaded, .* needs 2\.31\.2"):
-        world.device_of(job("nccl", world_size=3))
+        world.device_of(job(backend="nccl", world_size=3))
 
 
 @pytest.mark.parametrize(("gpus", "shared"), [(1, True), (2, True), (4, False), (8, False)])
@@ -74,7 +73,7 @@ def test_ranks_that_share_a_gpu_have_nccls_settings_for_it(machine, gpus, shared
     """Also in a test of the session that has a GPU for each rank: NCCL reads them once."""
     machine(gpus)
     os.environ["NCCL_MAX_CTAS"] = "2"
-    world.device_of(job("nccl", world_size=1))
+    world.device_of(job(backend="nccl", world_size=1))
     found = {name: os.environ.get(name) for name in world._SHARED_GPU_SETTINGS}
     assert found == {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1" if shared else None,
@@ -110,9 +109,9 @@ def test_a_gpu_that_a_test_is_the_first_to_use_is_no_leak(monkeypatch):
 
 def test_without_a_gpu_staged_is_gloo_on_the_cpu(machine):
     machine(0)
-    assert world.device_of(job("staged")) == torch.device("cpu")
+    assert world.device_of(job(backend="staged")) == torch.device("cpu")
     with pytest.raises(pytest.UsageError, match="backend 'nccl' needs a GPU and torch sees none"):
-        world.device_of(job("nccl"))
+        world.device_of(job(backend="nccl"))
 
 
 @pytest.mark.ranks(2, backend="staged")

@@ -86,42 +86,31 @@ def test_a_large_group_is_abbreviated(store):
         member(store, 0, range(99), timeout=SHORT)
 
 
-class LateStore:
-    """A store whose wait fails at the deadline just as the last member arrives."""
+class LateStore(HashStore):
+    """A store whose first wait fails at the deadline just as the last member arrives."""
 
-    def __init__(self, store, last_member):
-        self._store, self._last_member = store, last_member
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
+    last_member = None
 
     def wait(self, keys, timeout):
-        if self._last_member is not None:
-            last, self._last_member = self._last_member, None
-            with pytest.raises(RuntimeError):
-                self._store.wait(keys, timeout)
-            last()
-            raise RuntimeError("Wait timeout")
-        self._store.wait(keys, timeout)
+        if self.last_member is None:
+            return super().wait(keys, timeout)
+        arrive, self.last_member = self.last_member, None
+        with pytest.raises(RuntimeError):
+            super().wait(keys, timeout)
+        arrive()
+        raise RuntimeError("Wait timeout")
 
 
 def test_a_deadline_that_meets_the_last_arrival_lets_all_members_go_on():
-    inner = HashStore()
-    results = []
-    late = LateStore(inner, lambda: results.append(meet(inner, "k", ranks=[0, 1], rank=1, label="a", timeout=LONG)))
-    results.append(meet(late, "k", ranks=[0, 1], rank=0, label="a", timeout=SHORT))
+    store, results = LateStore(), []
+    store.last_member = lambda: results.append(meet(store, "k", ranks=[0, 1], rank=1, label="a", timeout=LONG))
+    results.append(meet(store, "k", ranks=[0, 1], rank=0, label="a", timeout=SHORT))
     assert results == [0, 0]
-    assert inner.add("k/0/count", 0) == 2
+    assert store.add("k/0/count", 0) == 2
 
 
-class LostStore:
+class LostStore(HashStore):
     """A store whose connection breaks while a member waits."""
-
-    def __init__(self):
-        self._store = HashStore()
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
 
     def wait(self, keys, timeout):
         raise RuntimeError("connection reset by peer")

@@ -191,9 +191,7 @@ class Nccl2:
 
     def __init__(self):
         self.timeouts = []
-
-    def set_timeout(self, timeout):
-        self.timeouts.append(timeout)
+        self.set_timeout = self.timeouts.append
 
 
 class Old:
@@ -203,13 +201,11 @@ class Old:
 
     def __init__(self):
         self.timeouts = []
+        self._set_default_timeout = self.timeouts.append
 
     def _get_backend(self, device):
         assert device.type == "cuda"
         return self
-
-    def _set_default_timeout(self, timeout):
-        self.timeouts.append(timeout)
 
 
 @pytest.mark.parametrize("kind", [Nccl2, Old])

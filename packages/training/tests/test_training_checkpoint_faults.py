@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import random
 import re
@@ -24,25 +25,23 @@ OPERATIONS = ("open", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
 class Disk:
-    """Counts file operations below a directory, and fails from the ``at``-th on: what a killed process leaves.
+    """Notes file operations below a directory, and fails from the ``at``-th on: what a killed process leaves.
 
     A process that is killed does nothing more, so after the fault no operation reaches the disk. With ``once``, only
     that operation fails: the process goes on.
     """
 
-    def __init__(self, monkeypatch, directory, *, at=None, error=None, once=False):
-        self.count, self.at, self.once = 0, at, once
+    def __init__(self, monkeypatch, directory, *, at=math.inf, error=None, once=False):
+        self.log, self.at, self.once = [], at, once
         self.error = error or OSError(errno.EIO, "the process is dead")
-        self.log = []
         self._directory = str(directory)
         real_open = io.open
 
         def opened(file, mode="r", *args, **kwargs):
-            writes = not set(mode).isdisjoint("wax+")
-            if writes and self._below(file):
-                self.reach(f"open {file}")
-            handle = real_open(file, mode, *args, **kwargs)
-            return self._watched(handle) if writes and self._below(file) else handle
+            if set(mode).isdisjoint("wax+") or not self._below(file):
+                return real_open(file, mode, *args, **kwargs)
+            self.reach(f"open {file}")
+            return _File(real_open(file, mode, *args, **kwargs), self)
 
         monkeypatch.setattr(io, "open", opened)
         for name in OPERATIONS[1:]:
@@ -59,25 +58,21 @@ class Disk:
 
         return call
 
-    def _watched(self, handle):
-        def write(data):
-            self.reach(f"write {len(data)}")
-            return handle.write(data)
-
-        return _File(handle, write)
-
     def reach(self, what):
-        self.count += 1
         self.log.append(what)
-        if self.at is not None and (self.count == self.at if self.once else self.count >= self.at):
+        if len(self.log) == self.at or (len(self.log) > self.at and not self.once):
             raise self.error
 
 
 class _File:
-    """A file whose writes are watched."""
+    """A file whose writes are operations of a disk."""
 
-    def __init__(self, handle, write):
-        self._handle, self.write = handle, write
+    def __init__(self, handle, disk):
+        self._handle, self._disk = handle, disk
+
+    def write(self, data):
+        self._disk.reach(f"write {len(data)}")
+        return self._handle.write(data)
 
     def __getattr__(self, name):
         return getattr(self._handle, name)

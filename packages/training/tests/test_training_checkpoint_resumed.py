@@ -1,21 +1,19 @@
-"""What a script changes between two runs of one directory: optimizers, options, modules; and two runs at a time."""
+"""What a script changes between two runs of one directory: optimizers, options, modules."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import nn
 
 from pipegrid.training import CheckpointError, CheckpointMismatchError, Checkpoints, TrainingState
 from pipegrid.training.checkpoint.state import optimizers
+from pipegrid.training.checkpoint.stored import manifest, reading
 
 
 class Stage(nn.Module):
@@ -39,18 +37,12 @@ def stepped(make):
 
 
 def saved(directory, make):
-    checkpoints = Checkpoints(directory)
-    checkpoints.save(stepped(make)[0], step=1)
-    checkpoints.close()
+    Checkpoints(directory).save(stepped(make)[0], step=1)
 
 
 def loaded(directory, make):
     state, optimizer = stepped(make)
-    checkpoints = Checkpoints(directory)
-    try:
-        checkpoints.load(state)
-    finally:
-        checkpoints.close()
+    Checkpoints(directory).load(state)
     return optimizer
 
 
@@ -62,7 +54,7 @@ class Momentum(torch.optim.SGD):
     """A script's SGD."""
 
 
-class Bare(torch.optim.Optimizer):
+class Lion(torch.optim.Optimizer):
     """An optimizer that is not torch's."""
 
     def __init__(self, parameters, lr=0.1):
@@ -75,16 +67,10 @@ class Bare(torch.optim.Optimizer):
                 self.state[parameter]["exp_avg"] = parameter.grad.clone()
 
 
-class Lion(torch.optim.Optimizer):
-    """One kind."""
-
-    __init__, step = Bare.__init__, Bare.step
-
-
 class Tiger(torch.optim.Optimizer):
     """Another one, with the same options and state."""
 
-    __init__, step = Bare.__init__, Bare.step
+    __init__, step = Lion.__init__, Lion.step
 
 
 class Sub(Lion):
@@ -133,16 +119,11 @@ def test_a_subclass_is_of_the_kind_of_its_base(tmp_path, kept, other):
 
 @pytest.mark.parametrize("kind", ["AdamW", "", "Adam"])
 def test_a_checkpoint_that_has_the_name_alone_is_compared_by_it(tmp_path, kind):
-    from pipegrid.training.checkpoint.stored import manifest, reading
-
     saved(tmp_path, lambda parameters: OPTIM.AdamW(parameters, lr=0.1))
     folder = tmp_path / "save-0001-step-00000001"
     found = reading.read(folder)
-    import attrs
-
-    manifest.write(
-        folder, attrs.evolve(found, groups=tuple(attrs.evolve(group, kind=kind, defaults={}) for group in found.groups))
-    )
+    groups = tuple(evolve(group, kind=kind, defaults={}) for group in found.groups)
+    manifest.write(folder, evolve(found, groups=groups))
     if kind == "Adam":
         with pytest.raises(CheckpointMismatchError, match="was saved by Adam"):
             loaded(tmp_path, lambda parameters: OPTIM.AdamW(parameters, lr=0.1))
@@ -174,60 +155,55 @@ def test_changed_options_are_told_once_with_both_values_and_the_checkpoint_wins(
     assert told(tmp_path, adamw())[0] == []
 
 
-def scheduled(make, schedule):
-    """An optimizer some steps into a schedule."""
+def scheduled(make, schedule, *, steps):
+    """An optimizer some steps into a schedule, if it has one."""
 
     def made(parameters):
         optimizer = make(parameters)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps in another order
-            schedule(optimizer)
+        if schedule is not None:
+            running = schedule(optimizer)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of steps in another order
+                for _ in range(steps):
+                    running.step()
         return optimizer
 
     return made
 
 
-def own_schedule(optimizer):
-    optimizer.param_groups[0]["lr"] = 0.0625
+SCHEDULES = {
+    "cosine": partial(OPTIM.lr_scheduler.CosineAnnealingLR, T_max=10),
+    "warm-up": partial(OPTIM.lr_scheduler.LinearLR, start_factor=0.25),
+    "one cycle": partial(OPTIM.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=10),  # which has a lr of its own
+}
 
 
-def cosine(optimizer):
-    schedule = OPTIM.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    for _ in range(4):
-        schedule.step()
-
-
-def warmed_up(optimizer):
-    OPTIM.lr_scheduler.LinearLR(optimizer, 0.25)
-
-
-def one_cycle(optimizer):
-    schedule = OPTIM.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
-    for _ in range(4):
-        schedule.step()
-
-
-@pytest.mark.parametrize("schedule", [own_schedule, cosine, warmed_up, one_cycle])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("again", [False, True])
-def test_what_a_schedule_changes_is_no_change_of_the_script(tmp_path, schedule, again):
+def test_what_a_schedule_changes_is_no_change_of_the_script(tmp_path, name, again):
     """Whether the schedule is made before the load or after it."""
-    saved(tmp_path, scheduled(adamw(), schedule))
-    fresh = (lambda optimizer: None) if schedule is own_schedule or not again else type_of(schedule)
-    assert told(tmp_path, scheduled(adamw(), fresh))[0] == []
-    (text,) = told(tmp_path, scheduled(adamw(weight_decay=0.5), fresh))[0]
+    saved(tmp_path, scheduled(adamw(), SCHEDULES[name], steps=4))
+    fresh = partial(scheduled, schedule=SCHEDULES[name] if again else None, steps=0)
+    assert told(tmp_path, fresh(adamw()))[0] == []
+    (text,) = told(tmp_path, fresh(adamw(weight_decay=0.5)))[0]
     assert text.startswith("weight_decay")
-    if schedule is not one_cycle:  # which has a lr of its own
-        (text,) = told(tmp_path, scheduled(adamw(lr=0.75), fresh))[0]
+    if name != "one cycle":
+        (text,) = told(tmp_path, fresh(adamw(lr=0.75)))[0]
         assert text.startswith("lr of group 0 of optimizer 0 is 0.75 in the script and 0.5 in the checkpoint")
 
 
-def type_of(schedule):
-    """The schedule at its start."""
-    return {
-        cosine: lambda optimizer: OPTIM.lr_scheduler.CosineAnnealingLR(optimizer, 10),
-        warmed_up: warmed_up,
-        one_cycle: lambda optimizer: OPTIM.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10),
-    }[schedule]
+def test_what_a_script_sets_by_a_rule_of_its_own_is_no_change_of_the_script(tmp_path):
+    def halfway(parameters):
+        optimizer = adamw()(parameters)
+        optimizer.param_groups[0]["lr"] = 0.0625
+        return optimizer
+
+    saved(tmp_path, halfway)
+    assert told(tmp_path, adamw())[0] == []
+    (text,) = told(tmp_path, adamw(weight_decay=0.5))[0]
+    assert text.startswith("weight_decay")
+    (text,) = told(tmp_path, adamw(lr=0.75))[0]
+    assert text.startswith("lr of group 0 of optimizer 0 is 0.75 in the script and 0.5 in the checkpoint")
 
 
 def test_how_a_step_is_computed_stays_the_choice_of_the_script(tmp_path):
@@ -268,22 +244,22 @@ def found_after(checkpoints, step):
     return stage.layer.weight[0, 0].item()
 
 
-def changes(stage, value):
-    new = nn.Linear(4, 4)
-    nn.init.constant_(new.weight, value)
-    yield lambda: setattr(stage, "layer", new)
-    yield lambda: setattr(stage.layer, "weight", nn.Parameter(torch.full((4, 4), value)))
-    yield lambda: setattr(stage.layer.weight, "data", torch.full((4, 4), value))
-
-
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stage: setattr(stage, "layer", Stage(7.0).layer),
+        lambda stage: setattr(stage.layer, "weight", nn.Parameter(torch.full((4, 4), 7.0))),
+        lambda stage: setattr(stage.layer.weight, "data", torch.full((4, 4), 7.0)),
+    ],
+    ids=["module", "parameter", "data"],
+)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_module_or_parameter_in_anothers_place_is_saved(tmp_path, which, blocking):
+def test_a_module_or_parameter_in_anothers_place_is_saved(tmp_path, change, blocking):
     stage = Stage(1.0)
     state = TrainingState(stages={"m": [stage]})
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state, step=1, blocking=blocking)
-    list(changes(stage, 7.0))[which]()
+    change(stage)
     checkpoints.save(state, step=2, blocking=blocking)
     assert found_after(checkpoints, 2) == 7.0
     with torch.no_grad():
@@ -305,189 +281,3 @@ def test_a_new_parameter_has_its_own_optimizer_state(tmp_path):
     checkpoints.save(state, step=3)
     assert checkpoints.steps() == [3, 1]
     checkpoints.close()
-
-
-RUN = """
-import sys, time
-from pipegrid.training import Checkpoints
-checkpoints = Checkpoints(sys.argv[1])
-print("has it", flush=True)
-time.sleep(600)
-"""
-
-
-def started(directory, **environment):
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, directory], stdout=subprocess.PIPE, text=True, env=os.environ | environment
-    )
-    assert process.stdout.readline() == "has it\n"
-    return process
-
-
-def stopped(process):
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def test_a_second_run_in_a_directory_is_an_error_that_names_the_first(tmp_path):
-    other = started(tmp_path, TORCHELASTIC_RUN_ID="nightly-7")
-    aside = tmp_path / ".saving-3-abcd"  # of a save that is under way
-    aside.mkdir()
-    try:
-        with pytest.raises(CheckpointError, match=rf"by process {other.pid} on \S+, since 20\S+, run nightly-7"):
-            Checkpoints(tmp_path)
-        assert aside.is_dir()
-    finally:
-        other.send_signal(signal.SIGKILL)
-    Checkpoints(tmp_path).close()  # at once: no lock is stale
-    other.wait()
-    other.stdout.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_next_attempt_of_a_run_waits_for_the_last_one_to_end(tmp_path, monkeypatch):
-    from pipegrid.training.checkpoint.stored import lock
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    monkeypatch.setattr(lock, "_ENDING", 0.0)
-    other = started(tmp_path)
-    ender = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {other.pid}"])
-    Checkpoints(tmp_path).close()
-    assert (ender.wait(), other.wait()) == (0, -signal.SIGKILL)
-    other.stdout.close()
-
-
-def test_a_process_may_open_its_directory_again_and_a_child_may_not(tmp_path):
-    first = Checkpoints(tmp_path)
-    second = Checkpoints(tmp_path)
-    second.close()
-    child = os.fork()
-    if child == 0:
-        try:
-            Checkpoints(tmp_path)
-        except CheckpointError as error:
-            os._exit(7 if f"process {os.getppid()} on" in str(error) else 8)
-        os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert (tmp_path / ".lock").is_file()
-    first.close()
-    assert not (tmp_path / ".lock").exists()
-
-
-def test_a_lock_that_is_dropped_or_lost_its_file_does_not_last(tmp_path):
-    Checkpoints(tmp_path)
-    assert not (tmp_path / ".lock").exists()
-    kept = Checkpoints(tmp_path)
-    (tmp_path / ".lock").unlink()
-    kept.close()
-    stopped(started(tmp_path))
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"pid": 1}', b"[" * 4096, json.dumps({"run": {}}).encode()])
-def test_a_lock_file_that_is_left_behind_is_taken_whatever_it_says(tmp_path, content):
-    (tmp_path / ".lock").write_bytes(content)
-    Checkpoints(tmp_path).close()
-
-
-def test_a_lock_file_that_leads_elsewhere_is_an_error(tmp_path):
-    outside = tmp_path / "outside"
-    outside.write_text("kept")
-    for number, make in enumerate((lambda path: path.symlink_to(outside), os.mkfifo, lambda path: path.mkdir())):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        make(directory / ".lock")
-        with pytest.raises(CheckpointError, match="is not used: rank 0: "):
-            Checkpoints(directory)
-    assert outside.read_text() == "kept"
-
-
-@pytest.mark.ranks(2)
-def test_a_second_run_is_an_error_on_every_rank(ranks):
-    directory = ranks.shared_path / "a"
-    if dist.get_rank() == 0:
-        directory.mkdir()
-        other = started(directory)
-    ranks.barrier()
-    with pytest.raises(CheckpointError, match="rank 0: .* is in use by process"):
-        Checkpoints(directory)
-    if dist.get_rank() == 0:
-        stopped(other)
-
-
-LAST = """
-import atexit, errno, os, sys, threading
-from pathlib import Path
-from torch import nn
-from pipegrid.training import Checkpoints, TrainingState
-from pipegrid.training.checkpoint import saving
-import time
-atexit.register(lambda: print("at exit, before"))
-kind, directory = sys.argv[1:]
-def fail(*_):
-    if kind == "slow":
-        time.sleep(1.0)
-        return real(*_)
-    if kind == "stuck":
-        time.sleep(60)
-    raise OSError(errno.ENOSPC, "No space left on device")
-real = saving.Saver._write_files
-saving.Saver._write_files = fail
-from pipegrid.training.checkpoint import last_save
-last_save._SILENT = 0.2
-from datetime import timedelta
-checkpoints = Checkpoints(directory, timeout=timedelta(seconds=1 if kind == "stuck" else 60))
-checkpoints.save(TrainingState(stages={"head": {0: nn.Linear(2, 2)}}), step=5, blocking=False)
-atexit.register(lambda: print("at exit, after"))
-if kind == "seen":
-    try:
-        checkpoints.wait()
-    except Exception as error:
-        print(type(error).__name__)
-if kind == "raise":
-    raise SystemExit(3)
-if kind == "error":
-    raise ValueError("of the script")
-print("end of the script")
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "said"),
-    [
-        ("raise", 120, "is lost: OSError: .*No space left on device; exit code 120"),
-        ("error", 120, "ValueError: of the script.*is lost: OSError: .*No space left"),
-        ("stuck", 120, r"waiting up to 1 s .*is lost: CheckpointError: it has not ended; call Checkpoints\.close\(\)"),
-        ("slow", 0, r"^waiting up to 60 s for the last save in \S+\n$"),
-        ("seen", 0, "^$"),
-    ],
-)
-def test_a_last_save_that_is_lost_is_an_exit_code_and_a_text(tmp_path, kind, code, said):
-    import re
-
-    done = subprocess.run(
-        [sys.executable, "-c", LAST, kind, tmp_path], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == code, done.stderr
-    assert re.search(said, done.stderr, re.DOTALL), done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-2:] == ["at exit, after", "at exit, before"]
-    assert ("end of the script" in lines) is (kind not in {"raise", "error"})
-    if kind == "slow":
-        assert Checkpoints(tmp_path).steps() == [5]
-
-
-def test_an_interrupted_wait_has_not_seen_the_outcome():
-    from concurrent.futures import Future
-
-    from pipegrid.training.checkpoint.last_save import Pending
-
-    class Interrupted(Future):
-        def result(self, timeout=None):
-            raise KeyboardInterrupt
-
-    pending = Pending()
-    pending.future = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        pending.result()
-    assert pending.future is not None

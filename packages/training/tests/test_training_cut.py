@@ -9,7 +9,7 @@ from torch import nn
 
 from pipegrid.training import CutError, Names, cut
 
-from .kit.chain import gradients, step
+from .kit.chain import gradients, stages_of, step
 from .kit.models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
 
 CUTS = ("Et|tt|tL", "Et||ttt|L", "E|tttt|L", "EttttL", "Etttt|L")
@@ -19,14 +19,6 @@ EXAMPLES = [
     *((name, "Eeee|e|tt||t|tL") for name in TWO_LISTS),
 ]
 ALL = [(name, cut) for name in MAKERS for cut in (CUTS_OF_TWO if name in TWO_LISTS else CUTS)]
-
-
-def stages_of(make, layout, **options):
-    stages = []
-    for stage in range(layout.count("|") + 1):
-        torch.manual_seed(1)
-        stages.append(cut(make, layout, stage, allow_empty=True, **options).double())
-    return stages
 
 
 def require_equal(whole, make, layout, batch, **options):
@@ -181,9 +173,7 @@ class NormFirst(Plain):
 
     def __init__(self):
         super().__init__()
-        out, blocks = self.out, self.blocks
-        del self.out, self.blocks
-        self.out, self.blocks = out, blocks
+        self.blocks = self._modules.pop("blocks")  # now behind `out`
 
 
 def test_a_part_registered_before_the_layers_and_run_after_them_is_named_in_the_error():

@@ -1,8 +1,9 @@
 """The mistakes of a user's first hour with cut models: each is one typed error that names the value and the rule."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
 from pipegrid.layout import LayoutError
 from pipegrid.schedules import GradientError, PipelineConfig
@@ -21,23 +22,11 @@ from pipegrid.training import (
     ties_of,
 )
 
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.word = nn.Embedding(5, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.out = nn.Linear(4, 5)
-
-    def forward(self, ids):
-        x = self.word(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
+from .kit.layered import Layered
 
 
 def stage_of(number=1, **options):
-    return cut(Model, "Et|tttL", number, names=Names("layers"), **options)
+    return cut(Layered, "Et|tttL", number, names=Names("layers"), **options)
 
 
 def run(received, **options):
@@ -56,12 +45,16 @@ MISTAKES = {
     "a function without return": (CutError, lambda: cut(lambda: None, "Et|tL", 0), "makes the model returned None"),
     "a pair from the function": (
         CutError,
-        lambda: ties_of(lambda: (Model(), 1), "Et|tL"),
-        r"makes the model returned \(Model.* must return a torch.nn.Module",
+        lambda: ties_of(lambda: (Layered(), 1), "Et|tL"),
+        r"makes the model returned \(Layered.* must return a torch.nn.Module",
     ),
-    "a number for a layout": (LayoutError, lambda: cut(Model, 4, 0), "layout must be a string or .*, got 4"),
-    "counts for a layout": (LayoutError, lambda: cut(Model, [2, 2], 0), r"layout must be a string or .*, got \[2, 2\]"),
-    "a letter that is none": (LayoutError, lambda: cut(Model, "Ex|tL", 0), "column 1 .* found 'x', expected a layer"),
+    "a number for a layout": (LayoutError, lambda: cut(Layered, 4, 0), "layout must be a string or .*, got 4"),
+    "counts for a layout": (
+        LayoutError,
+        lambda: cut(Layered, [2, 2], 0),
+        r"layout must be a string or .*, got \[2, 2\]",
+    ),
+    "a letter that is none": (LayoutError, lambda: cut(Layered, "Ex|tL", 0), "column 1 .* found 'x', expected a layer"),
     "a stage as text": (CutError, lambda: stage_of("0"), "stage is '0'; it must be an integer of at least 0"),
     "a stage as float": (CutError, lambda: stage_of(1.0), "stage is 1.0; it must be an integer of at least 0"),
     "no stage": (CutError, lambda: stage_of(None), "stage is None; it must be an integer of at least 0"),
@@ -70,7 +63,7 @@ MISTAKES = {
     "a stage twice": (CutError, lambda: stage_of([0, 0]), r"stage is \[0, 0\]; a rank has each of its stages once"),
     "names as text": (
         CutError,
-        lambda: cut(Model, "Et|tttL", 0, names="layers"),
+        lambda: cut(Layered, "Et|tttL", 0, names="layers"),
         r"names is 'layers'; give Names\(layers=...\)",
     ),
     "a list of lists": (CutError, lambda: Names(["a", "b"]), "Names.layers is .* must be the dotted name of a list"),
@@ -81,15 +74,15 @@ MISTAKES = {
     ),
     "a part that is none": (
         CutError,
-        lambda: cut(Model, "Et|tttL", 0, names=Names("layers", head=("norm",))),
-        "Names.head has 'norm', which Model has not",
+        lambda: cut(Layered, "Et|tttL", 0, names=Names("layers", head=("norm",))),
+        "Names.head has 'norm', which Layered has not",
     ),
     "a list that is none": (
         CutError,
-        lambda: cut(Model, "Et|tttL", 0, names=Names("blocks")),
-        "Model has no list of modules 'blocks'; its lists are layers",
+        lambda: cut(Layered, "Et|tttL", 0, names=Names("blocks")),
+        "Layered has no list of modules 'blocks'; its lists are layers",
     ),
-    "too many layers": (CutError, lambda: cut(Model, "Et*5|tL", 0), "has 6 decoder layers, the model 4"),
+    "too many layers": (CutError, lambda: cut(Layered, "Et*5|tL", 0), "has 6 decoder layers, the model 4"),
     "a key for an output": (CutError, lambda: stage_of(output="logits"), "output is 'logits'; give a function from"),
     "a way to compile that is none": (
         CutError,
@@ -115,14 +108,8 @@ MISTAKES = {
 }
 
 
-class Tied(Model):
-    def __init__(self):
-        super().__init__()
-        self.out.weight = self.word.weight
-
-
 def test_a_tie_that_a_script_forgets_is_an_error_before_the_first_step():
-    first, last = cut(Tied, "Et|tttL", [0, 1], names=Names("layers"))
+    first, last = cut(partial(Layered, tied=True), "Et|tttL", [0, 1], names=Names("layers"))
     for stages in ([first], [last]):
         with pytest.raises(
             GradientError, match=r"'word.weight' is one .* stages \[0, 1\].* tie_stage_parameters\(stage.ties,"
@@ -137,31 +124,34 @@ def test_a_tie_that_a_script_forgets_is_an_error_before_the_first_step():
 
 CHECKPOINT_MISTAKES = {
     "a model to save": (
-        lambda saved: saved.save(Model(), step=1),
-        r"state is Model.*\(Model\); it must be a TrainingState",
+        lambda saved: saved.save(Layered(), step=1),
+        r"state is Layered.*\(Layered\); it must be a TrainingState",
     ),
     "a model to load into": (
-        lambda saved: saved.load(Model()),
-        r"state is Model.*\(Model\); it must be a TrainingState",
+        lambda saved: saved.load(Layered()),
+        r"state is Layered.*\(Layered\); it must be a TrainingState",
     ),
     "the file before the state": (
         lambda _: load_safetensors("model.safetensors", TrainingState(stages={})),
         "state is 'model.safetensors'; it must be a TrainingState",
     ),
-    "a list of stages": (lambda _: TrainingState(stages=[Model()]), r"stages is \[Model.* it must be a dict by module"),
-    "a stage alone": (lambda _: TrainingState(stages=Model()), "stages is Model.* it must be a dict by module"),
+    "a list of stages": (
+        lambda _: TrainingState(stages=[Layered()]),
+        r"stages is \[Layered.* it must be a dict by module",
+    ),
+    "a stage alone": (lambda _: TrainingState(stages=Layered()), "stages is Layered.* it must be a dict by module"),
     "a module without stages": (
         lambda _: TrainingState(stages={"m": None}),
         "stages is {'m': None}.* a dict by module",
     ),
     "an optimizer alone": (
-        lambda _: TrainingState(stages={}, optimizers=torch.optim.AdamW(Model().parameters())),
+        lambda _: TrainingState(stages={}, optimizers=torch.optim.AdamW(Layered().parameters())),
         "optimizers is AdamW.* it must be a list of optimizers",
     ),
     "another module's name": (
         lambda saved: (
-            saved.save(TrainingState(stages={"language": {0: Model()}}), step=1),
-            saved.load(TrainingState(stages={"vision": {0: Model()}})),
+            saved.save(TrainingState(stages={"language": {0: Layered()}}), step=1),
+            saved.load(TrainingState(stages={"vision": {0: Layered()}})),
         ),
         "of module 'vision' has .* and the checkpoint has the modules language",
     ),

@@ -12,6 +12,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import GenerationError, Names, Sampling, cut, generate
 
 from .compatibility_families import FAMILIES
+from .kit.jobs import LAYOUTS, grid_of, made
 from .kit.models import MAKERS, WORDS, llama, text_model
 from .kit.vlm import VISION, Tower, image_batch, language_with, read_images, seen_and_text
 
@@ -40,53 +41,44 @@ def prompts(lane, number):
 
 def of_hugging_face(whole, batch, sampling, number, **options):
     whole.eval()
-    drawn = {"do_sample": False}
+    drawn = {}
     if sampling is not None:
         torch.manual_seed(sampling.seed + number)
-        drawn = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k or 0,
-            "top_p": sampling.top_p,
-        }
-    found = whole.generate(**batch, max_new_tokens=NEW, **drawn, **options)
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p}
+    found = whole.generate(**batch, max_new_tokens=NEW, do_sample=bool(drawn), **drawn, **options)
     return found if "input_ids" not in batch else found[:, batch["input_ids"].shape[1] :]
 
 
 def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
     places = stage_places(schedule, 2)
-    grid = HyperCommGrid([2, 2], ["dp", "pp"])
-    grid.create_pgs(["dp", "pp"])
-    coords = grid.coords(ranks.rank)
+    grid, groups = grid_of(dp=2, pp=2)
+    lane = grid.coords(ranks.rank)["dp"]
     config = PipelineConfig(deadline=60.0, variable_seq_lengths=True, pipeline_dtype=torch.float64)
     communicator = MultiModulePipelineCommunicator(
         {"language": grid}, {"language": []}, config, stage_placement={"language": places}
     )
-    torch.manual_seed(3)
-    whole = MAKERS[name]().double()
+    whole = made(MAKERS[name])()
     with torch.no_grad():  # words that follow from the prompt, not the same one at every place
         for parameter in whole.parameters():
             parameter.mul_(4)
-    layout = "Et|tttL" if len(places) == 2 else "Et|t|t|tL"
-    numbers = [stage for stage, place in enumerate(places) if place == coords["pp"]]
-    stages = cut(whole, layout, numbers, config=config)
+    stages = cut(whole, LAYOUTS[len(places)], grid, schedule=schedule, config=config)
     end = of_hugging_face(whole, prompts(0, 0), None, 0, eos_token_id=None, pad_token_id=0)[0, 3].item()
     found = generate(
         forward_step_func=lambda batches, stage: (stage(**next(batches)), None),
-        data_iterator=[(prompts(coords["dp"], number) for number in range(microbatches)) for _ in stages],
+        data_iterator=[(prompts(lane, number) for number in range(microbatches)) for _ in stages],
         model=stages,
         num_microbatches=microbatches,
         max_new_tokens=NEW,
         p2p_communicator=communicator,
-        pg_collection=ProcessGroupCollection.from_grid(grid),
+        pg_collection=groups,
         schedule=schedule,
         sampling=sampling,
         eos_token_id=end,
     )
     assert all(stage.training and stage.kv_caches is None for stage in stages)
     for number, tokens in enumerate(found):
-        batch = prompts(coords["dp"], number)
-        of_job = coords["dp"] * microbatches + number
+        batch = prompts(lane, number)
+        of_job = lane * microbatches + number
         expected = of_hugging_face(whole, batch, sampling, of_job, eos_token_id=end, pad_token_id=0)
         assert torch.equal(tokens, expected)
         assert len(tokens.unique()) > 2
@@ -135,14 +127,13 @@ def test_a_way_to_draw_that_draws_nothing_is_a_clear_error(options, text):
 
 @pytest.mark.ranks(2)
 def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
-    grid = HyperCommGrid([2], ["pp"])
-    grid.create_pgs(["pp"])
+    grid, groups = grid_of(pp=2)
     arguments = {
         "forward_step_func": lambda batches, stage: (stage(**next(batches)), None),
         "data_iterator": iter([prompts(0, 0)]),
         "num_microbatches": 1,
         "max_new_tokens": 2,
-        "pg_collection": ProcessGroupCollection.from_grid(grid),
+        "pg_collection": groups,
     }
     for config, model, text in (
         (PipelineConfig(deadline=10.0), cut(MAKERS["llama"], "Et|tttL", ranks.rank), "variable_seq_lengths=True"),

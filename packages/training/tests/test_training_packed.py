@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from torch.nn import functional as F
 
 from pipegrid.training import CutError, Names, cut
 
-from .kit.chain import sent, step
+from .kit.chain import sent, stages_of, step
+from .kit.layered import WIDTH, Layered
 from .kit.models import WORDS, batch_of, llama, loss_of
 
 README = Path(__file__).parents[1] / "README.md"
@@ -34,11 +37,6 @@ def samples_of(count):
 
 def sum_of(logits, labels):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
-
-
-def stages_of(make, layout, **options):
-    torch.manual_seed(1)
-    return [stage.double() for stage in cut(make, layout, list(range(layout.count("|") + 1)), **options)]
 
 
 def test_packed_samples_have_the_gradients_of_single_ones():
@@ -70,7 +68,7 @@ class Bounded(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 6)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, cu_seqlens):
         parts = x.split(cu_seqlens.diff().tolist(), dim=1)
@@ -78,26 +76,19 @@ class Bounded(nn.Module):
         return x + torch.tanh(self.linear(mean))
 
 
-class Variable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.word = nn.Embedding(WORDS, 6)
-        self.blocks = nn.ModuleList(Bounded() for _ in range(3))
-        self.out = nn.Linear(6, WORDS)
+class Variable(Layered):
+    """Its layers are told the boundaries of samples."""
 
     def forward(self, ids, cu_seqlens=None):
-        x = self.word(ids)
-        for block in self.blocks:
-            x = block(x, cu_seqlens)
-        return self.out(x)
+        return super().forward(ids, cu_seqlens)
 
 
 def test_middle_stages_read_the_boundaries_that_travel():
     names, samples = of_readme(), samples_of(4)
     batch = names["packed"](samples)
-    stages = stages_of(Variable, "Et|t|tL", names=Names("blocks"), carry="cu_seqlens")
+    stages = stages_of(partial(Variable, Bounded), "Et|tt|tL", names=Names("layers"), carry="cu_seqlens")
     torch.manual_seed(1)
-    whole = Variable().double()
+    whole = Variable(Bounded).double()
     hidden = None
     for stage in stages:
         stage.set_input_tensor([hidden])
@@ -146,20 +137,14 @@ class InPlace(nn.Module):
         return self.norm(self.act(self.linear(x)))
 
 
-class Rows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(InPlace() for _ in range(4)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
 def test_layers_that_write_in_place_and_buffers_are_those_of_one_process():
+    def layers():
+        return nn.Sequential(OrderedDict(blocks=nn.Sequential(*(InPlace() for _ in range(4)))))
+
     x = torch.randn(8, 6, dtype=torch.float64)
     torch.manual_seed(1)
-    whole = Rows().double()
-    stages = stages_of(Rows, "t|tt|t", names=Names("blocks"))
+    whole = layers().double()
+    stages = stages_of(layers, "t|tt|t", names=Names("blocks"))
     for _ in range(2):
         whole(x).square().sum().backward()
         hidden, left = x, []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attrs import evolve
@@ -16,6 +18,7 @@ from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 
 from .kit.gradients import require_gradients
+from .kit.jobs import made
 from .kit.models import MAKERS, WORDS, batch_of, llama, next_words
 from .kit.vlm import Tower, after_image, read_images, seen_and_text
 
@@ -29,17 +32,6 @@ def texts(lane, *, rows=ROWS):
 def joined(*batches):
     """All lanes as one batch."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def whole_of(make):
-    """The model in one process, with the values of the stages."""
-    torch.manual_seed(3)
-    return make().double()
-
-
-def made(make):
-    """A function that makes the same values on every rank."""
-    return lambda: whole_of(make)
 
 
 SCHEDULES = [
@@ -58,7 +50,7 @@ def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
     make = MAKERS["gpt2"]  # tied, and in float64 throughout
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     with Pipeline(made(make), layout, grid, schedule=schedule, loss=next_words, **cut) as pipeline:
-        whole = whole_of(make)
+        whole = made(make)()
         loss, count = next_words(whole(**joined(texts(0), texts(1))), joined(texts(0), texts(1)))
         (loss / count).backward()
         assert (pipeline.replica, pipeline.replicas) == (ranks.rank % 2, 2)
@@ -84,7 +76,7 @@ def test_the_own_loss_of_a_model_is_a_mean_over_the_tokens_of_the_step(ranks, na
     batches = [texts(lane) for lane in range(2)]
     batches[1]["labels"][2:4] = -100  # a microbatch without a label
     with Pipeline(made(make), layout, HyperCommGrid([2, 2], ["dp", "pp"]), microbatch_size=2) as pipeline:
-        whole = whole_of(make)
+        whole = made(make)()
         loss = whole(**joined(*batches)).loss
         loss.backward()
         found = pipeline.step(batches[pipeline.replica])
@@ -99,7 +91,7 @@ def test_a_run_goes_on_in_another_layout_and_schedule(ranks):
     """Two steps on dp 2 x pp 2, saved; a third on pp 4 under ZB-H1: parameters of one process that takes three."""
     make = MAKERS["gpt2"]
     folder = ranks.shared_path / "run"
-    whole = whole_of(make)
+    whole = made(make)()
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for _ in range(3):
         loss, count = next_words(whole(**joined(texts(0), texts(1))), joined(texts(0), texts(1)))
@@ -138,7 +130,7 @@ def test_tokens_are_those_of_one_process(ranks, schedule):
     with Pipeline(made(llama()), layout, HyperCommGrid([2, 2], ["dp", "pp"]), schedule=schedule) as pipeline:
         own = prompts[pipeline.replica * 3 : pipeline.replica * 3 + 3]
         found = pipeline.generate({"input_ids": own}, 5, num_microbatches=2, eos_token_id=2)
-        expected = whole_of(llama()).generate(input_ids=own, max_new_tokens=5, do_sample=False)
+        expected = made(llama())().generate(input_ids=own, max_new_tokens=5, do_sample=False)
         assert torch.equal(found, expected[:, 4:])
 
 
@@ -216,18 +208,7 @@ def test_what_cannot_be_a_batch_is_a_typed_error_before_anything_is_sent(ranks):
         pipeline.step(texts(0))
 
 
-class Output:
-    """What a model returns."""
-
-    def __init__(self, loss, logits):
-        self.loss, self.logits = loss, logits
-
-
 def test_a_first_microbatch_that_fits_both_rules_does_not_decide_for_the_next():
-    class Output:
-        def __init__(self, logits, labels):
-            self.loss, self.logits = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
-
     own, generator = OwnLoss(), torch.Generator().manual_seed(0)
     labels = torch.randint(0, WORDS, (2, 5), generator=generator)
     of_answers = labels.index_fill(1, torch.tensor([0]), -100)  # both rules count 8
@@ -236,7 +217,9 @@ def test_a_first_microbatch_that_fits_both_rules_does_not_decide_for_the_next():
         (labels, torch.randn(2, 5, WORDS, generator=generator), 10),
         (labels, torch.zeros(2, 5, WORDS), 10),  # known by now
     ):
-        assert own(Output(logits, given), microbatch({"labels": given}, Share(), torch.device("cpu")))[1] == count
+        loss = F.cross_entropy(logits.flatten(0, 1), given.flatten(), ignore_index=-100)
+        part = microbatch({"labels": given}, Share(), torch.device("cpu"))
+        assert own(SimpleNamespace(loss=loss, logits=logits), part)[1] == count
 
 
 def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
@@ -246,19 +229,19 @@ def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
     all_labels = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     following = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     for mean, count in ((all_labels, 9), (following, 7)):
-        total, counted, _ = OwnLoss()(Output(mean, logits), part)
+        total, counted, _ = OwnLoss()(SimpleNamespace(loss=mean, logits=logits), part)
         assert (counted, total) == (count, mean * count)
     with pytest.raises(StageOutputError, match="what it is a mean over is not known. Give Pipeline"):
-        OwnLoss()(Output(following + 0.1, logits), part)
+        OwnLoss()(SimpleNamespace(loss=following + 0.1, logits=logits), part)
     short, nothing = logits[:, :1], torch.tensor(torch.nan)  # texts of one token: no following one
     one = microbatch({"labels": labels[:, :1]}, Share(), torch.device("cpu"))
-    total, counted, _ = OwnLoss()(Output(F.cross_entropy(short[:, 0], labels[:, 0]), short), one)
+    total, counted, _ = OwnLoss()(SimpleNamespace(loss=F.cross_entropy(short[:, 0], labels[:, 0]), logits=short), one)
     assert counted == 2
     assert total > 0
-    assert OwnLoss()(Output(nothing, short), one)[:2] == (0, 0)
+    assert OwnLoss()(SimpleNamespace(loss=nothing, logits=short), one)[:2] == (0, 0)
     unlabeled = microbatch({"input_ids": labels}, Share(), torch.device("cpu"))
     with pytest.raises(StageOutputError, match="its own loss needs `labels` in the batch"):
-        OwnLoss()(Output(None, logits), unlabeled)
+        OwnLoss()(SimpleNamespace(loss=None, logits=logits), unlabeled)
 
 
 @pytest.mark.ranks(2)
@@ -266,7 +249,7 @@ def test_what_the_model_has_frozen_stays_frozen(ranks):
     """Adapters train beside frozen weights: `requires_grad` is the model's, by name."""
 
     def make():
-        model = whole_of(llama())
+        model = made(llama())()
         model.model.layers[0].requires_grad_(False)
         return model
 
@@ -297,7 +280,7 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
     batch = {**texts(0), **batch_of("clip", rows=ROWS)}
     topology = {"images": ["language"]}
     with Pipeline(modules, topology=topology, schedule=schedule, loss=after_image, microbatch_size=2) as pipeline:
-        tower, language = whole_of(Tower).requires_grad_(not frozen), whole_of(llama())
+        tower, language = made(Tower)().requires_grad_(not frozen), made(llama())()
         read = seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch)
         loss, count = after_image(language(**read), batch)
         (loss / count).backward()
@@ -350,7 +333,7 @@ def test_microbatches_without_an_image_skip_the_encoder(ranks):
     data = [[{"text": torch.randn(2, 1, 4, generator=draw).double()} for _ in range(count)] for count in (3, 2)]
     for replica, number in ((0, 1), (1, 0)):
         data[replica][number]["image"] = torch.randn(2, 1, 4, generator=draw).double()
-    encoder, language = whole_of(lambda: nn.Linear(4, 4)), whole_of(lambda: Plus(4, 4))
+    encoder, language = made(lambda: nn.Linear(4, 4))(), made(lambda: Plus(4, 4))()
     texts = [part for batch in data for part in batch]
     sums = [language(part["text"], encoder(part["image"]) if "image" in part else 0.0).square().sum() for part in texts]
     whole = torch.stack(sums).sum() / (2 * len(texts))

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from pipegrid.schedules import PipelineConfig, PlanError, StepArgumentError, get_forward_backward_func, stage_places
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import CutError, Names, pipeline_stage, tie_stage_parameters
 from pipegrid.transport import P2PCommunicator
 
-WIDTH, MICROBATCHES = 4, 3
+from .kit.jobs import grid_of
+from .kit.layered import WIDTH, WORDS, Layered
+
+MICROBATCHES = 3
 
 
 class Turned(nn.Linear):
     """A layer whose result is a view of other memory: rows and columns changed places."""
 
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
     def forward(self, x):
         return super().forward(x).transpose(-1, -2).contiguous().transpose(-1, -2).relu()
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.word = nn.Embedding(7, WIDTH)
-        self.blocks = nn.ModuleList(Turned(WIDTH, WIDTH) for _ in range(4))
-        self.out = nn.Linear(WIDTH, 7, bias=False)
-        self.out.weight = self.word.weight
-
-    def forward(self, ids):
-        hidden = self.word(ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.out(hidden)
-
-
 def make():
     torch.manual_seed(0)
-    return Model().double()
+    return Layered(Turned, tied=True).double()
 
 
-def stages_by(layout, stage, **options):
-    return pipeline_stage(make, layout, stage, names=Names("blocks"), **options)
+stages_by = partial(pipeline_stage, make, names=Names("layers"))
 
 
 def batch(index):
-    return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(index))
+    return torch.randint(0, WORDS, (2, 5), generator=torch.Generator().manual_seed(index))
 
 
 def run(stages, config, communicator, groups, schedule):
@@ -62,19 +53,13 @@ def run(stages, config, communicator, groups, schedule):
     )
 
 
-def chain():
-    grid = HyperCommGrid([2], ["pp"])
-    grid.create_pgs(["pp"])
-    return grid, ProcessGroupCollection.from_grid(grid)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("schedule", "layout"), [("zero_bubble_v", "Et|t|t|tL"), ("interleaved_1f1b", "Et|t|t|tL"), ("1f1b", "Ett|ttL")]
 )
 def test_the_name_of_a_schedule_places_the_stages_and_ties_them(ranks, schedule, layout):
     """Layers send views; the gradients are those of one process."""
-    grid, groups = chain()
+    grid, groups = grid_of(pp=2)
     stages = stages_by(layout, grid, schedule=schedule)
     places = stage_places(schedule, 2, 1 if schedule == "1f1b" else 2)
     assert [stage.number for stage in stages] == [n for n, place in enumerate(places) if place == ranks.rank]
@@ -96,7 +81,7 @@ def test_the_name_of_a_schedule_places_the_stages_and_ties_them(ranks, schedule,
 
 @pytest.mark.ranks(2)
 def test_a_layout_with_other_than_pp_times_chunks_stages_is_an_error_at_once(ranks):
-    grid, groups = chain()
+    grid, groups = grid_of(pp=2)
     for layout, schedule, text in (
         ("Et|t|t|tL", None, r"'Et\|t\|t\|t,?L' has 4 stages, and 2 are needed: one stage on each rank of pp 2"),
         ("Et|tttL", "zero_bubble_v", r"2 stages, and 4 are needed: the places of zero_bubble_v of pp 2 is \(0, 1, 1"),
@@ -113,7 +98,7 @@ def test_a_layout_with_other_than_pp_times_chunks_stages_is_an_error_at_once(ran
     stage = stages_by("Et|t|t|tL", ranks.rank)
     with pytest.raises(CutError, match=r"has 4 stages, 1 of them here, .* has 2 pp ranks; .* pp x chunks"):
         tie_stage_parameters(stage.ties, stage, grid)
-    stage = pipeline_stage(untied, "Et|t|t|tL", ranks.rank, names=Names("blocks"))
+    stage = pipeline_stage(untied, "Et|t|t|tL", ranks.rank, names=Names("layers"))
     config = PipelineConfig(pipeline_dtype=torch.float64, deadline=30)
     communicator = P2PCommunicator(groups.pp, config)
     stage.register_forward_pre_hook(lambda *_: pytest.fail("a forward ran"))
@@ -133,7 +118,7 @@ def untied():
 
 @pytest.mark.ranks(2)
 def test_places_that_disagree_are_an_error(ranks):
-    grid, groups = chain()
+    grid, groups = grid_of(pp=2)
     stages = stages_by("Et|t|t|tL", grid, schedule="zero_bubble_v")
     with pytest.raises(CutError, match=r"placement is \(0, 1, 0, 1\), .* placed \(0, 1, 1, 0\): leave placement out"):
         tie_stage_parameters(stages[0].ties, stages, grid, placement=(0, 1, 0, 1))
@@ -141,7 +126,7 @@ def test_places_that_disagree_are_an_error(ranks):
         tie_stage_parameters(stages[0].ties, stages, grid, placement=(0, 1))
     config = PipelineConfig(pipeline_dtype=torch.float64, deadline=30)
     communicator = P2PCommunicator(groups.pp, config)  # whose stages lie round and round
-    stages = pipeline_stage(untied, "Et|t|t|tL", grid, names=Names("blocks"), schedule="zero_bubble_v")
+    stages = pipeline_stage(untied, "Et|t|t|tL", grid, names=Names("layers"), schedule="zero_bubble_v")
     text = ("the model of stage 2 is stage 3 of the 4", "the model of stage 3 is stage 2 of the 4")[ranks.rank]
     with pytest.raises(StepArgumentError, match=text):
         run(stages, config, communicator, groups, "interleaved_1f1b")

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -168,68 +168,53 @@ def test_a_process_that_is_stuck_ends_once_the_job_has_failed():
     assert seconds < 25
 
 
-def agreed(store, ranks, world_size=4, timeout=20.0):
-    """What each rank of ``ranks`` gets: a name, or None where the others did not come."""
-    found = {}
+def agreed(store, ranks, timeout=20.0):
+    """What each rank of ``ranks`` gets: a name, or the text of the error where the others did not come."""
 
     def ask(rank):
         try:
-            found[rank] = torchelastic.agree_on_name(store, rank, world_size, timeout=timeout)
-        except TimeoutError:
-            found[rank] = None
+            return torchelastic.agree_on_name(store, rank, 4, timeout=timeout)
+        except TimeoutError as error:
+            return f"TimeoutError: {error}"
 
-    threads = [threading.Thread(target=ask, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return dict(zip(ranks, threads.map(ask, ranks), strict=True))
 
 
 def test_ranks_of_one_attempt_agree_on_a_name_whatever_dead_attempts_have_left():
     store, names = HashStore(), set()
     for dead in ([], [1, 3], [0], [0, 1, 2], [2]):
         if dead:  # an attempt of which only these ranks came
-            assert set(agreed(store, dead, timeout=0.05).values()) == {None} or dead == [0, 1, 2]
+            given = agreed(store, dead, timeout=0.05).values()
+            assert all(text.startswith("TimeoutError") for text in given) or dead == [0, 1, 2]
         found = agreed(store, range(4))
         assert len(set(found.values())) == 1
-        assert found[0] is not None
+        assert not found[0].startswith("TimeoutError")
         assert found[0] not in names
         names.add(found[0])
 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_to_an_attempt_is_named_on_all_others(absent):
-    store, texts = HashStore(), {}
-
-    def ask(rank):
-        with pytest.raises(TimeoutError) as found:
-            torchelastic.agree_on_name(store, rank, 4, timeout=0.3)
-        texts[rank] = str(found.value)
-
-    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(4) if rank != absent]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    others = [rank for rank in range(4) if rank != absent]
     named = " for rank 0, which has not come" if absent == 0 else "; ranks [2] have not come"
-    assert texts == {rank: f"rank {rank} has waited 0.3 s{named}" for rank in range(4) if rank != absent}
+    expected = {rank: f"TimeoutError: rank {rank} has waited 0.3 s{named}" for rank in others}
+    assert agreed(HashStore(), others, timeout=0.3) == expected
 
 
-def nested(kind, directory):
-    """The store of a launcher, and a process group's store over it."""
-    below = {
-        "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-        "file": lambda: FileStore(str(directory / "store"), 1),
-        "hash": HashStore,
-    }[kind]()
-    return below, PrefixStore("attempts", PrefixStore("job", below))
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
-def test_the_signal_to_dump_of_an_attempt_before_is_gone_when_the_first_rank_has_its_name(tmp_path, kind):
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        lambda directory: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        lambda directory: FileStore(str(directory / "store"), 1),
+        lambda directory: HashStore(),
+    ],
+    ids=["tcp", "file", "hash"],
+)
+def test_the_signal_to_dump_of_an_attempt_before_is_gone_when_the_first_rank_has_its_name(tmp_path, launcher):
     """Rank 1 sets it again at once, while the others still come: that one stays."""
-    below, store = nested(kind, tmp_path)
+    below = launcher(tmp_path)
+    store = PrefixStore("attempts", PrefixStore("job", below))
     for late in (0, 2, 3):
         below.set("exception_dump", "before")
         seen = {}
@@ -241,11 +226,8 @@ def test_the_signal_to_dump_of_an_attempt_before_is_gone_when_the_first_rank_has
             if rank == 1:
                 below.set("exception_dump", "now")
 
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(start, range(4)))
         assert seen[1] is False
         assert below.get("exception_dump") == b"now"
 

@@ -6,52 +6,40 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from torch import nn
 from torch.nn import functional as F
 
-from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func, stage_places
+from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineError
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
 from pipegrid.transport import P2PCommunicator
 
 from .kit.gradients import named_in, require_gradients
+from .kit.jobs import grid_of, made, stages_on
+from .kit.layered import Layered
 from .kit.models import MAKERS, WORDS, batch_of, llama, phi3, text_model
 
 LENGTHS = (3, 1, 3)
 FAMILIES = ("llama", "llama tied", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt")
 
 
-def rank_setup(ranks, make, schedule, lengths, **options):
-    """This rank's stages under a step function of ``schedule``; a function that runs one step on batches."""
-    places = stage_places(schedule, ranks.world_size)
-    grid = HyperCommGrid([1, ranks.world_size], ["dp", "pp"])
-    grid.create_pgs(["dp", "pp"])
-    groups = ProcessGroupCollection.from_grid(grid)
-    numbers = [stage for stage, where in enumerate(places) if where == ranks.rank]
-    layout = "Et|t*3L" if len(places) == 2 else "Et|t|t|tL"
-    torch.manual_seed(3)
-    stages = [stage.double() for stage in cut(make, layout, numbers)]
-    config = PipelineConfig(
-        pipeline_dtype=torch.float64,
-        variable_seq_lengths=True,
-        tied_parameters=tie(stages[0].ties, stages, grid, placement=places),
-        **options,
-    )
+def rank_setup(ranks, make, schedule):
+    """This rank's stages under a step function of ``schedule``; a function that runs one step on slices."""
+    grid, groups = grid_of(dp=1, pp=ranks.world_size)
+    stages = stages_on(grid, make, schedule)
+    ties = tie(stages[0].ties, stages, grid)
+    config = PipelineConfig(pipeline_dtype=torch.float64, variable_seq_lengths=True, tied_parameters=ties)
     for stage in stages:
         stage.config = config
-    communicator = P2PCommunicator(groups.pp, config, placement=places)
-    step = get_forward_backward_func(schedule=schedule, num_slices=len(lengths))
+    communicator = P2PCommunicator(groups.pp, config, placement=stages[0].placement)
 
-    def run(batches, forward_step, **arguments):
-        return step(
+    def run(slices, forward_step):
+        return get_forward_backward_func(schedule=schedule, num_slices=len(LENGTHS))(
             forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in stages] if len(stages) > 1 else iter(batches),
-            model=stages if len(stages) > 1 else stages[0],
-            num_microbatches=len(batches) // len(lengths),
+            data_iterator=[iter(slices) for _ in stages],
+            model=stages,
+            num_microbatches=len(slices) // len(LENGTHS),
             p2p_communicator=communicator,
             pg_collection=groups,
-            **arguments,
         )
 
     return stages, run
@@ -74,14 +62,12 @@ def model_loss(batches, stage):
 
 
 def whole_model(make, batches, loss_of):
-    torch.manual_seed(3)
-    whole = make().double()
-    losses = []
+    whole, losses = made(make)(), []
     for batch in batches:
-        loss = loss_of(whole, batch) / len(batches)
-        loss.backward()
-        losses.append(loss.item() * len(batches))
-    return whole, losses
+        loss = loss_of(whole, batch)
+        (loss / len(batches)).backward()
+        losses.append(loss.item())
+    return whole, torch.tensor(losses)
 
 
 def exact(whole, batch):
@@ -93,7 +79,7 @@ def exact(whole, batch):
 
 def require_a_family(ranks, name, schedule, *, checkpointed=False):
     make = MAKERS[name]
-    stages, run = rank_setup(ranks, make, schedule, LENGTHS)
+    stages, run = rank_setup(ranks, make, schedule)
     runs = []
     if checkpointed:
         for stage in stages:
@@ -108,7 +94,7 @@ def require_a_family(ranks, name, schedule, *, checkpointed=False):
     require_gradients(named_in(stages), whole, 1e-6 if "gemma" in name else 1e-10)  # Gemma's norms are in float32
     if stages[-1].is_last:
         parts = torch.tensor(infos).view(3, len(LENGTHS)).sum(1)
-        torch.testing.assert_close(parts, torch.tensor(losses), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(parts, losses, rtol=1e-6, atol=0.0)
     if checkpointed:
         assert len(runs) == 2 * len(slices) * sum(len(stage.layers) for stage in stages)
     assert all(stage.current_slice is None for stage in stages)
@@ -150,12 +136,12 @@ def test_the_loss_of_the_model_over_slices_is_its_mean(ranks):
     """Means of microbatches, and the mean over all tokens of the step; the model's loss is in float32."""
     make = llama(attention_dropout=0.0)
     batches = [batch_of("llama", seed=seed) for seed in range(2)]
-    stages, run = rank_setup(ranks, make, "seq1f1b", LENGTHS)
+    stages, run = rank_setup(ranks, make, "seq1f1b")
     whole, losses = whole_model(make, batches, lambda model, batch: model(**batch).loss)
     infos = run([part for batch in batches for part in sequence_slices(batch, LENGTHS)], model_loss)
     require_gradients(named_in(stages), whole, 1e-5)
     if infos:
-        torch.testing.assert_close(torch.tensor(infos).view(2, 3).sum(1), torch.tensor(losses), rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(torch.tensor(infos).view(2, 3).sum(1), losses, rtol=1e-5, atol=0.0)
 
     def summed(data, stage):
         part = next(data)
@@ -172,11 +158,11 @@ def test_the_loss_of_the_model_over_slices_is_its_mean(ranks):
     require_gradients(named_in(stages), whole, 1e-5)
 
 
-def slices_of(stage, *, count=2, **given):
-    """The forwards of one microbatch, as the runtime runs them."""
+def slices_of(stage, **given):
+    """The forwards of the two slices of a microbatch, as the runtime runs them."""
     kept, results = {}, []
-    for index in range(count):
-        stage.current_slice = part = Slice(index, count, kept, True)
+    for index in range(2):
+        stage.current_slice = part = Slice(index, 2, kept, True)
         results.append(stage(**{name: value[index] for name, value in given.items()}))
         part.close()
     return results
@@ -204,21 +190,10 @@ def test_a_slice_is_refused_what_would_see_other_tokens():
         slices_of(stage, input_ids=ids)
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_models_that_do_not_run_in_slices():
     """In both directions, another loss, compiled layers, and a model without a cache."""
     with pytest.raises(CutError, match="takes no past_key_values"):
-        slices_of(cut(Plain(), "Et|tL", 0, names=Names("blocks")), x=[torch.randn(2, 3, 4)] * 2)
+        slices_of(cut(Layered(), "Et|tttL", 0, names=Names("layers")), ids=ids_of(3, 4))
     with pytest.raises(CutError, match="takes no past_key_values"):
         slices_of(cut(MAKERS["t5"], "E" + "e" * 4 + "t" * 4 + "L", 0), input_ids=ids_of(3, 4))
     stage = cut(llama(), "EttttL", 0)
@@ -278,7 +253,7 @@ def test_batches_are_cut_along_their_tokens():
 
 @pytest.mark.ranks(2)
 def test_an_error_of_a_slice_is_that_of_the_step(ranks):
-    _, run = rank_setup(ranks, llama(), "seq1f1b", LENGTHS)
+    _, run = rank_setup(ranks, llama(), "seq1f1b")
     batch = batch_of("llama")
     raw = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"].split(LENGTHS, dim=1)]
     with pytest.raises(PipelineError, match="labels was given for a slice; .* as sequence_slices makes them"):

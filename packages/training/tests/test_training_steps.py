@@ -24,6 +24,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import compile_layers, cut, tie
 
 from .kit.gradients import named_in, require_gradients
+from .kit.jobs import LAYOUTS, grid_of, made, stages_on
 from .kit.models import WORDS, batch_of, llama, next_words
 from .kit.parallel import sequence_parallel, sharded, tensor_parallel
 from .kit.vlm import VISION, Tower, after_image, read_images, seen_and_text
@@ -45,10 +46,6 @@ SPREAD = {
 """Parallel layers and their tp size; ``by itself``: FSDP2 gathers and reduces in each forward and backward."""
 
 
-def layout_for(stages):
-    return "Et|t*3L" if stages == 2 else "Et|t|t|tL"
-
-
 def microbatch(number, lane, *, ragged):
     """Texts of a lane; lengths within a microbatch differ, and with ``ragged`` its longest as well."""
     generator = torch.Generator().manual_seed(100 * number + lane)
@@ -64,56 +61,47 @@ def next_word_loss(batch, output):
     return loss, count, loss.item()
 
 
+def freeze(model):
+    """The embedding and the first layer, where a stage has them."""
+    for name, module in model.named_modules():
+        if name in ("model.embed_tokens", "model.layers.0"):
+            module.requires_grad_(False)
+
+
 def prepared(stages, variant, grid):
     """The stages of this rank, compiled, frozen or spread as ``variant`` says."""
-    hybrid = replicated(grid) if "hybrid" in variant else None
-    return [_prepared(stage.double(), variant, grid, hybrid) for stage in stages]
-
-
-def _prepared(stage, variant, grid, hybrid):
-    if "checkpointed" in variant:
-        stage.whole.activation_checkpointing_enable({"use_reentrant": False})
-    if "compiled" in variant:
-        whole = {"compiled": "eager", "compiled aot": "aot_eager"}.get(variant)
-        compile_layers(stage, compile="whole" if whole else "split", backend=whole or "aot_eager")
-    if variant == "frozen":
-        for name in ("model.embed_tokens", "model.layers.0"):
-            if name in dict(stage.named_modules()):
-                stage.get_submodule(name).requires_grad_(False)
-    if "tp" in variant.split() or "parallel" in variant or "fsdp" in variant:
-        mesh = grid.to_device_mesh(["tp", "dp"])
-        if "tp" in variant.split():
+    words, mesh = variant.split(), grid.to_device_mesh(["tp", "dp"])
+    shards = mesh["dp"]
+    if "hybrid" in words:  # two replicas of shards (HSDP)
+        _, dp, pp = grid.shape
+        names = ("pp", "replicate", "shard")
+        shards = init_device_mesh("cpu", (pp, 2, dp // 2), mesh_dim_names=names)["replicate", "shard"]
+    for stage in stages:
+        if "checkpointed" in words:
+            stage.whole.activation_checkpointing_enable({"use_reentrant": False})
+        if "compiled" in words:
+            whole = {"compiled": "eager", "compiled aot": "aot_eager"}.get(variant)
+            compile_layers(stage, compile="whole" if whole else "split", backend=whole or "aot_eager")
+        if "frozen" in words:
+            freeze(stage)
+        if "tp" in words:
             tensor_parallel(stage, mesh["tp"])
-        if "parallel" in variant:
+        if "parallel" in words:
             sequence_parallel(stage, mesh["tp"])
-        if "fsdp" in variant:
-            sharded(stage, hybrid or mesh["dp"])
-    return stage
+        if "fsdp" in words:
+            sharded(stage, shards)
+    return stages
 
 
-def replicated(grid):
-    """The dp ranks of each stage as two replicas of shards (HSDP); every rank calls it."""
-    _, dp, pp = grid.shape
-    return init_device_mesh("cpu", (pp, 2, dp // 2), mesh_dim_names=("pp", "replicate", "shard"))["replicate", "shard"]
-
-
-# Dynamo compiles a forward a few times, and then leaves it in eager mode without a word.
 @torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
 def require_a_step(ranks, schedule, variant, dp):
     tp = SPREAD.get(variant, 1)
-    pp = ranks.world_size // dp // tp
-    places = stage_places(schedule, pp)
-    grid = HyperCommGrid([tp, dp, pp], ["tp", "dp", "pp"])
-    grid.create_pgs(["tp", "dp", "pp"])
-    groups = ProcessGroupCollection.from_grid(grid)
-    place, lane = grid.coords(dist.get_rank())["pp"], grid.coords(dist.get_rank())["dp"]
-    numbers = [stage for stage, where in enumerate(places) if where == place]
+    grid, groups = grid_of(tp=tp, dp=dp, pp=ranks.world_size // dp // tp)
+    lane = grid.coords(dist.get_rank())["dp"]
     make = llama(tie_word_embeddings="tied" in variant)
-    torch.manual_seed(3)
-    stages = prepared(cut(make, layout_for(len(places)), numbers), variant, grid)
+    stages = prepared(stages_on(grid, make, schedule), variant, grid)
     ragged = "ragged" in variant
-    placement = None if len(places) == pp else places
-    ties = tie(stages[0].ties, stages, grid, placement=placement)
+    ties = tie(stages[0].ties, stages, grid)
     config = PipelineConfig(
         pipeline_dtype=torch.float64,
         calculate_per_token_loss=True,
@@ -126,7 +114,7 @@ def require_a_step(ranks, schedule, variant, dp):
         prefetch=0,
     )
     communicator = MultiModulePipelineCommunicator(
-        {"language": grid}, {"language": []}, config, stage_placement={"language": places}
+        {"language": grid}, {"language": []}, config, stage_placement={"language": stages[0].placement}
     )
     for stage in stages:
         stage.config = config
@@ -143,11 +131,9 @@ def require_a_step(ranks, schedule, variant, dp):
         p2p_communicator=communicator,
         pg_collection=groups,
     )
-    torch.manual_seed(3)
-    whole = make().double()
+    whole = made(make)()
     if variant == "frozen":
-        for name in ("model.embed_tokens", "model.layers.0"):
-            whole.get_submodule(name).requires_grad_(False)
+        freeze(whole)
     tokens = 0
     for m in range(MICROBATCHES):
         for other in range(dp):
@@ -229,9 +215,8 @@ def test_every_schedule_of_hybrid_shards_has_the_gradients_of_one_process(ranks,
 @pytest.mark.ranks(2)
 def test_layers_sharded_over_other_ranks_than_the_replicas_are_an_error_before_the_first_message(ranks):
     """Over the two stages of a pipeline, which hold different layers."""
-    grid = HyperCommGrid([1, 2], ["dp", "pp"])
-    grid.create_pgs(["dp", "pp"])
-    stage = cut(llama(), "Et|t*3L", dist.get_rank())
+    grid, groups = grid_of(dp=1, pp=2)
+    stage = cut(llama(), LAYOUTS[2], dist.get_rank())
     sharded(stage, grid.to_device_mesh(["dp", "pp"])["pp"])
     stage.config = PipelineConfig(variable_seq_lengths=True, shard="step", deadline=10.0)
     communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, stage.config)
@@ -243,7 +228,7 @@ def test_layers_sharded_over_other_ranks_than_the_replicas_are_an_error_before_t
             model=stage,
             num_microbatches=2,
             p2p_communicator=communicator,
-            pg_collection=ProcessGroupCollection.from_grid(grid),
+            pg_collection=groups,
         )
     communicator.destroy()
 
@@ -285,7 +270,7 @@ def test_a_vision_tower_before_a_language_model(ranks, schedule, frozen):
         stages = cut(tower, "Ee|e*3L", [place], names=VISION, module=name, output=nn.Identity(), config=config)
     else:
         numbers = [stage for stage, where in enumerate(places) if where == place]
-        stages = cut(language, layout_for(len(places)), numbers, module=name, config=config)
+        stages = cut(language, LAYOUTS[len(places)], numbers, module=name, config=config)
 
     def batches():
         for m in range(MICROBATCHES):

@@ -1,21 +1,18 @@
 """What the stages of a pipeline send each other in tests, and how they are configured."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 from pipegrid.transport import Direction, P2PConfig
 
 DEADLINE = 30.0
 SHAPE = (2, 3)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-
-
-def config(**settings):
-    return P2PConfig(**{
-        "pipeline_dtype": torch.float32, "deadline": DEADLINE, "open_deadline": DEADLINE, **settings,
-    })  # fmt: skip
+config = partial(P2PConfig, pipeline_dtype=torch.float32, deadline=DEADLINE, open_deadline=DEADLINE)
 
 
 def on_one_stream(ranks):
@@ -58,9 +55,16 @@ def gradient(stage, microbatch=0, shape=SHAPE, dtype=torch.float32):
     return -activation(stage, microbatch, shape, dtype) - 1
 
 
-def assert_received(tensor, expected):
-    assert tensor.dtype is expected.dtype
-    assert tensor.shape == expected.shape
-    assert torch.equal(tensor.detach(), expected)
-    assert tensor.requires_grad == expected.dtype.is_floating_point
-    assert tensor.is_leaf
+def assert_received(received, expected):
+    """A payload, or None, is as it was sent; floating-point tensors are leaves that take a gradient."""
+    (tensors, structure), (sent, declared) = tree_flatten(received), tree_flatten(expected)
+    assert structure == declared
+    for tensor, other in zip(tensors, sent, strict=True):
+        if other is None:
+            assert tensor is None
+            continue
+        assert tensor.dtype is other.dtype
+        assert tensor.shape == other.shape
+        assert torch.equal(tensor.detach(), other)
+        assert tensor.requires_grad == other.dtype.is_floating_point
+        assert tensor.is_leaf

@@ -1,6 +1,7 @@
 """Receives that a lane keeps posted ahead: a sender need not wait for a receiver that is late."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,8 @@ from pipegrid.transport import LaneSpec, P2PConfig, P2PUsageError, open_lanes
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0
 AHEAD = 3
+config = partial(P2PConfig, deadline=DEADLINE, open_deadline=DEADLINE, receives_ahead=AHEAD)
 over_gloo = pytest.mark.ranks(2, backend="gloo")  # on device groups receives_ahead does nothing
-
-
-def config(**settings):
-    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, "receives_ahead": AHEAD, **settings})
 
 
 def exchange(lane, value, **options):

@@ -14,19 +14,14 @@ SHAPES = [(), (0,), (3,), (2, 0), (2, 3), (1, 2, 3), (2, 1, 3, 2), (2, 1, 1, 2, 
 
 
 def assert_every_verb_delivers(ranks, communicator, activation, gradient, shapes=SHAPE):
-    """Call all nine verbs, with what ``activation`` and ``gradient`` make for a stage and a microbatch."""
-    with in_turn(ranks, communicator):
-        assert_every_verb_delivers_in_turn(ranks, communicator, activation, gradient, shapes)
-
-
-def assert_every_verb_delivers_in_turn(ranks, communicator, activation, gradient, shapes):
+    """Call all nine verbs, with what ``activation`` and ``gradient`` make for a stage and a microbatch; `in_turn`."""
     me, count = communicator.current_stage, communicator.total_stages
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
     before, after = (me - 1) % count, (me + 1) % count
     kept = []
 
     def expect(received, expected):
-        assert_payload_received(received, expected)
+        assert_received(received, expected)
         kept.append((received, expected))
 
     # Down the pipeline, and back up.
@@ -68,19 +63,7 @@ def assert_every_verb_delivers_in_turn(ranks, communicator, activation, gradient
 
     # What came is the caller's own: no later message has touched it.
     for received, expected in kept:
-        assert_payload_received(received, expected)
-
-
-def assert_payload_received(received, expected):
-    if isinstance(expected, torch.Tensor):
         assert_received(received, expected)
-        return
-    assert type(received) is type(expected)
-    if isinstance(expected, dict):
-        assert list(received) == list(expected)
-        received, expected = received.values(), expected.values()
-    for one, other in zip(received or (), expected or (), strict=True):
-        assert_payload_received(one, other)
 
 
 @MODES
@@ -106,7 +89,9 @@ def test_every_verb_delivers_tensors_of_every_dtype_and_number_of_dimensions(ran
     communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=dtype, batch_p2p_comm=batched))
     for shape in SHAPES:
         form = {"shape": shape, "dtype": dtype}
-        assert_every_verb_delivers(ranks, communicator, partial(activation, **form), partial(gradient, **form), shape)
+        made = partial(activation, **form), partial(gradient, **form)
+        with in_turn(ranks, communicator):
+            assert_every_verb_delivers(ranks, communicator, *made, shape)
         communicator.renew_shapes()
     communicator.close()
 
@@ -134,7 +119,8 @@ def test_every_verb_delivers_lists_and_dicts_with_none(ranks, stages, batched, v
             make(stage, microbatch), make(stage, microbatch, (4,), dtype=torch.int64)
         )
 
-    assert_every_verb_delivers(ranks, communicator, of(activation), of(gradient), shapes)
+    with in_turn(ranks, communicator):
+        assert_every_verb_delivers(ranks, communicator, of(activation), of(gradient), shapes)
     communicator.close()
 
 
@@ -191,10 +177,7 @@ def test_a_list_of_shapes_gives_a_list_one_shape_a_tensor(ranks, communicator):
         communicator.send_forward(two)
         assert communicator.recv_backward([SHAPE, None])[1] is None
     else:
-        received = communicator.recv_forward([SHAPE, (4,)])
-        assert type(received) is list
-        for got, expected in zip(received, two, strict=True):
-            assert_received(got, expected)
+        assert_received(communicator.recv_forward([SHAPE, (4,)]), two)
         communicator.send_backward([gradient(1), None])
 
 

@@ -1,6 +1,7 @@
 """One rank of a large world that does not exist otherwise, over torch's fake backend: lanes open, send and receive."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipegrid.transport import Direction, Edge, LaneSpec, P2PCommunicator, P2PConfig, P2PUsageError, open_lanes
 
 SHAPE, RANK, WORLD = (2, 3), 100, 512
+config = partial(P2PConfig, pipeline_dtype=torch.float32, deadline=20.0, open_deadline=20.0)
 
 
 @pytest.fixture(autouse=True, params=[FakeStore, dist.HashStore], ids=["fake store", "hash store"])
@@ -17,10 +19,6 @@ def _world(request):
     dist.init_process_group("fake", store=request.param(), rank=RANK, world_size=WORLD)
     yield
     dist.destroy_process_group()
-
-
-def config(**settings):
-    return P2PConfig(**{"pipeline_dtype": torch.float32, "deadline": 20.0, "open_deadline": 20.0, **settings})
 
 
 @pytest.mark.parametrize(

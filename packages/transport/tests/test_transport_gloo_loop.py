@@ -1,6 +1,5 @@
 """All gloo groups of a rank's lanes are served by one thread; and the names of torch that this stands on."""
 
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import torch.distributed as dist
 
 from pipegrid.transport import LaneSpec, open_lanes
 from pipegrid.transport.backends.gloo import BACKEND, one_loop
+
+from .two_ranks import until
 
 SPECS = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 0, "a"), LaneSpec(1, 0, "b")]
 over_gloo = pytest.mark.ranks(2, backend="gloo")  # lanes of a device group move payloads elsewhere
@@ -23,23 +24,15 @@ def loops():
     return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in tasks.iterdir())
 
 
-def become(count):
-    """Threads take a moment to have their names, or to be gone."""
-    end = time.monotonic() + 20.0
-    while loops() != count:
-        assert time.monotonic() < end, (loops(), count)
-        time.sleep(0.01)
-
-
 @over_gloo
 def test_lanes_that_are_opened_together_share_one_thread(ranks):
     before = loops()
     if before == 0:  # the default group has one
         pytest.skip("the gloo of this torch does not name its threads")
     with open_lanes(SPECS) as lanes:
-        become(before + 1)
+        until(lambda: loops() == before + 1)  # threads take a moment to have their names, or to be gone
         other = open_lanes([LaneSpec(0, 1, "c")])
-        become(before + 2)
+        until(lambda: loops() == before + 2)
         other.close()
         assert len({id(lane.group) for lane in lanes.values()}) == len(SPECS)
         # Each has a connection of its own all the same.

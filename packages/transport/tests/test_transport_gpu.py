@@ -4,6 +4,7 @@ Two ranks on one GPU need NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_M
 """
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,12 +16,9 @@ from .two_ranks import GPUS, THERE, needs_two_ranks
 
 DEADLINE = 60.0
 HERE = LaneSpec(0, 0)
+config = partial(P2PConfig, deadline=DEADLINE, open_deadline=DEADLINE)
 
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
-
-
-def config(**settings):
-    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
 
 
 def on_gpu(ranks):

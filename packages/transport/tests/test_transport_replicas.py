@@ -27,14 +27,11 @@ REPLICAS = [[0, 1], [2, 3]]
 FIRST = Edge(0, 1)
 
 
-def pipelines(ranks, replicas=REPLICAS, **options):
+def pipelines(ranks, replicas=REPLICAS, *, tensor_shape=None, placement=None, graph=None, **settings):
     """This rank's communicator, and its replica and place."""
     groups = [dist.new_group(row) for row in replicas]
     ((replica, row),) = ((number, row) for number, row in enumerate(replicas) if ranks.rank in row)
-    settings = {
-        name: options.pop(name) for name in [*options] if name not in ("tensor_shape", "placement", "replicas", "graph")
-    }
-    given = {"replicas": replicas, **options}
+    given = {"replicas": replicas, "tensor_shape": tensor_shape, "placement": placement, "graph": graph}
     return P2PCommunicator(groups[replica], config(**settings), **given), replica, row.index(ranks.rank)
 
 

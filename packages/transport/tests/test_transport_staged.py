@@ -13,14 +13,10 @@ from pipegrid.transport.backends import StagedMover, staged
 SOON, LATER = timedelta(milliseconds=20), timedelta(seconds=20)
 
 
-class Copied:
+class Copied(threading.Event):
     """The event behind a copy; it comes when the test says so."""
 
-    def __init__(self):
-        self.flag = threading.Event()
-
-    def synchronize(self):
-        self.flag.wait()
+    synchronize = threading.Event.wait
 
 
 class Gloo:
@@ -65,11 +61,11 @@ def test_sends_are_posted_in_order_each_when_its_copy_is_there(copies):
     gloo = Gloo()
     mover = StagedMover(gloo, torch.device("cpu"))
     first, second = send(mover, 1), send(mover, 2)
-    copies[1].flag.set()
+    copies[1].set()
     with pytest.raises(RuntimeError, match=r"not copied to host memory after 0\.02 s"):
         second.hold(SOON)
     assert (gloo.posted, first.done(), second.done()) == ([], False, False)
-    copies[0].flag.set()
+    copies[0].set()
     second.hold(LATER)
     first.hold(LATER)
     assert gloo.posted == [[1, 1], [2, 2]]
@@ -88,7 +84,7 @@ def test_an_abort_ends_sends_that_are_not_posted_and_the_thread(copies):
             ticket.hold(LATER)
     with pytest.raises(RuntimeError, match="the lane has ended"):
         send(mover, 3)
-    copies[0].flag.set()
+    copies[0].set()
     thread.join(20)
     assert not thread.is_alive()
     assert gloo.posted == []
@@ -99,7 +95,7 @@ def test_a_connection_that_is_gone_when_the_copy_is_there_fails_the_send(copies)
     mover = StagedMover(gloo, torch.device("cpu"))
     ticket = send(mover, 1)
     gloo.posted = ["lost"]
-    copies[0].flag.set()
+    copies[0].set()
     with pytest.raises(RuntimeError, match="connection closed"):
         ticket.hold(LATER)
     mover.abort()

@@ -2,15 +2,18 @@
 
 import os
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 from pipegrid.transport import LaneSpec, P2PConfig
 
 THERE, BACK = LaneSpec(0, 1, "there"), LaneSpec(1, 0, "back")
 DEADLINE = 20.0
+config = partial(P2PConfig, deadline=DEADLINE, open_deadline=DEADLINE)
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TWO_RANKS = GPUS >= 2 or (GPUS == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
 needs_two_ranks = pytest.mark.skipif(not TWO_RANKS, reason="needs two GPUs, or NCCL 2.31.2 with several ranks on one")
@@ -24,10 +27,6 @@ on_device_groups = pytest.mark.parametrize(
 )
 
 
-def config(**settings):
-    return P2PConfig(**{"deadline": DEADLINE, "open_deadline": DEADLINE, **settings})
-
-
 def until(condition):
     end = time.monotonic() + DEADLINE
     while not condition():
@@ -37,20 +36,14 @@ def until(condition):
 
 def equal(a, b):
     """Whether two payloads are the same, structure, dtypes and bytes."""
-    if isinstance(a, torch.Tensor):
-        return (
-            isinstance(b, torch.Tensor)
-            and a.dtype is b.dtype
-            and a.shape == b.shape
-            and torch.equal(
-                a.contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
-            )
-        )
-    if isinstance(a, dict):
-        return type(b) is dict and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    return a is b
+    (ours, structure), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return structure == other and [*map(_content, ours)] == [*map(_content, theirs)]
+
+
+def _content(leaf):
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.dtype, leaf.shape, leaf.detach().contiguous().view(-1).view(torch.uint8).tolist()
 
 
 def values(shape, dtype=torch.float32):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipegrid.training import cut
 
 
-def tensors(payload):
-    """The tensors of what a stage sends."""
-    if isinstance(payload, torch.Tensor):
-        return [payload]
-    return [one for item in payload for one in tensors(item)] if isinstance(payload, tuple) else []
+def stages_of(make, layout, **options):
+    """All stages of a model, in float64, each cut by itself as on a rank of its own; with the values of seed 1."""
+    stages = []
+    for number in range(layout.count("|") + 1):
+        torch.manual_seed(1)
+        stages.append(cut(make, layout, number, allow_empty=True, **options).double())
+    return stages
 
 
 def sent(payload):
     """The payload as it arrives on the next stage."""
-    if isinstance(payload, torch.Tensor):
-        return payload.detach().clone().requires_grad_(payload.requires_grad)
-    return tuple(map(sent, payload)) if isinstance(payload, tuple) else payload
+    return tree_map_only(torch.Tensor, lambda sent: sent.detach().clone().requires_grad_(sent.requires_grad), payload)
 
 
 def step(stages, batch, loss_of):
@@ -31,8 +34,8 @@ def step(stages, batch, loss_of):
     for outputs, inputs in reversed(list(zip(left[:-1], arrived[1:-1], strict=True))):
         pairs = [
             (output, received.grad)
-            for output, received in zip(tensors(outputs), tensors(inputs), strict=True)
-            if output.requires_grad and received.grad is not None
+            for output, received in zip(tree_leaves(outputs), tree_leaves(inputs), strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad and received.grad is not None
         ]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))

@@ -13,17 +13,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def tensor_parallel(stage, mesh):
     """The projections of each layer are cut by columns, those after them by rows."""
-    plan = {
-        **{f"self_attn.{name}": ColwiseParallel() for name in ATTENTION},
-        **{f"mlp.{name}": ColwiseParallel() for name in MLP},
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
-    }
+    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
     for name in stage.layers:
         parallelize_module(stage.get_submodule(name), mesh, plan)
 
@@ -39,10 +35,8 @@ def sequence_parallel(stage, mesh):
         "post_attention_layernorm": SequenceParallel(),
         "self_attn": PrepareModuleInput(**gathered),
         "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        **{f"self_attn.{name}": ColwiseParallel() for name in ATTENTION},
-        **{f"mlp.{name}": ColwiseParallel() for name in MLP},
-        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        **{name: ColwiseParallel() for name in COLUMNS},
+        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ROWS},
     }
     for name in stage.layers:
         layer = stage.get_submodule(name)

@@ -1,0 +1,66 @@
+"""A reshard plan run on the tensors of all ranks in one process, and what a rank holds of a whole tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from pipegrid.bridges.reshard import Partial
+
+EMPTY = torch.iinfo(torch.int64).min
+
+
+def part(whole, spans):
+    """What a rank with these ranges holds of the whole tensor."""
+    for axis, held in enumerate(spans):
+        index = [i for a, b in held for i in range(a, b)]
+        whole = whole.index_select(axis, torch.tensor(index, dtype=torch.long))
+    return whole
+
+
+def contribution(side, rank):
+    """Which of the partial sums a rank holds: none along dims that are not Partial."""
+    index = 0
+    for dim, coord in zip(side.dims, side.coords_of[rank], strict=True):
+        if isinstance(dim.placement, Partial):
+            index = index * dim.size + coord
+    return index
+
+
+def contributions(side, shape, *, seed, dtype=torch.int64, most=8):
+    """A whole tensor for each partial sum of a side: integers so small that sums are exact in any dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(dim.size for dim in side.dims if isinstance(dim.placement, Partial))
+    return [torch.randint(-most, most + 1, shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def inside(box):
+    """The index of a box in a tensor."""
+    return tuple(slice(start, start + extent) for start, extent in zip(box.start, box.shape, strict=True))
+
+
+def write(tensor, box, values):
+    """Fill a box of a tensor, all of which was empty."""
+    place = tensor[inside(box)]
+    assert place.shape == values.shape == box.shape
+    assert (place == EMPTY).all()
+    place.copy_(values)
+
+
+def play(plan, tensors):
+    """What each rank of the destination has after all steps of a plan: every element was written exactly once."""
+    given = dict(tensors)
+    for group in plan.reductions:
+        given |= dict.fromkeys(group, sum(tensors[rank] for rank in group))
+    out = {rank: torch.full(plan.destination_shape(rank), EMPTY) for rank in plan.dst.ranks}
+    for message in plan.messages:
+        write(out[message.destination], message.destination_box, given[message.source][inside(message.source_box)])
+    received = {rank: tensor.clone() for rank, tensor in out.items()}
+    for step in plan.completions:
+        for giver, boxes in zip(step.ranks, step.boxes, strict=True):
+            for taker, box in itertools.product(set(step.ranks) - {giver}, boxes):
+                write(out[taker], box, received[giver][inside(box)])
+    assert not any((tensor == EMPTY).any() for tensor in out.values())
+    return out

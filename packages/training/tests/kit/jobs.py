@@ -1,0 +1,34 @@
+"""A model over the ranks of a job: its values, the grid with its groups, and this rank's stages."""
+
+from __future__ import annotations
+
+import torch
+
+from pipegrid.schedules import stage_places
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.training import cut
+
+LAYOUTS = {2: "Et|t*3L", 4: "Et|t|t|tL"}
+"""Of four layers, by the number of stages."""
+
+
+def made(make):
+    """A function that makes the model in float64, with the same values on every rank and in one process."""
+
+    def seeded():
+        torch.manual_seed(3)
+        return make().double()
+
+    return seeded
+
+
+def grid_of(**sizes):
+    """A grid of these dims, the fastest first, and the groups of each."""
+    grid = HyperCommGrid([*sizes.values()], [*sizes])
+    grid.create_pgs([*sizes])
+    return grid, ProcessGroupCollection.from_grid(grid)
+
+
+def stages_on(grid, make, schedule):
+    """This rank's stages of the model that `made` makes, under a schedule."""
+    return cut(made(make), LAYOUTS[len(stage_places(schedule, grid.dim_size("pp")))], grid, schedule=schedule)

@@ -36,6 +36,11 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
     return by_name if isinstance(by_name, Mapping) else None
 
 
+def group_of(collections: Any, module: str, name: str) -> Any:
+    """The process group ``name`` of ``module``; None where it has none of that name, or there are no collections."""
+    return None if collections is None else getattr(collection_of(collections, module), name, None)
+
+
 def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     """The group of a module's replicas, dp x cp; None where it has one replica."""
     collection = collection_of(collections, name)

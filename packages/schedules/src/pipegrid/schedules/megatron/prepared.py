@@ -18,7 +18,7 @@ from attrs import define
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.gradients.lanes import collection_of
+from pipegrid.schedules.gradients.lanes import group_of
 from pipegrid.schedules.gradients.reduction import (
     GradientPolicy,
     UnitGradients,
@@ -316,8 +316,3 @@ def _sizes(call: StepCall, place: Place, config: Any) -> dict[str, Any]:
         "tp_group": group_of(call.pg_collection, module, "tp"),
         "cp_group": group_of(call.pg_collection, module, "cp"),
     }
-
-
-def group_of(pg_collection: Any, module: str, name: str) -> Any:
-    """A process group of a module; None where there is none of that name."""
-    return None if pg_collection is None else getattr(collection_of(pg_collection, module), name, None)

@@ -11,6 +11,7 @@ import torch
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
+from pipegrid.schedules.gradients.lanes import group_of
 from pipegrid.schedules.gradients.reduction import (
     EarlyReduction,
     GradientPolicy,
@@ -23,7 +24,7 @@ from pipegrid.schedules.megatron.checks import CHECKPOINTS, require_forward_step
 from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
-from pipegrid.schedules.megatron.prepared import PreparedStep, group_of, prepared_step
+from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.replica import require_equal_routes
 from pipegrid.schedules.plan import Plan
 from pipegrid.schedules.runtime import Hook

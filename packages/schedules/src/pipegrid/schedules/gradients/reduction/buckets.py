@@ -51,12 +51,15 @@ class Bucket:
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
     started: bool = False
+    missing: int = field(init=False)
+    """Parameters whose gradients are not whole."""
     wait: Callable[[Waiting], None] | None = None
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
 
     def __attrs_post_init__(self) -> None:
         self.parameters = tuple([each.parameter for each in self.layouts])
         self.tensor, self.lanes = self.layouts[0].summed_over
+        self.missing = len(self.parameters)
 
     @property
     def tie(self) -> TieMark | None:

@@ -17,7 +17,7 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, keeps_main_grad, replace_accumulated
+from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, take_gradient
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters
@@ -56,10 +56,7 @@ class UnitGradients:
         assert action.microbatch is not None  # of every compute
         held = self._held.setdefault((self.unit_of(action.stage, action.microbatch), action.stage), {})
         for parameter in self.models[action.stage].parameters():
-            gradient = _taken(parameter)
-            if gradient is not None:
-                before = held.get(id(parameter))
-                held[id(parameter)] = gradient if before is None else before + gradient
+            _move_gradient(parameter, held)
 
     def reduce_tie(self, tie: TiedParameters, waiting: Waiting) -> None:
         """The ``REDUCE`` of a tied parameter."""
@@ -91,10 +88,7 @@ class UnitGradients:
                     add_gradient(parameter, gradient)
             sum_over_ranks()
             for parameter in parameters:
-                gradient = _taken(parameter)
-                if gradient is not None:
-                    before = totals.get(id(parameter))
-                    totals[id(parameter)] = gradient if before is None else before + gradient
+                _move_gradient(parameter, totals)
         for parameter in parameters:
             if id(parameter) in totals:
                 add_gradient(parameter, totals[id(parameter)])
@@ -106,14 +100,10 @@ class UnitGradients:
 
 
 @torch.no_grad()
-def _taken(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """The gradient, which the parameter then has no more."""
+def _move_gradient(parameter: torch.nn.Parameter, sums: dict[int, torch.Tensor]) -> None:
+    """Take the gradient away from the parameter, and add it to that in ``sums``, by id."""
     gradient = accumulated(parameter)
     if gradient is None:
-        return None
-    if keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype"):  # another library's buffer
-        taken = gradient.clone()
-        gradient.zero_()
-        return taken
-    replace_accumulated(parameter, None)
-    return gradient
+        return
+    taken, before = take_gradient(parameter, gradient), sums.get(id(parameter))
+    sums[id(parameter)] = taken if before is None else before + taken

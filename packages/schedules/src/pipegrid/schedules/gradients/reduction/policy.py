@@ -19,7 +19,7 @@ from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
+from pipegrid.schedules.gradients.lanes import collection_of, device_of, group_of, lanes_group, require_groups, size_of
 from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
@@ -151,8 +151,7 @@ class GradientPolicy:
             own = counted[stage]
             if own is None:
                 own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
-            collection = None if pg_collection is None else collection_of(pg_collection, self.names[stage])
-            tp = getattr(collection, "tp", None)
+            tp = group_of(pg_collection, self.names[stage], "tp")
             parts.append(own if tp is None or tp.rank() == 0 else torch.zeros_like(own))
         return sum(parts[1:], start=parts[0])
 
@@ -184,7 +183,8 @@ def gradient_policy(
     names = {stage: graph.module_of(stage)[0] for stage in models}
     grids = as_communicator(communicator).job.dims
     count, living = replicas or (1, 1)
-    lanes = _replicas_of(graph, grids, count * _cp(pg_collection, next(iter(names.values()))) if count > 1 else None)
+    counted = count * size_of(group_of(pg_collection, next(iter(names.values())), "cp")) if count > 1 else None
+    lanes = _replicas_of(graph, grids, counted)
     of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
@@ -276,10 +276,6 @@ def _replicas_of(
     if grids is not None:
         return {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
     return {} if counted is None else dict.fromkeys(graph.order, counted)
-
-
-def _cp(pg_collection: Any, name: str) -> int:
-    return 1 if pg_collection is None else size_of(getattr(collection_of(pg_collection, name), "cp", None))
 
 
 def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:

@@ -91,11 +91,9 @@ class GradientReduction:
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
     _bucket_of: dict[int, Bucket] = field(init=False)
-    _missing: dict[int, int] = field(init=False)  # parameters of each bucket whose gradients are not whole
 
     def __attrs_post_init__(self) -> None:
         self._bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self._missing = {id(bucket): len(bucket.parameters) for bucket in self.buckets}
 
     @classmethod
     def of(
@@ -147,8 +145,8 @@ class GradientReduction:
         for parameter in parameters:
             bucket = self._bucket_of.pop(id(parameter), None)
             if bucket is not None:
-                self._missing[id(bucket)] -= 1
-                filled = filled or self._missing[id(bucket)] == 0
+                bucket.missing -= 1
+                filled = filled or not bucket.missing
         if filled:
             self._start_filled()
 
@@ -157,8 +155,7 @@ class GradientReduction:
         for bucket in self.buckets:
             if bucket.started or id(bucket.first) in behind:
                 continue
-            whole = self._missing[id(bucket)] == 0 and bucket.tie is None
-            if whole and bucket.fault() is None:
+            if not bucket.missing and bucket.tie is None and bucket.fault() is None:
                 bucket.start()
             elif bucket.first is not None:
                 behind.add(id(bucket.first))

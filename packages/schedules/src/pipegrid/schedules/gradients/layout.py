@@ -82,7 +82,7 @@ class ParameterGradient:
 
     Attributes:
         module: the name of the first module that has the parameter.
-        name: of the parameter in that module.
+        name: of the parameter in that module; of a module with several stages here behind the stage's place among them.
         marks: its attributes, when the layout was made.
         lanes: the replicas, those of an expert's view for an expert's; None where there is no group.
         tensor: the tensor-parallel ranks, likewise.
@@ -142,7 +142,7 @@ class GradientLayout:
 
     @classmethod
     def of(cls, modules: Modules, collections: Any) -> GradientLayout:
-        """The layout over the process groups of ``collections``; None: each rank by itself."""
+        """The layout over the process groups of ``collections``."""
         divided: dict[int, float | None] = {}
         for _, module in named_modules(modules):
             divided |= fsdp_divisors(module)
@@ -179,9 +179,11 @@ class GradientLayout:
 
 def _gradients(modules: Modules, collections: Any, divided: dict[int, float | None]) -> Iterator[ParameterGradient]:
     seen: set[int] = set()
-    for module, stage in named_modules(modules):
-        collection = None if collections is None else collection_of(collections, module)
-        own = None if collection is None else lanes_group_or_none(collection)
+    held = [name for name, _ in named_modules(modules)]
+    for place, (module, stage) in enumerate(named_modules(modules)):
+        prefix = f"{place - held.index(module)}." if held.count(module) > 1 else ""
+        collection = collection_of(collections, module)
+        own = lanes_group_or_none(collection)
         plain = own, getattr(collection, "tp", None)
         expert = getattr(collection, "expt_dp", None), getattr(collection, "expt_tp", None)
         for name, parameter in stage.named_parameters():
@@ -192,7 +194,7 @@ def _gradients(modules: Modules, collections: Any, divided: dict[int, float | No
             lanes, tensor = expert if marks.expert else plain
             yield ParameterGradient(
                 module,
-                name,
+                prefix + name,
                 parameter,
                 marks,
                 lanes,

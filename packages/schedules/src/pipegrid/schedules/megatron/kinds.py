@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
@@ -19,9 +19,6 @@ from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proo
 from pipegrid.schedules.passes.lowering import Receives
 from pipegrid.schedules.runtime import describe
 from pipegrid.schedules.verify import Proof
-
-Models = Mapping[int, torch.nn.Module]
-"""The models of this rank by stage, in the order of chunks."""
 
 
 @frozen

@@ -21,12 +21,12 @@ from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.lanes import group_of
 from pipegrid.schedules.gradients.reduction import (
     GradientPolicy,
-    UnitGradients,
     gradient_policy,
     last_backwards,
     required_ties,
     tied_stages,
 )
+from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall, flat, step_key
 from pipegrid.schedules.megatron.call_hooks import CallHooks
 from pipegrid.schedules.megatron.checks import (
@@ -38,17 +38,17 @@ from pipegrid.schedules.megatron.checks import (
 )
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.kinds import Models, StepKind
+from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
+    checkpointed_on,
     chunk_numbers,
     forwards_on,
     planned_routes,
     units_per_replica,
-    window_on,
 )
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.schedules.plan import ActionKind
@@ -153,8 +153,7 @@ class PreparedStep:
         self.stages = self._stages(call, models, config)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
-        self._output_layers: Sequence[Callable[[], None]] = ()
-        self._units: UnitGradients | None = None
+        self._reduce_tie: Callable[[str], None] = _nothing
         hooks = option(config, "hooks")
         self._hooks = CallHooks.of(hooks)
         self.runtime = PipelineRuntime(
@@ -187,7 +186,9 @@ class PreparedStep:
         )
 
     def _starts_early(self, call: StepCall, models: Models, config: Any) -> bool:
-        reduction = None if self.policy is None else self.policy.reduction(models, config, call.pg_collection)
+        if self.policy is None:
+            return False
+        reduction = self.policy.of_step(models, config, call.pg_collection, self.waiting).reduction
         return (
             reduction is not None
             and reduction.communicates
@@ -201,13 +202,17 @@ class PreparedStep:
         chunks = chunk_numbers(plan, models)
         expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
-        orders = {stage: forwards_on(plan, self.actor, stage) for stage in models}
+        partial: int | None = option(config, CHECKPOINTS)
         return {
             stage: MegatronStage(
                 graph=plan.graph,
                 stage=stage,
                 units=StageUnits(
-                    divisor, self._place.module_of(stage), self.replica, plan.routes, tuple(orders[stage])
+                    divisor,
+                    self._place.module_of(stage),
+                    self.replica,
+                    plan.routes,
+                    tuple(forwards_on(plan, self.actor, stage)),
                 ),
                 num_slices=plan.num_slices,
                 cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
@@ -216,9 +221,7 @@ class PreparedStep:
                 expected=expected,
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 loss_factor=factors.get(stage, 1.0),
-                partly_checkpointed=option(config, CHECKPOINTS),
-                window=window_on(plan, self.actor),
-                forwards=orders[stage],
+                checkpointed=None if partial is None else checkpointed_on(plan, self.actor, stage, partial),
                 vp_stage=chunks.get(stage),
             )
             for stage in models
@@ -259,43 +262,30 @@ class PreparedStep:
         finally:
             for stage in self.stages.values():
                 stage.end()
-            state.running, self._config, self._hooks.current, self._output_layers = None, None, (), ()
-            self._units = None
+            state.running, self._config, self._hooks.current, self._reduce_tie = None, None, (), _nothing
 
-    def begin(
-        self, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]], units: UnitGradients | None
-    ) -> None:
-        """Store the hooks of a call, what computes its deferred weight gradients, and gradients that are kept apart."""
-        self._hooks.current, self._output_layers, self._units = hooks, output_layers, units
-
-    def finish_output_layers(self) -> None:
-        """Compute the deferred weight gradients of output layers; idempotent."""
-        for finish in self._output_layers:
-            finish()
+    def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
+        """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""
+        self._hooks.current, self._reduce_tie = hooks, reduce_tie or _nothing
 
     def _reducers(self) -> dict[int | str, Callable[[], None]]:
         """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
         for action in self.plan.actions(self.actor):
             if action.kind is ActionKind.REDUCE and action.group is None:
-                found[action.stage] = _nothing
+                found[action.stage] = partial(_nothing, action.stage)
         return found
 
     def _reduce(self, name: str) -> None:
-        self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
-        tie = next(tie for tie in option(self._config, "tied_parameters") if tie.name == name)
-        if self._units is None:
-            tie.reduce(self.waiting)
-        else:
-            self._units.reduce_tie(tie, self.waiting)
+        self._reduce_tie(name)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
         return scaled
 
 
-def _nothing() -> None:
-    """A reduction that its hook begins."""
+def _nothing(_: int | str) -> None:
+    """A reduction that its hook begins, or that an evaluation does not have."""
 
 
 def _expected_shape(call: StepCall, place: Place, config: Any) -> ExpectedShape | None:

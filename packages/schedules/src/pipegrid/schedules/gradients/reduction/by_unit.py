@@ -11,11 +11,12 @@ One copy of the gradients per unit, and as many all-reduces as units: for tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from attrs import define, field
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, take_gradient
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
@@ -97,6 +98,23 @@ class UnitGradients:
         """A stage of a unit at a time: of a parameter on several stages, the order of their ranks does not matter."""
         stages = tuple(stages)
         return ((unit, stage) for unit in self.units for stage in stages)
+
+
+def require_addable_by_unit(reduction: GradientReduction | None, config: Any) -> None:
+    """Raise GradientError unless the gradients of a step are those of single units, and ``reduction`` sums them."""
+    if reduction is None or any(each.by_fsdp for each in reduction.layout.gradients):
+        raise GradientError(
+            "config.grad_add is 'by_unit', which adds where the step function reduces; here a wrapper does, or a "
+            "finalize_model_grads_func"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise GradientError(
+            "config.grad_add is 'by_unit', and defer_embedding_wgrad_compute makes one of several units"
+        )
+    if any(each.marks.tie is not None and not each.marks.tie.over_lanes for each in reduction.layout.trained):
+        raise GradientError(
+            "config.grad_add is 'by_unit', and a parameter is tied within each replica (group=): tie it with grids="
+        )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Reduction that overlaps the last backwards: each bucket starts in the last backward that touches it."""
+"""Reduction during the last backwards: each bucket starts in the last backward that adds to its gradients."""
 
 from __future__ import annotations
 

@@ -103,13 +103,11 @@ class GradientReduction:
         *,
         loss_lanes: int | None = None,
         job_group: dist.ProcessGroup | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientReduction:
         """The reduction that `reduce_gradients` with these arguments is."""
         loss_lanes = checked(loss_lanes, Count | None, "loss_lanes", GradientError)
-        bucket_bytes = checked(
-            BUCKET_BYTES if bucket_bytes is None else bucket_bytes, Count, "bucket_bytes", GradientError
-        )
+        bucket_bytes = checked(bucket_bytes, Count, "bucket_bytes", GradientError)
         layout = GradientLayout.of(modules, collections)
         layout.require_groups()
         trained = list(layout.trained)

@@ -18,7 +18,7 @@ from attrs import define
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.gradients.lanes import group_of
+from pipegrid.schedules.gradients.groups import group_of
 from pipegrid.schedules.gradients.reduction import (
     GradientPolicy,
     gradient_policy,

@@ -11,7 +11,7 @@ import torch
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
-from pipegrid.schedules.gradients.lanes import group_of
+from pipegrid.schedules.gradients.groups import group_of
 from pipegrid.schedules.gradients.reduction import (
     EarlyReduction,
     StepGradients,

@@ -66,7 +66,7 @@ class UnitGradients:
 
     def reduce(self, reduction: GradientReduction, waiting: Waiting) -> None:
         """Sum all other gradients over ranks; what is left for ``reduction`` is to divide."""
-        done = [bucket.tie is not None and bucket.tie.over_lanes for bucket in reduction.buckets]
+        done = [bucket.tie is not None and bucket.tie.over_replicas for bucket in reduction.buckets]
         left = [bucket.layouts for bucket, summed in zip(reduction.buckets, done, strict=True) if not summed]
 
         def sum_over_ranks() -> None:
@@ -75,7 +75,7 @@ class UnitGradients:
         parameters = [each.parameter for layouts in left for each in layouts]
         self._sum(parameters, sorted(self.models), sum_over_ranks)
         for bucket in reduction.buckets:
-            bucket.tensor = bucket.lanes = None
+            bucket.tensor = bucket.replicas = None
 
     def _sum(
         self, parameters: Collection[torch.nn.Parameter], stages: Iterable[int], sum_over_ranks: Callable[[], None]
@@ -111,7 +111,7 @@ def require_addable_by_unit(reduction: GradientReduction | None, config: Any) ->
         raise GradientError(
             "config.grad_add is 'by_unit', and defer_embedding_wgrad_compute makes one of several units"
         )
-    if any(each.marks.tie is not None and not each.marks.tie.over_lanes for each in reduction.layout.trained):
+    if any(each.marks.tie is not None and not each.marks.tie.over_replicas for each in reduction.layout.trained):
         raise GradientError(
             "config.grad_add is 'by_unit', and a parameter is tied within each replica (group=): tie it with grids="
         )

@@ -19,7 +19,14 @@ from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import collection_of, device_of, group_of, lanes_group, require_groups, size_of
+from pipegrid.schedules.gradients.groups import (
+    collection_of,
+    device_of,
+    group_of,
+    replica_group,
+    require_groups,
+    size_of,
+)
 from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_norms, require_equal_parameters
@@ -119,7 +126,7 @@ class StepGradients:
         for stage, name in self.policy.names.items():
             held.setdefault(name, []).append(self.models[stage])
         for name, modules in held.items():
-            group = None if self.pg_collection is None else lanes_group(self.pg_collection, name)
+            group = None if self.pg_collection is None else replica_group(self.pg_collection, name)
             if group is None or group.size() == 1:
                 continue
             finisher = "reduce_gradients" if name in self.policy.reduced else "what wraps the model"
@@ -190,8 +197,8 @@ def gradient_policy(
     grids = as_communicator(communicator).job.dims
     count, living = replicas or (1, 1)
     counted = count * size_of(group_of(pg_collection, next(iter(names.values())), "cp")) if count > 1 else None
-    lanes = _replicas_of(graph, grids, counted)
-    of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
+    by_module = _replicas_of(graph, grids, counted)
+    of_loss = max((by_module[name] for name in graph.sinks), default=None) if by_module else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
     for stage, model in models.items():
@@ -199,13 +206,13 @@ def gradient_policy(
         _require_bare(model, name, differ=count > 1, reduces=not (by_hand or name in frozen))
         if name in frozen and not per_token:
             continue
-        own = lanes.get(name)
+        own = by_module.get(name)
         collection = None if pg_collection is None else collection_of(pg_collection, name)
         if not (by_hand or collection is None or hasattr(model, "no_sync")):
             reduced[name] = (*reduced.get(name, ()), stage)
             counts = () if name not in graph.sinks else ("cp", "tp") if per_token else ("cp",)
             require_groups(pg_collection, name, counts)
-            found, expected = size_of(lanes_group(collection, name)), None if own is None else own * living // count
+            found, expected = size_of(replica_group(collection, name)), None if own is None else own * living // count
             if expected not in (None, found):
                 raise GradientError(
                     f"module {name!r} has {expected} replicas (dp x cp), but their group in pg_collection has {found}"
@@ -218,7 +225,7 @@ def gradient_policy(
         raise GradientError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
     loss_factors: dict[int, float] = {}
     if of_loss is not None and not by_hand and not per_token:
-        loss_factors = {stage: of_loss / lanes[name] for stage, name in names.items()}
+        loss_factors = {stage: of_loss / by_module[name] for stage, name in names.items()}
     return GradientPolicy(
         per_token=per_token,
         reduced=reduced,

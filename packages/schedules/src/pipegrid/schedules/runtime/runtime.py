@@ -254,7 +254,7 @@ class PipelineRuntime:
             StepArgumentError: no payload for an edge to a stage of this rank; or a plan with slices or sharded
                 stages, for which `pipegrid.schedules.warm_up` takes a forward of the caller's own.
         """
-        warm_up_stages(self.plan, self._bound, self._stages, payloads or {})
+        warm_up_stages(self._bound, payloads or {})
 
     def eval(self) -> None:
         """Run only the plan's forwards and their communication, without gradients.

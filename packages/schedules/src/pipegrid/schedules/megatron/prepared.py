@@ -108,6 +108,7 @@ class PreparedStep:
     Attributes:
         key: what a later call is compared with.
         state: shared with the other steps of the model.
+        place: this rank's stages in the job.
         routes: where replicas differ; None where they act alike.
         replica: of this rank; None where it is not known.
         actor: the row of the plan that this rank runs.
@@ -119,9 +120,10 @@ class PreparedStep:
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
         self.state = state
-        self._kind, self._place = kind, kind.place(call)
-        models = kind.models(self._place, call.model)
-        self.iterators(call.data_iterator)  # checked here already: before a runtime, and before the first message
+        self.place = kind.place(call)
+        models = kind.models(self.place, call.model)
+        # Checked here already: before a runtime, and before the first message.
+        self.place.by_stage(call.data_iterator, "data_iterator")
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         config = config_of(next(iter(models.values())))
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
@@ -132,13 +134,13 @@ class PreparedStep:
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        self.replica = replica_of(call, self._place)
+        self.replica = replica_of(call, self.place)
         planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
-        proof = kind.proof(self._place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
+        proof = kind.proof(self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
-            held = {self._place.module_of(stage): model for stage, model in models.items()}
+            held = {self.place.module_of(stage): model for stage, model in models.items()}
             require_equal_routes(call.pg_collection, held, planned, self.waiting)
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
@@ -181,7 +183,7 @@ class PreparedStep:
             communicator=call.p2p_communicator,
             graph=self.plan.graph,
             pg_collection=call.pg_collection,
-            frozen=self._place.frozen,
+            frozen=self.place.frozen,
             replicas=None if routes is None else (routes.num_replicas, len(routes.living(position))),
         )
 
@@ -200,7 +202,7 @@ class PreparedStep:
     def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = chunk_numbers(plan, models)
-        expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
+        expected = None if plan.num_slices > 1 else _expected_shape(call, self.place, config)
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
         partial: int | None = option(config, CHECKPOINTS)
         return {
@@ -209,13 +211,13 @@ class PreparedStep:
                 stage=stage,
                 units=StageUnits(
                     divisor,
-                    self._place.module_of(stage),
+                    self.place.module_of(stage),
                     self.replica,
                     plan.routes,
                     tuple(forwards_on(plan, self.actor, stage)),
                 ),
                 num_slices=plan.num_slices,
-                cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
+                cp_group=group_of(call.pg_collection, self.place.module_of(stage), "cp"),
                 forward_only=call.forward_only,
                 collect_non_loss_data=call.collect_non_loss_data,
                 expected=expected,
@@ -235,11 +237,7 @@ class PreparedStep:
         """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
         if call.adjust_tensor_shapes_fn is None:
             return None
-        return announced_shapes(call.adjust_tensor_shapes_fn, get_tensor_shapes(**_sizes(call, self._place, config)))
-
-    def iterators(self, data_iterator: Any) -> Mapping[int, Any]:
-        """The data iterators of a call by stage."""
-        return self._kind.iterators(self._place, data_iterator)
+        return announced_shapes(call.adjust_tensor_shapes_fn, get_tensor_shapes(**_sizes(call, self.place, config)))
 
     @contextmanager
     def running(self, config: Any) -> Iterator[None]:

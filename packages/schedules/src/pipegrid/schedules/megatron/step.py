@@ -34,7 +34,8 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     prepared = prepared_step(kind, call)
     models = prepared.models()
     config = config_of(next(iter(models.values())))
-    data_iterators, announced = prepared.iterators(call.data_iterator), prepared.announced(call, config)
+    data_iterators = prepared.place.by_stage(call.data_iterator, "data_iterator")
+    announced = prepared.announced(call, config)
     require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
     with prepared.running(config), contextlib.ExitStack() as outside:
         for stage, model in models.items():

@@ -191,9 +191,9 @@ class TestRequireRedoable:
 
     def test_a_parameter_tied_within_a_replica_is_named_and_one_over_all_replicas_is_not(self):
         stage = model()
-        stage[0].weight.tied = TieMark("embedding", over_lanes=True)
+        stage[0].weight.tied = TieMark("embedding", over_replicas=True)
         require_redoable(stage, [0, 1])
-        stage[0].weight.tied = TieMark("embedding", over_lanes=False)
+        stage[0].weight.tied = TieMark("embedding", over_replicas=False)
         with pytest.raises(SurviveError, match=r"'0\.weight' is tied as 'embedding' among the ranks of one replica"):
             require_redoable(stage, [0, 1])
 

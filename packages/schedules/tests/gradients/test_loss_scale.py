@@ -19,7 +19,7 @@ from pipegrid.schedules import (
     scale_loss,
     unscale_gradients_,
 )
-from pipegrid.schedules.gradients.loss_scale import fixed, from_state, to_state, updated
+from pipegrid.schedules.gradients.loss_scale import from_state, to_state, updated
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.models import Part, call
@@ -60,6 +60,11 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(outcomes, interval, hys
     resumed = from_state(settings, to_state(state))
     assert resumed == state
     assert moved(resumed, outcomes[cut:]) == moved(settings, outcomes)[cut:]
+
+
+def fixed(scale):
+    least, most = min(1.0, scale), max(2.0**24, scale)
+    return LossScale(scale=scale, growth_factor=1.0, backoff_factor=1.0, min_scale=least, max_scale=most)
 
 
 def test_a_fixed_scale_stays():

@@ -46,10 +46,7 @@ def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, gra
         pg_collection=collection,
         frozen=frozen,
     )
-    reduction = policy.reduction(models, config, collection)
-    return lambda counted: policy.finish(
-        counted, reduction, Waiting(), models=models, config=config, pg_collection=collection
-    )
+    return policy.of_step(models, config, collection, Waiting()).finish
 
 
 @pytest.mark.parametrize(

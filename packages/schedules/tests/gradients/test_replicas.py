@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipegrid.schedules import PipelineConfig, PipelineError
-from pipegrid.schedules.gradients import GradientError, ReplicaError, clip_grad_norm_, reduce_gradients
+from pipegrid.schedules.gradients import (
+    GradientError,
+    ReplicaError,
+    clip_grad_norm_,
+    reduce_gradients,
+    require_equal_replicas,
+)
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport.collectives.checksum import checksums
@@ -142,6 +148,21 @@ def test_equal_replicas_train_and_later_steps_compare_nothing(ranks):
     apart = Model(PipelineConfig(check_replicas=None), seed=ranks.rank)
     step(apart, groups)
     assert apart.calls == 2
+
+
+@pytest.mark.ranks(2)
+def test_of_a_module_with_several_stages_here_the_parameters_of_each_are_compared(ranks):
+    stages = [nn.Linear(1, 1), nn.Linear(1, 1)]  # of one module, with parameters of the same names
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.data.fill_(1.0)
+    groups = SimpleNamespace(dp=dist.group.WORLD)
+    require_equal_parameters({"net": stages}, groups)
+    stages[0].weight.data.add_(ranks.rank)
+    with pytest.raises(ReplicaError, match=r"1 of 4; the first is 0\.weight"):
+        require_equal_parameters({"net": stages}, groups)
+    with pytest.raises(ReplicaError, match=r"the parameter of net\.0\.weight by 1"):
+        require_equal_replicas({"net": stages}, groups)
 
 
 @pytest.mark.ranks(4)

@@ -448,7 +448,7 @@ class Tie:
 
 def test_ties_are_settled_before_the_step():
     module = nn.Linear(2, 2)
-    module.weight.tied = TieMark("w", over_lanes=True)
+    module.weight.tied = TieMark("w", over_replicas=True)
     with pytest.raises(GradientError, match=r"is tied as 'w', which config.tied_parameters does not have \(\[\]\)"):
         required_ties(models=[module], config=PipelineConfig(), stages=[0])
     tie = Tie("w", (0, 1), (module.weight,))
@@ -469,7 +469,7 @@ def test_an_attribute_of_a_model_that_is_called_ties_is_the_models_own(value):
 
 def test_a_gradient_whose_reduce_never_ran_is_not_finished():
     module = nn.Linear(2, 2)
-    module.weight.tied = TieMark("w", over_lanes=True, summed=True)
+    module.weight.tied = TieMark("w", over_replicas=True, summed=True)
     reduce_gradients(module, ProcessGroupCollection())
     with pytest.raises(GradientError, match="tied parameter 'w' in module 'head' was not summed over its copies"):
         reduce_gradients({"head": module}, ProcessGroupCollection())

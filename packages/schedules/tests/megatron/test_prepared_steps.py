@@ -290,7 +290,7 @@ def _mark_partial(model):
 
 
 def _mark_tied(model):
-    model.layers[0].weight.tied = TieMark("embedding", over_lanes=False)
+    model.layers[0].weight.tied = TieMark("embedding", over_replicas=False)
 
 
 def _autocast_to_float64(model):

@@ -148,8 +148,8 @@ def test_nothing_is_registered_inside_of_a_step():
 def test_the_patience_of_a_first_step_is_kept():
     _, runtime = alone(lower(one_f_one_b(1, 1)))
     runtime.register(K.F, lambda action, run: run())
-    assert runtime._cold == [runtime._program, runtime._forwards]
+    assert runtime._cold == {True, False}
     runtime.step()
-    assert runtime._cold == [runtime._forwards]
+    assert runtime._cold == {False}
     runtime.register(K.F, lambda action, run: run())
-    assert runtime._cold == [runtime._forwards]
+    assert runtime._cold == {False}

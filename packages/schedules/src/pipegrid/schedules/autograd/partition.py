@@ -22,9 +22,8 @@ from pipegrid.schedules.fsdp import POST_BACKWARD
 # Remembered patterns; stages whose shapes or branches vary have several.
 _DIVISIONS_KEPT = 32
 
-_NOWHERE = -1
+_NOWHERE = -1  # the target of an edge without a node
 _APART = -2  # in place of an owner: the roots off the input path
-"""The target of an edge without a node."""
 
 
 class Outline(NamedTuple):

@@ -20,7 +20,7 @@ from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.clip import clip_grad_norm_
-    from pipegrid.schedules.gradients.lanes import collection_of
+    from pipegrid.schedules.gradients.groups import collection_of
     from pipegrid.schedules.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
     from pipegrid.schedules.gradients.main_grad import (
         accumulate_in_main_grad,

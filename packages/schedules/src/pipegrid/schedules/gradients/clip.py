@@ -12,7 +12,7 @@ from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of, mesh_ranks
-from pipegrid.schedules.gradients.lanes import device_of, ranks_of
+from pipegrid.schedules.gradients.groups import device_of, ranks_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.topology.fields import Rule, checked
@@ -129,7 +129,7 @@ def _counts(layout: ParameterGradient, gradient: torch.Tensor) -> bool:
         )
     return (
         first_of_mesh
-        and _first_outside(mesh, layout.lanes, layout)
+        and _first_outside(mesh, layout.replicas, layout)
         and (layout.marks.sharded or _first_outside(mesh, layout.tensor, layout))
     )
 

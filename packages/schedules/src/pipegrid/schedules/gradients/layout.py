@@ -16,10 +16,10 @@ from attrs import define, field, frozen, setters
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors, is_dtensor, mesh_ranks, replicating_groups
-from pipegrid.schedules.gradients.lanes import (
+from pipegrid.schedules.gradients.groups import (
     collection_of,
-    lanes_group,
-    lanes_group_or_none,
+    replica_group,
+    replica_group_or_none,
     require_groups,
     size_of,
 )
@@ -32,12 +32,12 @@ class TieMark:
 
     Attributes:
         name: of the tie.
-        over_lanes: its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
+        over_replicas: its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
         summed: the ``REDUCE`` of this step is done, and its result not yet used.
     """
 
     name: str = field(on_setattr=setters.frozen)
-    over_lanes: bool = field(on_setattr=setters.frozen)
+    over_replicas: bool = field(on_setattr=setters.frozen)
     summed: bool = field(default=False, eq=False)
 
 
@@ -82,11 +82,11 @@ class ParameterGradient:
 
     Attributes:
         module: the name of the first module that has the parameter.
-        name: of the parameter in that module.
+        name: of the parameter in that module; of a module with several stages here behind the stage's place among them.
         marks: its attributes, when the layout was made.
-        lanes: the replicas, those of an expert's view for an expert's; None where there is no group.
+        replicas: their group, that of an expert's view for an expert's; None where there is no group.
         tensor: the tensor-parallel ranks, likewise.
-        module_lanes: the number of replicas of the module.
+        module_replicas: the number of replicas of the module.
         mesh: the ranks that hold the shards of a DTensor; none of another parameter.
         alike: the groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
         by_fsdp: whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1.
@@ -97,9 +97,9 @@ class ParameterGradient:
     name: str
     parameter: torch.nn.Parameter
     marks: Marks
-    lanes: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
     tensor: dist.ProcessGroup | None
-    module_lanes: int
+    module_replicas: int
     mesh: frozenset[int]
     alike: tuple[dist.ProcessGroup, ...]
     by_fsdp: bool
@@ -112,10 +112,10 @@ class ParameterGradient:
 
         Not over replicas where ``fully_shard`` or the ``REDUCE`` of a tie has summed over them.
         """
-        done = self.by_fsdp or (self.marks.tie is not None and self.marks.tie.over_lanes)
+        done = self.by_fsdp or (self.marks.tie is not None and self.marks.tie.over_replicas)
         return (
             self.tensor if self.marks.partial and size_of(self.tensor) > 1 else None,
-            None if done or size_of(self.lanes) == 1 else self.lanes,
+            None if done or size_of(self.replicas) == 1 else self.replicas,
         )
 
     @property
@@ -142,7 +142,7 @@ class GradientLayout:
 
     @classmethod
     def of(cls, modules: Modules, collections: Any) -> GradientLayout:
-        """The layout over the process groups of ``collections``; None: each rank by itself."""
+        """The layout over the process groups of ``collections``."""
         divided: dict[int, float | None] = {}
         for _, module in named_modules(modules):
             divided |= fsdp_divisors(module)
@@ -168,9 +168,9 @@ class GradientLayout:
         whole = {each.module for each in self.gradients if not (is_dtensor(each.parameter) or each.marks.sharded)}
         for name in self.names:
             require_groups(self.collections, name, dims if name in whole else ())
-            lanes_group(self.collections, name)
+            replica_group(self.collections, name)
         for each in self.trained:
-            if each.marks.expert and each.lanes is None and each.module_lanes > 1:
+            if each.marks.expert and each.replicas is None and each.module_replicas > 1:
                 raise GradientError(
                     f"{each} is an expert's (allreduce=False, expert), and its collection has no expt_dp group to sum "
                     "it over: ProcessGroupCollection.from_grid(grid, expert_view=...)"
@@ -179,9 +179,11 @@ class GradientLayout:
 
 def _gradients(modules: Modules, collections: Any, divided: dict[int, float | None]) -> Iterator[ParameterGradient]:
     seen: set[int] = set()
-    for module, stage in named_modules(modules):
-        collection = None if collections is None else collection_of(collections, module)
-        own = None if collection is None else lanes_group_or_none(collection)
+    held = [name for name, _ in named_modules(modules)]
+    for place, (module, stage) in enumerate(named_modules(modules)):
+        prefix = f"{place - held.index(module)}." if held.count(module) > 1 else ""
+        collection = collection_of(collections, module)
+        own = replica_group_or_none(collection)
         plain = own, getattr(collection, "tp", None)
         expert = getattr(collection, "expt_dp", None), getattr(collection, "expt_tp", None)
         for name, parameter in stage.named_parameters():
@@ -189,18 +191,18 @@ def _gradients(modules: Modules, collections: Any, divided: dict[int, float | No
                 continue
             seen.add(id(parameter))
             marks, by_fsdp = marks_of(parameter), id(parameter) in divided
-            lanes, tensor = expert if marks.expert else plain
+            replicas, tensor = expert if marks.expert else plain
             yield ParameterGradient(
                 module,
-                name,
+                prefix + name,
                 parameter,
                 marks,
-                lanes,
+                replicas,
                 tensor,
                 size_of(own),
                 mesh_ranks(parameter),
                 tuple(replicating_groups(parameter)),
                 by_fsdp,
-                (divided[id(parameter)] or size_of(lanes)) if by_fsdp else 1.0,
+                (divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0,
                 accumulation_dtype(parameter),
             )

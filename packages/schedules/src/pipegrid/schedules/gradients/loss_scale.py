@@ -56,12 +56,6 @@ class LossScale:
             raise GradientError(f"backoff_factor is {self.backoff_factor}; it must be at most 1")
 
 
-def fixed(scale: float) -> LossScale:
-    """A loss scale that never changes; steps that overflow are still skipped."""
-    least, most = min(1.0, scale), max(2.0**24, scale)
-    return LossScale(scale=scale, growth_factor=1.0, backoff_factor=1.0, min_scale=least, max_scale=most)
-
-
 def updated(state: LossScale, *, overflow: bool) -> LossScale:
     """The loss scale of the next step."""
     if overflow:

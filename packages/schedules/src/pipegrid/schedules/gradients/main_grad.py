@@ -80,10 +80,9 @@ def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
         held = accumulated(parameter) if keeps_main_grad(parameter) else None
         if held is None:
             continue
-        if set_to_none and hasattr(parameter, "main_grad_dtype"):
+        if set_to_none and not has_foreign_buffer(parameter):
             parameter.main_grad = None  # type: ignore[attr-defined]
         else:
-            # Another library's buffer: its address may be known elsewhere.
             held.zero_()
 
 
@@ -105,15 +104,8 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
     with torch.no_grad():
         for _, parameter in parameters_of(modules):
             before = accumulated(parameter)
-            if before is None:
-                continue
-            if keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype"):
-                # Another library's buffer: its address may be known elsewhere.
-                held.append((parameter, before, before.clone()))
-                before.zero_()
-            else:
-                held.append((parameter, before, before))
-                replace_accumulated(parameter, None)
+            if before is not None:
+                held.append((parameter, before, take_gradient(parameter, before)))
     try:
         yield
     except BaseException:
@@ -133,6 +125,16 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
         foreach.add_([tensor for tensor, _ in pairs], [added for _, added in pairs])
 
 
+def take_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The value of ``gradient``, which is what `accumulated` gives and the parameter then has no more."""
+    if has_foreign_buffer(parameter):
+        value = gradient.clone()
+        gradient.zero_()
+        return value
+    replace_accumulated(parameter, None)
+    return gradient
+
+
 def replace_accumulated(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Make ``gradient`` itself what `accumulated` gives."""
     if keeps_main_grad(parameter):
@@ -144,6 +146,14 @@ def replace_accumulated(parameter: torch.nn.Parameter, gradient: torch.Tensor | 
 def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter's gradients are summed in ``main_grad``."""
     return hasattr(parameter, "main_grad")
+
+
+def has_foreign_buffer(parameter: torch.nn.Parameter) -> bool:
+    """Whether ``main_grad`` is a buffer of another library, which may know its address: it is written, never replaced.
+
+    No hook of `accumulate_in_main_grad` writes it.
+    """
+    return keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype")
 
 
 def accumulated(parameter: torch.nn.Parameter) -> torch.Tensor | None:

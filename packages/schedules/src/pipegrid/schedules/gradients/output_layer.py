@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.lanes import size_of
+from pipegrid.schedules.gradients.groups import size_of
 from pipegrid.schedules.gradients.main_grad import add_gradient
 from pipegrid.transport.collectives.gathering import gather_flat
 

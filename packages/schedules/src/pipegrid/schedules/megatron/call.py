@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from attrs import frozen
 
-from pipegrid.schedules.gradients.lanes import collections_by_name
+from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
 from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.place import sharding_key

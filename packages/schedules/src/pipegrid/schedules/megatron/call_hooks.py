@@ -9,7 +9,7 @@ from pipegrid.schedules.runtime import Hook, MessageHook
 
 
 class CallHooks:
-    """Calls each hook in ``current``."""
+    """A hook that calls those of the running call, ``current``."""
 
     def __init__(self) -> None:
         self.current: Sequence[Hook] = ()

@@ -1,4 +1,4 @@
-"""What each step function runs: this rank's stages, their models and iterators, and the proved plan.
+"""What each step function runs: this rank's stages, their models, and the proved plan.
 
 The kinds are plain values: calls of equal kinds may share a plan.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from attrs import evolve, frozen
 
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
@@ -19,9 +19,6 @@ from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proo
 from pipegrid.schedules.passes.lowering import Receives
 from pipegrid.schedules.runtime import describe
 from pipegrid.schedules.verify import Proof
-
-Models = Mapping[int, torch.nn.Module]
-"""The models of this rank by stage, in the order of chunks."""
 
 
 @frozen
@@ -35,10 +32,6 @@ class StepKind:
     def models(self, place: Place, model: Any) -> Models:
         """The argument ``model`` of a call by stage; the config is that of the first."""
         return place.by_stage(model, "model")
-
-    def iterators(self, place: Place, data_iterator: Any) -> Mapping[int, Any]:
-        """The argument ``data_iterator`` of a call by stage."""
-        return place.by_stage(data_iterator, "data_iterator")
 
     def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
         """The plan with its proof."""
@@ -72,28 +65,15 @@ class Scheduled(StepKind):
 
     def models(self, place: Place, model: Any) -> Models:
         """By module and stage; all with one config."""
-        model = single(model, "model") if self._one_each(place) else model
         if not self.several and len(place.stages) > 1 and not isinstance(model, Mapping):
             raise StepArgumentError(
                 f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of "
                 "them"
             )
-        models = place.by_stage(model, "model")
+        models = super().models(place, model)
         if not have_one_config(list(models.values())):
             raise StepArgumentError("the models on this rank have different configs; a step has one")
         return models
-
-    def iterators(self, place: Place, data_iterator: Any) -> Mapping[int, Any]:
-        """By module and stage, or one for all."""
-        if self._one_each(place):
-            data_iterator = single(data_iterator, "data_iterator")
-            if len(place.stages) == 1 and not isinstance(data_iterator, Mapping):
-                return {place.stages[0]: data_iterator}
-        return place.by_stage(data_iterator, "data_iterator")
-
-    def _one_each(self, place: Place) -> bool:
-        """Whether a rank has one stage of each module, so that a list of one is its item."""
-        return not self.several or len(place.stages) == 1
 
     def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
         """Of the schedule over the graph of modules."""
@@ -159,12 +139,3 @@ class Interleaved(StepKind):
         receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
         extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
         return interleaved_proof(ranks, chunks, needs, group_size, receives, extra_warmup)
-
-
-def single(value: Any, name: str) -> Any:
-    """``value``, or the one item of a list or tuple; other sequences (``range(100)``, a data set) are values."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    if len(value) != 1:
-        raise StepArgumentError(f"{name} is a list of {len(value)}: without interleaving a rank has one chunk")
-    return value[0]

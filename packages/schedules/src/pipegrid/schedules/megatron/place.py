@@ -93,7 +93,8 @@ class Place:
         """``value`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
         Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
-        item for each, or None; else StepArgumentError.
+        item for each, or None; else StepArgumentError. Of a module with one, a list or tuple of one is its item; other
+        sequences (``range(100)``, a data set) are values.
         """
         held: dict[str, list[int]] = {}
         for stage in self.stages:
@@ -110,6 +111,8 @@ class Place:
                 found |= dict(zip(stages, item, strict=True))
             elif item is None or (len(stages) == 1 and not isinstance(item, (list, tuple))):
                 found |= dict.fromkeys(stages, item)
+            elif len(stages) == 1:
+                raise StepArgumentError(f"{name} is a list of {len(item)}: without interleaving a rank has one chunk")
             else:
                 given = f"a list of {len(item)}" if isinstance(item, (list, tuple)) else type(item).__name__
                 raise StepArgumentError(

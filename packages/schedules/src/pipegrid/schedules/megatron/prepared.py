@@ -18,15 +18,15 @@ from attrs import define
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.gradients.lanes import collection_of
+from pipegrid.schedules.gradients.groups import group_of
 from pipegrid.schedules.gradients.reduction import (
     GradientPolicy,
-    UnitGradients,
     gradient_policy,
     last_backwards,
     required_ties,
     tied_stages,
 )
+from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall, flat, step_key
 from pipegrid.schedules.megatron.call_hooks import CallHooks
 from pipegrid.schedules.megatron.checks import (
@@ -38,17 +38,17 @@ from pipegrid.schedules.megatron.checks import (
 )
 from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.kinds import Models, StepKind
+from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
+    checkpointed_on,
     chunk_numbers,
     forwards_on,
     planned_routes,
     units_per_replica,
-    window_on,
 )
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.schedules.plan import ActionKind
@@ -108,6 +108,7 @@ class PreparedStep:
     Attributes:
         key: what a later call is compared with.
         state: shared with the other steps of the model.
+        place: this rank's stages in the job.
         routes: where replicas differ; None where they act alike.
         replica: of this rank; None where it is not known.
         actor: the row of the plan that this rank runs.
@@ -119,9 +120,10 @@ class PreparedStep:
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
         self.state = state
-        self._kind, self._place = kind, kind.place(call)
-        models = kind.models(self._place, call.model)
-        self.iterators(call.data_iterator)  # checked here already: before a runtime, and before the first message
+        self.place = kind.place(call)
+        models = kind.models(self.place, call.model)
+        # Checked here already: before a runtime, and before the first message.
+        self.place.by_stage(call.data_iterator, "data_iterator")
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         config = config_of(next(iter(models.values())))
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
@@ -132,13 +134,13 @@ class PreparedStep:
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        self.replica = replica_of(call, self._place)
+        self.replica = replica_of(call, self.place)
         planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
-        proof = kind.proof(self._place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
+        proof = kind.proof(self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
-            held = {self._place.module_of(stage): model for stage, model in models.items()}
+            held = {self.place.module_of(stage): model for stage, model in models.items()}
             require_equal_routes(call.pg_collection, held, planned, self.waiting)
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
@@ -153,8 +155,7 @@ class PreparedStep:
         self.stages = self._stages(call, models, config)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
-        self._output_layers: Sequence[Callable[[], None]] = ()
-        self._units: UnitGradients | None = None
+        self._reduce_tie: Callable[[str], None] = _nothing
         hooks = option(config, "hooks")
         self._hooks = CallHooks.of(hooks)
         self.runtime = PipelineRuntime(
@@ -182,12 +183,14 @@ class PreparedStep:
             communicator=call.p2p_communicator,
             graph=self.plan.graph,
             pg_collection=call.pg_collection,
-            frozen=self._place.frozen,
+            frozen=self.place.frozen,
             replicas=None if routes is None else (routes.num_replicas, len(routes.living(position))),
         )
 
     def _starts_early(self, call: StepCall, models: Models, config: Any) -> bool:
-        reduction = None if self.policy is None else self.policy.reduction(models, config, call.pg_collection)
+        if self.policy is None:
+            return False
+        reduction = self.policy.of_step(models, config, call.pg_collection, self.waiting).reduction
         return (
             reduction is not None
             and reduction.communicates
@@ -199,26 +202,28 @@ class PreparedStep:
     def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = chunk_numbers(plan, models)
-        expected = None if plan.num_slices > 1 else _expected_shape(call, self._place, config)
+        expected = None if plan.num_slices > 1 else _expected_shape(call, self.place, config)
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
-        orders = {stage: forwards_on(plan, self.actor, stage) for stage in models}
+        partial: int | None = option(config, CHECKPOINTS)
         return {
             stage: MegatronStage(
                 graph=plan.graph,
                 stage=stage,
                 units=StageUnits(
-                    divisor, self._place.module_of(stage), self.replica, plan.routes, tuple(orders[stage])
+                    divisor,
+                    self.place.module_of(stage),
+                    self.replica,
+                    plan.routes,
+                    tuple(forwards_on(plan, self.actor, stage)),
                 ),
                 num_slices=plan.num_slices,
-                cp_group=group_of(call.pg_collection, self._place.module_of(stage), "cp"),
+                cp_group=group_of(call.pg_collection, self.place.module_of(stage), "cp"),
                 forward_only=call.forward_only,
                 collect_non_loss_data=call.collect_non_loss_data,
                 expected=expected,
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 loss_factor=factors.get(stage, 1.0),
-                partly_checkpointed=option(config, CHECKPOINTS),
-                window=window_on(plan, self.actor),
-                forwards=orders[stage],
+                checkpointed=None if partial is None else checkpointed_on(plan, self.actor, stage, partial),
                 vp_stage=chunks.get(stage),
             )
             for stage in models
@@ -232,11 +237,7 @@ class PreparedStep:
         """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
         if call.adjust_tensor_shapes_fn is None:
             return None
-        return announced_shapes(call.adjust_tensor_shapes_fn, get_tensor_shapes(**_sizes(call, self._place, config)))
-
-    def iterators(self, data_iterator: Any) -> Mapping[int, Any]:
-        """The data iterators of a call by stage."""
-        return self._kind.iterators(self._place, data_iterator)
+        return announced_shapes(call.adjust_tensor_shapes_fn, get_tensor_shapes(**_sizes(call, self.place, config)))
 
     @contextmanager
     def running(self, config: Any) -> Iterator[None]:
@@ -259,43 +260,30 @@ class PreparedStep:
         finally:
             for stage in self.stages.values():
                 stage.end()
-            state.running, self._config, self._hooks.current, self._output_layers = None, None, (), ()
-            self._units = None
+            state.running, self._config, self._hooks.current, self._reduce_tie = None, None, (), _nothing
 
-    def begin(
-        self, hooks: Sequence[Hook], output_layers: Sequence[Callable[[], None]], units: UnitGradients | None
-    ) -> None:
-        """Store the hooks of a call, what computes its deferred weight gradients, and gradients that are kept apart."""
-        self._hooks.current, self._output_layers, self._units = hooks, output_layers, units
-
-    def finish_output_layers(self) -> None:
-        """Compute the deferred weight gradients of output layers; idempotent."""
-        for finish in self._output_layers:
-            finish()
+    def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
+        """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""
+        self._hooks.current, self._reduce_tie = hooks, reduce_tie or _nothing
 
     def _reducers(self) -> dict[int | str, Callable[[], None]]:
         """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
         for action in self.plan.actions(self.actor):
             if action.kind is ActionKind.REDUCE and action.group is None:
-                found[action.stage] = _nothing
+                found[action.stage] = partial(_nothing, action.stage)
         return found
 
     def _reduce(self, name: str) -> None:
-        self.finish_output_layers()  # the REDUCE of a tied weight includes its deferred gradient
-        tie = next(tie for tie in option(self._config, "tied_parameters") if tie.name == name)
-        if self._units is None:
-            tie.reduce(self.waiting)
-        else:
-            self._units.reduce_tie(tie, self.waiting)
+        self._reduce_tie(name)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
         return scaled
 
 
-def _nothing() -> None:
-    """A reduction that its hook begins."""
+def _nothing(_: int | str) -> None:
+    """A reduction that its hook begins, or that an evaluation does not have."""
 
 
 def _expected_shape(call: StepCall, place: Place, config: Any) -> ExpectedShape | None:
@@ -316,8 +304,3 @@ def _sizes(call: StepCall, place: Place, config: Any) -> dict[str, Any]:
         "tp_group": group_of(call.pg_collection, module, "tp"),
         "cp_group": group_of(call.pg_collection, module, "cp"),
     }
-
-
-def group_of(pg_collection: Any, module: str, name: str) -> Any:
-    """A process group of a module; None where there is none of that name."""
-    return None if pg_collection is None else getattr(collection_of(pg_collection, module), name, None)

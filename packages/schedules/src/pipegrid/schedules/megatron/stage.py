@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,7 +29,7 @@ from pipegrid.transport.edge import Edge
 
 @frozen(eq=False)
 class StageCall:
-    """One call of a step function, as one stage meets it.
+    """What one stage needs in one call of a step function.
 
     Attributes:
         numbered: modules with a ``current_microbatch``.
@@ -65,14 +65,12 @@ class MegatronStage:
     Attributes:
         stage: global number.
         units: the microbatches of its forwards here.
-        window: number of forwards on this rank before its first backward.
-        forwards: by microbatch, the number of forwards of any chunk on this rank before this one.
         vp_stage: chunk of the module, on a rank with several.
         cp_group: context-parallel ranks of the module.
         expected: the shape of sent messages, where the arguments fix it.
         per_token: losses are sums over tokens.
         loss_factor: factor of the stage's loss, for a mean over its own replicas.
-        partly_checkpointed: of each window of microbatches in flight, those that follow the model's own setting.
+        checkpointed: the microbatches that checkpoint all activations, where the others follow the model's own setting.
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch, behind its number.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
@@ -82,8 +80,6 @@ class MegatronStage:
     stage: int
     units: StageUnits
     num_slices: int
-    window: int
-    forwards: Mapping[int, int]
     vp_stage: int | None
     cp_group: Any
     forward_only: bool
@@ -91,7 +87,7 @@ class MegatronStage:
     expected: ExpectedShape | None
     per_token: bool
     loss_factor: float
-    partly_checkpointed: int | None
+    checkpointed: Collection[int] | None
     call: StageCall | None = field(default=None, init=False)
     infos: list[tuple[int, Any]] = field(factory=list, init=False)
     num_tokens: torch.Tensor | None = field(default=None, init=False)
@@ -188,13 +184,12 @@ class MegatronStage:
             if self._one_module
             else {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
         )
-        partial = self.partly_checkpointed
         output, loss_func = run_model(
             call.forward_step_func,
             call.data_iterator,
             call.model,
             received,
-            () if partial is None else (self._checkpoint(partial, microbatch),),
+            () if self.checkpointed is None else (microbatch in self.checkpointed,),
             call.set_input_tensor,
             call.context,
             not self.outgoing,
@@ -271,7 +266,3 @@ class MegatronStage:
                 f"several modules returns {{{module!r}: tensor}}"
             )
         return dict.fromkeys(self.outgoing, output[module])
-
-    def _checkpoint(self, partial: int, microbatch: int) -> bool:
-        """Whether to checkpoint all activations: False for the first few of each window of forwards in flight."""
-        return bool(self.forwards[microbatch] % self.window >= partial)

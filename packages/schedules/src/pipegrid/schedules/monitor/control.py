@@ -78,7 +78,7 @@ class Failure:
 
 @define
 class Control:
-    """One rank's end of the ``store``, whose keys are for ``ranks`` alone, all of the job."""
+    """What one rank writes and reads in the control store; ``ranks`` are all of the job, which no other job shares."""
 
     store: ControlStore
     rank: int
@@ -200,6 +200,12 @@ def _difference(step: int, said: dict[int, str]) -> str:
     return (
         f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
     )
+
+
+def silent(error: BaseException) -> str:
+    """In words: the store does not answer."""
+    line = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"the control store does not answer: its process has stopped or ended ({line})"
 
 
 def where_all_stand(positions: dict[int, str]) -> str:

@@ -28,7 +28,7 @@ _LONGEST = 2000
 
 @define(eq=False)
 class FirstFailure:
-    """This rank's end of the key; its store is connected at the first failure.
+    """What this rank writes and reads at the key; the store is connected at the first failure.
 
     Attributes:
         rank: this rank.

@@ -22,6 +22,7 @@ from pipegrid.schedules.monitor.control import (
     DisagreementError,
     Failure,
     bounded_store,
+    silent,
     where_all_stand,
 )
 from pipegrid.schedules.monitor.device_progress import progress_of
@@ -165,7 +166,7 @@ class Monitor:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
         except RuntimeError as error:
-            text = f"the control store does not answer: its process has stopped or ended ({_line(error)})"
+            text = silent(error)
             self._failure = Failure(self.rank, text)
             abort(text)
             raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
@@ -208,7 +209,7 @@ class Monitor:
                 self._brief.publish(watched.where(), last=True)
             places = where_all_stand(self._brief.positions(seconds=min(self.interval, _BRIEF_SECONDS) + 0.1))
         except RuntimeError as error:
-            places = f"  not known: the control store does not answer ({_line(error)})"
+            places = f"  not known: {silent(error)}"
         return Report(first, places)
 
     def lost(self, rank: int, text: str) -> None:
@@ -358,10 +359,6 @@ _REBUILD = "Rebuild the communicator, the runtime and the monitor, with a store 
 
 def _first_line(failure: Failure) -> str:
     return failure.text.splitlines()[0]
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedCalls) -> None:

@@ -27,10 +27,15 @@ _LOOK_SECONDS = 0.5
 
 @define(eq=False)
 class StepAgreement:
-    """The handshake of this rank with those at the other ends of ``edges``, and ``across`` of edges to other replicas.
+    """Compares a step with the ranks at the other ends of this rank's edges.
 
     Where the communicator has no ``neighbours(edges)`` (positions within one process) nothing is compared.
-    ``deadline`` bounds every handshake in seconds, but for the first one's connecting (`Lanes.neighbours`).
+
+    Attributes:
+        edges: those to other positions of this replica.
+        across: those to another replica, each with that.
+        rank: this rank; None in one process.
+        deadline: seconds of every handshake, but for the first one's connecting (`Lanes.neighbours`).
     """
 
     plan: Plan

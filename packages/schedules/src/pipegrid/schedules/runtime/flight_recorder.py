@@ -5,7 +5,7 @@ Torch writes the flight recorder where its own watchdog ends a process, which ty
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import socket
 import time
@@ -113,17 +113,12 @@ class FlightRecorder:
     def _write_new(self, name: str, text: str) -> Path:
         """Write a file that an earlier attempt of the job does not have."""
         assert self.folder is not None
-        for number in itertools.count():
+        for number in range(_MOST_FILES):
             path = self.folder / f"{name}{f'-{number}' if number else ''}.json"
-            try:
-                with path.open("x", encoding="utf-8") as file:
-                    file.write(text)
-            except FileExistsError:
-                if number >= _MOST_FILES:
-                    raise
-            else:
+            with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                file.write(text)
                 return path
-        raise AssertionError("unreachable")
+        raise FileExistsError(f"it has {_MOST_FILES} files of this rank")
 
 
 def _versions() -> dict[str, str]:

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from attrs import field, frozen
-
 from pipegrid.schedules.plan import Action, Plan
-from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, Dataflow, EdgeFlow, dataflow_of
+from pipegrid.schedules.plan.dataflow import BACKWARD, FORWARD, EdgeFlow, dataflow_of
 from pipegrid.transport.edge import Direction, Edge
 
 
 class Way(NamedTuple):
-    """One direction of an edge, as an actor has it: the other end is in ``replica``.
+    """One direction of an edge, as an actor has it.
 
-    With ``local`` both ends are the actor itself.
+    Attributes:
+        replica: of the other end; None is the actor's own.
+        local: both ends are the actor itself.
     """
 
     edge: Edge
     direction: Direction
-    replica: int
+    replica: int | None
     local: bool = False
 
     @property
@@ -40,42 +40,39 @@ class Passage(NamedTuple):
     leaving: tuple[Way, ...]
 
 
-@frozen(slots=False)
 class ActorFlows:
     """What comes to one actor of a plan and what leaves it.
 
     Attributes:
         actor: its number; a position, where all replicas act alike.
-        ways: all ways to the actor (``receives``) and from it (``sends``), in the order of the flows.
+        flows: all flows of the plan.
+        receives: all ways to the actor, in the order of the flows.
+        sends: all ways from the actor, likewise.
     """
 
-    plan: Plan
-    actor: int
-    flows: Dataflow = field(init=False)
-    receives: tuple[Way, ...] = field(init=False)
-    sends: tuple[Way, ...] = field(init=False)
-    _by_message: Mapping[tuple[Edge, Direction, int], EdgeFlow] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        flows = dataflow_of(self.plan)
-        by_message = {
+    def __init__(self, plan: Plan, actor: int) -> None:
+        self.plan, self.actor = plan, actor
+        flows = self.flows = dataflow_of(plan)
+        self.receives = tuple(dict.fromkeys(way for flow in flows.flows for way in self._ways(flow, sends=False)))
+        self.sends = tuple(dict.fromkeys(way for flow in flows.flows for way in self._ways(flow, sends=True)))
+        self._by_message: Mapping[tuple[Edge, Direction, int], EdgeFlow] = {
             (flow.edge, flow.direction, piece): flow
             for flow in flows.flows
             for piece in (flow.pieces if flows.routed else (0,))
         }
-        ways = [[way for flow in flows.flows for way in self._ways(flow, sends=sends)] for sends in (False, True)]
-        receives, sent = (tuple(dict.fromkeys(each)) for each in ways)
-        for name, value in (("flows", flows), ("receives", receives), ("sends", sent), ("_by_message", by_message)):
-            object.__setattr__(self, name, value)
 
     def _ways(self, flow: EdgeFlow, *, sends: bool) -> Iterable[Way]:
         links = [link if sends else link[::-1] for link in flow.links]
         others = sorted(other for here, other in links if here == self.actor)
         local = flow.group is None
         return [
-            Way(flow.edge, flow.direction, other // self.plan.positions_each, local and other == self.actor)
+            Way(flow.edge, flow.direction, self._other_replica(other), local and other == self.actor)
             for other in others
         ]
+
+    def _other_replica(self, actor: int) -> int | None:
+        replica = actor // self.plan.positions_each
+        return None if replica == self.actor // self.plan.positions_each else replica
 
     def ways_of(self, action: Action, *, sends: bool) -> tuple[Way, ...]:
         """The ways along which an action sends or receives its messages: several, where it has several partners."""
@@ -109,7 +106,7 @@ class ActorFlows:
         return found
 
     def _by_unit(self, flow: EdgeFlow, message: int) -> Iterable[Way]:
-        first: dict[int, int] = {}  # by replica
+        first: dict[int | None, int] = {}  # by replica
         for place in flow.destinations:
-            first.setdefault(place // self.plan.positions_each, flow.users(message, place)[0])
+            first.setdefault(self._other_replica(place), flow.users(message, place)[0])
         return sorted(dict.fromkeys(self._ways(flow, sends=True)), key=lambda way: first[way.replica])

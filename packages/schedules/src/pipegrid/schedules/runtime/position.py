@@ -73,23 +73,20 @@ class BoundPosition:
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
 
     def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook]) -> None:
-        own, self.receives, self.sends = (
-            self.number // self.plan.positions_each,
-            dict[Way, RecvQueue](),
-            dict[Way, SendQueue](),
-        )
-        for way in self._flows.receives:
-            self.receives[way] = RecvQueue(
+        self.receives = {
+            way: RecvQueue(
                 way.edge,
                 way.direction,
                 self.communicator,
                 deadline,
                 hooks,
                 local=way.local,
-                replica=None if way.replica == own else way.replica,
+                replica=way.replica,
             )
-        for way in self._flows.sends:
-            self.sends[way] = SendQueue(
+            for way in self._flows.receives
+        }
+        self.sends = {
+            way: SendQueue(
                 way.edge,
                 way.direction,
                 self.communicator,
@@ -98,8 +95,10 @@ class BoundPosition:
                 local=self.receives[way] if way.local else None,
                 in_streams=self.in_streams,
                 num_slices=self.plan.num_slices,
-                replica=None if way.replica == own else way.replica,
+                replica=way.replica,
             )
+            for way in self._flows.sends
+        }
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""

@@ -5,7 +5,7 @@ All that a step would look up is looked up here, once: a step only calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from attrs import define, frozen
@@ -31,32 +31,6 @@ class Program:
     calls: tuple[Call, ...]
     steps: tuple[tuple[Action, ...], ...]
     step_of: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, steps: Sequence[Sequence[Bound]], hooks: Sequence[Hook], batched: Callable[[Sequence[Call]], Call] | None
-    ) -> Program:
-        """The program of some steps, each one action or a batch of them, with each hook around every action.
-
-        With hooks, inputs are waited for before an action counts as started, so that a recorded timeline shows waiting
-        as waiting. ``batched`` makes one call of a batch's; None where a batch is its messages one by one.
-        """
-        steps = [bounds for bounds in steps if bounds]
-        calls: list[Call] = []
-        step_of: list[int] = []
-        for number, bounds in enumerate(steps):
-            runs: list[Call] = []
-            for bound in bounds:
-                runs += [partial(hook.before, bound.action) for hook in hooks]
-                runs.append(bound.run)
-                runs += [partial(hook.after, bound.action) for hook in hooks]
-            together = len(bounds) > 1 and batched is not None
-            waits = [wait for bound in bounds for wait in bound.waits if hooks or together or bound.apart]
-            if len(bounds) > 1 and batched is not None:
-                runs = [batched(runs)]
-            calls += [*waits, *runs]
-            step_of += [number] * (len(waits) + len(runs))
-        return cls(tuple(calls), tuple(tuple(bound.action for bound in bounds) for bounds in steps), tuple(step_of))
 
 
 @define(eq=False)
@@ -129,11 +103,29 @@ def programs(
 
 
 def _program(at: BoundPosition, steps: Sequence[Sequence[Bound]], hooks: Sequence[Hook]) -> Program:
-    """On a device with streams, with a `HostLead`: first, as it waits."""
+    """The program of some steps, each one action or a batch of them, with each hook around every action.
+
+    With hooks, inputs are waited for before an action counts as started, so that a recorded timeline shows waiting as
+    waiting. On a device with streams a `HostLead` is the first hook, as it waits. A batch is one call, unless the
+    communicator has no batches and takes its messages one by one.
+    """
+    steps = [bounds for bounds in steps if bounds]
     if at.in_streams and at.device is not None:
-        actions = [bound.action for bounds in steps for bound in bounds]
-        hooks = (HostLead(actions, at.device), *hooks)
-    return Program.of(steps, hooks, partial(batched, at) if at.communicator.batches else None)
+        hooks = (HostLead([bound.action for bounds in steps for bound in bounds], at.device), *hooks)
+    calls: list[Call] = []
+    step_of: list[int] = []
+    for number, bounds in enumerate(steps):
+        runs: list[Call] = []
+        for bound in bounds:
+            runs += [partial(hook.before, bound.action) for hook in hooks]
+            runs.append(bound.run)
+            runs += [partial(hook.after, bound.action) for hook in hooks]
+        together = len(bounds) > 1 and at.communicator.batches
+        waits = [wait for bound in bounds for wait in bound.waits if hooks or together or bound.apart]
+        made = [*waits, *([batched(at, runs)] if together else runs)]
+        calls += made
+        step_of += [number] * len(made)
+    return Program(tuple(calls), tuple(tuple(bound.action for bound in bounds) for bounds in steps), tuple(step_of))
 
 
 def _goes_forward(action: Action) -> bool:

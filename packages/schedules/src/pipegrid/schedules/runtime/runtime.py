@@ -157,19 +157,10 @@ class PipelineRuntime:
         )
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
-        self._failures = StepFailures(
-            self.plan,
-            self._bound,
-            self._cursor,
-            communicator,
-            monitor,
-            self._agreement,
-            self._recorder,
-            alone=alone,
-        )
+        self._failures = StepFailures(self._bound, self._cursor, monitor, self._agreement, self._recorder, alone=alone)
         self._deadline = deadline
         self._patient = False  # whether messages have the longer deadline of a first step
-        self._cold = [self._program, self._forwards]  # what has not run yet
+        self._cold = {True, False}  # which of step() and eval(), by grad mode, have not run yet
         self._one_step = threading.Lock()
         self._wrappers_checked = False
 
@@ -201,10 +192,7 @@ class PipelineRuntime:
         with self._alone_in_time("register()"):
             before = self._effects.get(kind)
             self._effects[kind] = function if before is None else partial(_around, function, before)
-            made = programs(self._bound, self._hooks, self._effects)
-            old = self._program, self._forwards
-            self._cold = [new for new, replaced in zip(made, old, strict=True) if replaced in self._cold]
-            self._program, self._forwards = made
+            self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
 
     def describe(self) -> str:
         """What is proved of the plan and, after a step, which stages do not run their backwards in halves as planned.
@@ -249,7 +237,7 @@ class PipelineRuntime:
         if not self._wrappers_checked:
             require_right_wrappers(self.plan, self.position, self._stages)
             self._wrappers_checked = True
-        self._run(self._program, grad=True, start=start, finish=finish, agree=agree)
+        self._run(grad=True, start=start, finish=finish, agree=agree)
 
     def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:
         """Run a forward and a backward of each stage of this rank, without a message; before the first step.
@@ -266,7 +254,7 @@ class PipelineRuntime:
             StepArgumentError: no payload for an edge to a stage of this rank; or a plan with slices or sharded
                 stages, for which `pipegrid.schedules.warm_up` takes a forward of the caller's own.
         """
-        warm_up_stages(self.plan, self._bound, self._stages, payloads or {})
+        warm_up_stages(self._bound, payloads or {})
 
     def eval(self) -> None:
         """Run only the plan's forwards and their communication, without gradients.
@@ -276,7 +264,7 @@ class PipelineRuntime:
         Raises:
             DisagreementError, PipelineError, JobFailedError: as `step`.
         """
-        self._run(self._forwards, grad=False)
+        self._run(grad=False)
 
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
@@ -300,16 +288,9 @@ class PipelineRuntime:
         finally:
             self._one_step.release()
 
-    def _run(
-        self,
-        program: Program,
-        *,
-        grad: bool,
-        start: Call | None = None,
-        finish: Call | None = None,
-        agree: str = "",
-    ) -> None:
+    def _run(self, *, grad: bool, start: Call | None = None, finish: Call | None = None, agree: str = "") -> None:
         with self._alone_in_time("step() or eval()"):
+            program = self._program if grad else self._forwards
             for sharded in self._bound.sharded.values():
                 sharded.begin()
             self._start(program, grad=grad)
@@ -339,7 +320,8 @@ class PipelineRuntime:
         self._failures.require_none()
         self._bound.begin(training=grad)
         if self._cold or self._patient:
-            self._allow_compilation(program)
+            self._allow_compilation(first=grad in self._cold)
+            self._cold.discard(grad)
         self._cursor.begin(program)
         if self._monitor is not None:
             try:
@@ -348,13 +330,11 @@ class PipelineRuntime:
                 self._recorder.record(self.plan, str(error), line_of(error), self.where)
                 raise
 
-    def _allow_compilation(self, program: Program) -> None:
+    def _allow_compilation(self, *, first: bool) -> None:
         """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.
 
         Neighbours compile meanwhile, load their kernels and connect.
         """
-        left = [each for each in self._cold if each is not program]
-        first, self._cold = len(left) < len(self._cold), left
         models = [getattr(stage, "model", None) for stage in self._stages.values()]
         least = _COMPILATION if any(map(compiled_modules, models)) else 0.0
         if has_streams(self._communicator.device or torch.device("cpu")):

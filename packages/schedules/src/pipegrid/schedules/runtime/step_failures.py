@@ -13,12 +13,10 @@ from pipegrid.transport.collectives.waiting import device_collectives
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Monitor, Report
-    from pipegrid.schedules.plan import Plan
     from pipegrid.schedules.runtime.agreement import StepAgreement
     from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
     from pipegrid.schedules.runtime.position import BoundPosition
     from pipegrid.schedules.runtime.program import Cursor
-    from pipegrid.transport.base import Communicator
 
 _ABORT_SECONDS = 0.3
 
@@ -32,18 +30,16 @@ class PipelineError(RuntimeError):
 
 @define(eq=False)
 class StepFailures:
-    """What a runtime does when a step of ``plan`` fails.
+    """What a runtime does when a step fails.
 
     Attributes:
-        position: whose state a failed step drops.
+        position: whose state a failed step drops, and whose communicator is ended.
         alone: whether all stages are on this rank, so that there are no lanes to rebuild.
         first: the failure of this runtime, after which it runs no step; None while it works.
     """
 
-    plan: Plan
     position: BoundPosition
     cursor: Cursor
-    communicator: Communicator
     monitor: Monitor | None
     agreement: StepAgreement
     recorder: FlightRecorder
@@ -64,7 +60,7 @@ class StepFailures:
         if self.first is None:
             try:
                 device_collectives.check()
-                self.communicator.check()
+                self.position.communicator.check()
             except RuntimeError as error:
                 self.first = f"{self.cursor.who}: {line_of(error)}"
 
@@ -72,7 +68,8 @@ class StepFailures:
         """End the lanes and all device groups, and pass the reason on to neighbours, for no longer than 0.3 s."""
         self.recorder.take()
         reason = marked(relayed(reason) or reason)
-        thread = threading.Thread(target=self.communicator.abort, args=(reason,), name="pipegrid-abort", daemon=True)
+        tell = self.position.communicator.abort
+        thread = threading.Thread(target=tell, args=(reason,), name="pipegrid-abort", daemon=True)
         thread.start()  # tells the neighbours while the groups are aborted
         device_collectives.abort(reason)
         thread.join(_ABORT_SECONDS)
@@ -99,7 +96,7 @@ class StepFailures:
         if first != failure and not isinstance(error, DisagreementError):
             failure = f"{first.splitlines()[0]}\n  {here} stopped at {place}: {without(stopped)}"
         self.first = failure
-        recorded = self.recorder.record(self.plan, failure, stopped, place, report)
+        recorded = self.recorder.record(self.cursor.plan, failure, stopped, place, report)
         places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
         if isinstance(error, DisagreementError) or not isinstance(error, Exception):
             return error

@@ -20,9 +20,7 @@ from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.plan import Plan
     from pipegrid.schedules.runtime.position import BoundPosition
-    from pipegrid.schedules.runtime.stages.stage import Stage
     from pipegrid.transport.edge import Edge
     from pipegrid.transport.protocol import Payload
 
@@ -81,12 +79,10 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
-def warm_up_stages(
-    plan: Plan, bound: BoundPosition, stages: Mapping[int, Stage], payloads: Mapping[Edge, Payload]
-) -> None:
+def warm_up_stages(bound: BoundPosition, payloads: Mapping[Edge, Payload]) -> None:
     """`warm_up` of a position's stages, which receive ``payloads``; see `PipelineRuntime.warm_up`."""
-    if plan.num_slices > 1 or bound.sharded:
-        what = "slices" if plan.num_slices > 1 else "sharded stages"
+    if bound.plan.num_slices > 1 or bound.sharded:
+        what = "slices" if bound.plan.num_slices > 1 else "sharded stages"
         raise StepArgumentError(
             f"warm_up() of a plan with {what}; call warm_up(modules, forward) of pipegrid.schedules with a forward of "
             "your own"
@@ -96,12 +92,11 @@ def warm_up_stages(
         lacking = [str(edge) for edge in needed if edge not in payloads]
         if lacking:
             raise StepArgumentError(f"no payload for edge {', '.join(lacking)}, which stage {number} receives")
-    for number, runners in bound.runners.items():
-        stage = stages[number]
-        modules = [module for _, module in modules_of(stage)]
+    for runners in bound.runners.values():
         for runner in runners:
+            modules = [module for _, module in modules_of(runner.stage)]
             inputs = {edge: _received(payloads[edge], differentiated=back) for edge, _, back in runner.incoming}
-            warm_up(modules, partial(stage.forward, runner.first, inputs), backward=runner.trains)
+            warm_up(modules, partial(runner.stage.forward, runner.first, inputs), backward=runner.trains)
 
 
 def _received(payload: Payload, *, differentiated: bool) -> Payload:

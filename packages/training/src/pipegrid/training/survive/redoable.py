@@ -63,7 +63,7 @@ def _of_groups(stage: nn.Module, module: str, peers: set[int]) -> Iterator[str]:
         yield f"the config of {_at(module, '')} has a monitor, which ends with the first failure: Survivors needs none"
     for name, parameter in stage.named_parameters():
         tie = marks_of(parameter).tie
-        if tie is not None and not tie.over_lanes:
+        if tie is not None and not tie.over_replicas:
             yield (
                 f"{_at(module, name)} is tied as {tie.name!r} among the ranks of one replica (group=), from which "
                 "microbatches move: tie it over all replicas, by tie_parameters(..., grids=grid)"

@@ -40,23 +40,26 @@ class Bucket:
         layouts: of its parameters, which are alike (`ParameterGradient.bucket`).
         parameters: of ``layouts``.
         tensor: group of tensor-parallel ranks to sum over first.
-        lanes: group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
+        replicas: group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
     """
 
     layouts: tuple[ParameterGradient, ...]
     parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
     tensor: dist.ProcessGroup | None = field(init=False)
-    lanes: dist.ProcessGroup | None = field(init=False)
+    replicas: dist.ProcessGroup | None = field(init=False)
     gradients: list[torch.Tensor | None] = field(factory=list)
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
     started: bool = False
+    missing: int = field(init=False)
+    """Parameters whose gradients are not whole."""
     wait: Callable[[Waiting], None] | None = None
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
 
     def __attrs_post_init__(self) -> None:
         self.parameters = tuple([each.parameter for each in self.layouts])
-        self.tensor, self.lanes = self.layouts[0].summed_over
+        self.tensor, self.replicas = self.layouts[0].summed_over
+        self.missing = len(self.parameters)
 
     @property
     def tie(self) -> TieMark | None:
@@ -66,7 +69,7 @@ class Bucket:
     @property
     def first(self) -> dist.ProcessGroup | None:
         """The group of the first all-reduce."""
-        return self.lanes if self.tensor is None else self.tensor
+        return self.replicas if self.tensor is None else self.tensor
 
     @property
     def perhaps_partial(self) -> bool:
@@ -137,9 +140,9 @@ class Bucket:
         if self.perhaps_partial:
             self._sum_partial(waiting)
             self._start_sum()
-        if self.tensor is not None and self.lanes is not None and self.wait is not None:
+        if self.tensor is not None and self.replicas is not None and self.wait is not None:
             self.wait(waiting)
-            self._sum_over(self.lanes)
+            self._sum_over(self.replicas)
 
     @torch.no_grad()
     def _sum_partial(self, waiting: Waiting) -> None:
@@ -174,7 +177,7 @@ class Bucket:
         if self.tie is not None:
             self.tie.summed = False
         if divisor is None:
-            divisor = self.layouts[0].module_lanes
+            divisor = self.layouts[0].module_replicas
         if self.layouts[0].divided != 1:
             divisor = divisor / self.layouts[0].divided
         if self.values is None:

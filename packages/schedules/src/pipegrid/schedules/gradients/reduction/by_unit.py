@@ -11,13 +11,14 @@ One copy of the gradients per unit, and as many all-reduces as units: for tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from attrs import define, field
 
+from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting
-from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, keeps_main_grad, replace_accumulated
+from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, take_gradient
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters
@@ -56,10 +57,7 @@ class UnitGradients:
         assert action.microbatch is not None  # of every compute
         held = self._held.setdefault((self.unit_of(action.stage, action.microbatch), action.stage), {})
         for parameter in self.models[action.stage].parameters():
-            gradient = _taken(parameter)
-            if gradient is not None:
-                before = held.get(id(parameter))
-                held[id(parameter)] = gradient if before is None else before + gradient
+            _move_gradient(parameter, held)
 
     def reduce_tie(self, tie: TiedParameters, waiting: Waiting) -> None:
         """The ``REDUCE`` of a tied parameter."""
@@ -68,7 +66,7 @@ class UnitGradients:
 
     def reduce(self, reduction: GradientReduction, waiting: Waiting) -> None:
         """Sum all other gradients over ranks; what is left for ``reduction`` is to divide."""
-        done = [bucket.tie is not None and bucket.tie.over_lanes for bucket in reduction.buckets]
+        done = [bucket.tie is not None and bucket.tie.over_replicas for bucket in reduction.buckets]
         left = [bucket.layouts for bucket, summed in zip(reduction.buckets, done, strict=True) if not summed]
 
         def sum_over_ranks() -> None:
@@ -77,7 +75,7 @@ class UnitGradients:
         parameters = [each.parameter for layouts in left for each in layouts]
         self._sum(parameters, sorted(self.models), sum_over_ranks)
         for bucket in reduction.buckets:
-            bucket.tensor = bucket.lanes = None
+            bucket.tensor = bucket.replicas = None
 
     def _sum(
         self, parameters: Collection[torch.nn.Parameter], stages: Iterable[int], sum_over_ranks: Callable[[], None]
@@ -91,10 +89,7 @@ class UnitGradients:
                     add_gradient(parameter, gradient)
             sum_over_ranks()
             for parameter in parameters:
-                gradient = _taken(parameter)
-                if gradient is not None:
-                    before = totals.get(id(parameter))
-                    totals[id(parameter)] = gradient if before is None else before + gradient
+                _move_gradient(parameter, totals)
         for parameter in parameters:
             if id(parameter) in totals:
                 add_gradient(parameter, totals[id(parameter)])
@@ -105,15 +100,28 @@ class UnitGradients:
         return ((unit, stage) for unit in self.units for stage in stages)
 
 
+def require_addable_by_unit(reduction: GradientReduction | None, config: Any) -> None:
+    """Raise GradientError unless the gradients of a step are those of single units, and ``reduction`` sums them."""
+    if reduction is None or any(each.by_fsdp for each in reduction.layout.gradients):
+        raise GradientError(
+            "config.grad_add is 'by_unit', which adds where the step function reduces; here a wrapper does, or a "
+            "finalize_model_grads_func"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise GradientError(
+            "config.grad_add is 'by_unit', and defer_embedding_wgrad_compute makes one of several units"
+        )
+    if any(each.marks.tie is not None and not each.marks.tie.over_replicas for each in reduction.layout.trained):
+        raise GradientError(
+            "config.grad_add is 'by_unit', and a parameter is tied within each replica (group=): tie it with grids="
+        )
+
+
 @torch.no_grad()
-def _taken(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """The gradient, which the parameter then has no more."""
+def _move_gradient(parameter: torch.nn.Parameter, sums: dict[int, torch.Tensor]) -> None:
+    """Take the gradient away from the parameter, and add it to that in ``sums``, by id."""
     gradient = accumulated(parameter)
     if gradient is None:
-        return None
-    if keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype"):  # another library's buffer
-        taken = gradient.clone()
-        gradient.zero_()
-        return taken
-    replace_accumulated(parameter, None)
-    return gradient
+        return
+    taken, before = take_gradient(parameter, gradient), sums.get(id(parameter))
+    sums[id(parameter)] = taken if before is None else before + taken

@@ -38,7 +38,7 @@ def required_ties(
                 f"a parameter is tied as {mark.name!r}, which config.tied_parameters does not have ({sorted(names)}): "
                 "nothing sums its copies"
             )
-        if mark.over_lanes and any(hasattr(model, "no_sync") for model in models):
+        if mark.over_replicas and any(hasattr(model, "no_sync") for model in models):
             raise GradientError(
                 f"tied parameter {mark.name!r} is summed over replicas by its REDUCE, and by the model's wrapper as "
                 "well; tie it with group=collection.embd in place of grids=..., or pass the bare module"

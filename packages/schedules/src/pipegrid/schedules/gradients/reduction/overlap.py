@@ -1,4 +1,4 @@
-"""Reduction that overlaps the last backwards: each bucket starts in the last backward that touches it."""
+"""Reduction during the last backwards: each bucket starts in the last backward that adds to its gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from pipegrid.schedules.gradients.main_grad import keeps_main_grad
+from pipegrid.schedules.gradients.main_grad import has_foreign_buffer
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 
@@ -57,7 +57,7 @@ class EarlyReduction:
         """Watch the parameters of a last backward; registered last, these hooks run after those that move gradients."""
         del action
         for parameter in self._parameters.get(self._place, ()):
-            if not keeps_main_grad(parameter) or hasattr(parameter, "main_grad_dtype"):
+            if not has_foreign_buffer(parameter):
                 self._handles.append(
                     parameter.register_post_accumulate_grad_hook(self._whole)  # type: ignore[no-untyped-call]
                 )

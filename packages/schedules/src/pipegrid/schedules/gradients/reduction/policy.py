@@ -19,17 +19,24 @@ from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
-from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, require_groups, size_of
+from pipegrid.schedules.gradients.groups import (
+    collection_of,
+    device_of,
+    group_of,
+    replica_group,
+    require_groups,
+    size_of,
+)
 from pipegrid.schedules.gradients.layout import marks_of
-from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
-from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
+from pipegrid.schedules.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
+from pipegrid.schedules.gradients.reduction.replicas import require_equal_norms, require_equal_parameters
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.collectives.differences import difference
 
 Models = Mapping[int, torch.nn.Module]
-"""This rank's models by stage."""
+"""This rank's models by stage, in the order of chunks."""
 
 Counted = Mapping[int, torch.Tensor | None]
 """The tokens that the loss of each stage counted; None of a stage without a loss."""
@@ -39,7 +46,7 @@ Counted = Mapping[int, torch.Tensor | None]
 class GradientPolicy:
     """How the gradients of this rank's stages become those of one process. Made by `gradient_policy`.
 
-    Without the models, so that it can be kept between steps; its functions take those that it was made for.
+    Without the models, so that it can be kept between steps; `of_step` takes those that it was made for.
 
     Attributes:
         per_token: losses are sums, and gradients are divided by the tokens of the job.
@@ -67,9 +74,41 @@ class GradientPolicy:
         """What neighbours compare before a step: the ranks that divide by tokens count them in one collective."""
         return f"with {self.losses} losses"
 
-    def compare(
-        self, models: Models, reduction: GradientReduction | None, pg_collection: Any, config: Any, waiting: Waiting
-    ) -> None:
+    def of_step(self, models: Models, config: Any, pg_collection: Any, waiting: Waiting) -> StepGradients:
+        """The gradients of one step of ``models``, for which the policy was made."""
+        reduction = None
+        if self.reduced:
+            reduction = GradientReduction.of(
+                {name: [models[stage] for stage in stages] for name, stages in self.reduced.items()},
+                {name: collection_of(pg_collection, name) for name in self.reduced},
+                loss_lanes=self.loss_lanes,
+                job_group=getattr(config, "job_group", None),
+                bucket_bytes=getattr(config, "grad_bucket_bytes", BUCKET_BYTES),
+            )
+        return StepGradients(self, models, config, pg_collection, waiting, reduction)
+
+
+@frozen(eq=False)
+class StepGradients:
+    """The gradients of one step: compared among replicas before it, and finished after it as the policy says.
+
+    Attributes:
+        policy: decides who finishes them.
+        models: this rank's, by stage.
+        config: of the step.
+        pg_collection: the process groups of this rank.
+        waiting: for collectives.
+        reduction: None where a wrapper or the user reduces, or nothing is trained.
+    """
+
+    policy: GradientPolicy
+    models: Models
+    config: Any
+    pg_collection: Any
+    waiting: Waiting
+    reduction: GradientReduction | None
+
+    def compare(self) -> None:
         """Raise on all replicas of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
@@ -82,77 +121,50 @@ class GradientPolicy:
         """
         if not dist.is_initialized() or is_dry():
             return
-        compared = getattr(config, "check_replicas", False) is not None
-        for name, stage in {name: stage for stage, name in self.names.items()}.items():
-            group = None if pg_collection is None else lanes_group(pg_collection, name)
+        compared = getattr(self.config, "check_replicas", False) is not None
+        held: dict[str, list[torch.nn.Module]] = {}
+        for stage, name in self.policy.names.items():
+            held.setdefault(name, []).append(self.models[stage])
+        for name, modules in held.items():
+            group = None if self.pg_collection is None else replica_group(self.pg_collection, name)
             if group is None or group.size() == 1:
                 continue
-            finisher = "reduce_gradients" if name in self.reduced else "what wraps the model"
-            finisher = "a finalize_model_grads_func" if self.by_hand else finisher
-            elements, form = (0, 0) if reduction is None else reduction.summed_over(group)
+            finisher = "reduce_gradients" if name in self.policy.reduced else "what wraps the model"
+            finisher = "a finalize_model_grads_func" if self.policy.by_hand else finisher
+            elements, form = (0, 0) if self.reduction is None else self.reduction.summed_over(group)
             summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
             unchecked = "" if compared else ", and check_replicas=None"
-            added = " by unit" if getattr(config, "grad_add", "") == "by_unit" else ""
-            own = f"{self.losses} losses and {finisher}{summed}{added}{unchecked}"
-            found = difference(texts_of_ranks(own, group, device_of(models[stage], group), waiting))
+            added = " by unit" if getattr(self.config, "grad_add", "") == "by_unit" else ""
+            own = f"{self.policy.losses} losses and {finisher}{summed}{added}{unchecked}"
+            found = difference(texts_of_ranks(own, group, device_of(modules, group), self.waiting))
             if found is not None:
                 raise DisagreementError(
                     f"the replicas of module {name!r} do not finish their gradients alike: {found}. Give them one "
                     "config, and the same parameters to train"
                 )
-        if compared:
-            by_name: dict[str, list[torch.nn.Module]] = {}
-            for stage, name in self.names.items():
-                by_name.setdefault(name, []).append(models[stage])
-            require_equal_parameters(by_name, pg_collection, waiting=waiting)
+        if compared and self.pg_collection is not None:
+            require_equal_parameters(held, self.pg_collection, waiting=self.waiting)
 
-    def modules(self, models: Models) -> dict[str, torch.nn.Module]:
-        """The modules that `reduce_gradients` reduces, by name."""
-        return {
-            name: models[stages[0]] if len(stages) == 1 else torch.nn.ModuleList(models[stage] for stage in stages)
-            for name, stages in self.reduced.items()
-        }
+    def finish(self, counted: Counted) -> None:
+        """After the last backward: the user's finalizer, or what is left of the reduction."""
+        if self.policy.by_hand:
+            models, tokens = list(self.models.values()), self._tokens(counted)
+            self.config.finalize_model_grads_func(models, tokens, pg_collection=self.pg_collection)
+        elif self.reduction is not None:
+            self.reduction.finish(self._tokens(counted), self.waiting)
+            if getattr(self.config, "check_replicas", False):
+                require_equal_norms(self.reduction.layout, self.waiting)
 
-    def reduction(self, models: Models, config: Any, pg_collection: Any) -> GradientReduction | None:
-        """The reduction of one step; None where a wrapper or the user reduces, or nothing is trained."""
-        if not self.reduced:
-            return None
-        return GradientReduction.of(
-            self.modules(models),
-            {name: collection_of(pg_collection, name) for name in self.reduced},
-            loss_lanes=self.loss_lanes,
-            job_group=getattr(config, "job_group", None),
-            bucket_bytes=getattr(config, "grad_bucket_bytes", None),
-        )
-
-    def finish(
-        self,
-        counted: Counted,
-        reduction: GradientReduction | None,
-        waiting: Waiting,
-        *,
-        models: Models,
-        config: Any,
-        pg_collection: Any,
-    ) -> None:
-        """After the last backward: the user's finalizer, or what is left of ``reduction``."""
-        if self.by_hand:
-            tokens = self._tokens(counted, models, pg_collection)
-            config.finalize_model_grads_func(list(models.values()), tokens, pg_collection=pg_collection)
-        elif reduction is not None:
-            reduction.finish(self._tokens(counted, models, pg_collection), waiting)
-
-    def _tokens(self, counted: Counted, models: Models, pg_collection: Any) -> torch.Tensor | None:
+    def _tokens(self, counted: Counted) -> torch.Tensor | None:
         """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
-        if not self.per_token:
+        if not self.policy.per_token:
             return None
         parts = []
-        for stage, model in models.items():
+        for stage, model in self.models.items():
             own = counted[stage]
             if own is None:
                 own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
-            collection = None if pg_collection is None else collection_of(pg_collection, self.names[stage])
-            tp = getattr(collection, "tp", None)
+            tp = group_of(self.pg_collection, self.policy.names[stage], "tp")
             parts.append(own if tp is None or tp.rank() == 0 else torch.zeros_like(own))
         return sum(parts[1:], start=parts[0])
 
@@ -184,8 +196,9 @@ def gradient_policy(
     names = {stage: graph.module_of(stage)[0] for stage in models}
     grids = as_communicator(communicator).job.dims
     count, living = replicas or (1, 1)
-    lanes = _replicas_of(graph, grids, count * _cp(pg_collection, next(iter(names.values()))) if count > 1 else None)
-    of_loss = max((lanes[name] for name in graph.sinks), default=None) if lanes else None
+    counted = count * size_of(group_of(pg_collection, next(iter(names.values())), "cp")) if count > 1 else None
+    by_module = _replicas_of(graph, grids, counted)
+    of_loss = max((by_module[name] for name in graph.sinks), default=None) if by_module else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
     for stage, model in models.items():
@@ -193,13 +206,13 @@ def gradient_policy(
         _require_bare(model, name, differ=count > 1, reduces=not (by_hand or name in frozen))
         if name in frozen and not per_token:
             continue
-        own = lanes.get(name)
+        own = by_module.get(name)
         collection = None if pg_collection is None else collection_of(pg_collection, name)
         if not (by_hand or collection is None or hasattr(model, "no_sync")):
             reduced[name] = (*reduced.get(name, ()), stage)
             counts = () if name not in graph.sinks else ("cp", "tp") if per_token else ("cp",)
             require_groups(pg_collection, name, counts)
-            found, expected = size_of(lanes_group(collection, name)), None if own is None else own * living // count
+            found, expected = size_of(replica_group(collection, name)), None if own is None else own * living // count
             if expected not in (None, found):
                 raise GradientError(
                     f"module {name!r} has {expected} replicas (dp x cp), but their group in pg_collection has {found}"
@@ -212,7 +225,7 @@ def gradient_policy(
         raise GradientError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
     loss_factors: dict[int, float] = {}
     if of_loss is not None and not by_hand and not per_token:
-        loss_factors = {stage: of_loss / lanes[name] for stage, name in names.items()}
+        loss_factors = {stage: of_loss / by_module[name] for stage, name in names.items()}
     return GradientPolicy(
         per_token=per_token,
         reduced=reduced,
@@ -276,10 +289,6 @@ def _replicas_of(
     if grids is not None:
         return {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
     return {} if counted is None else dict.fromkeys(graph.order, counted)
-
-
-def _cp(pg_collection: Any, name: str) -> int:
-    return 1 if pg_collection is None else size_of(getattr(collection_of(pg_collection, name), "cp", None))
 
 
 def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:

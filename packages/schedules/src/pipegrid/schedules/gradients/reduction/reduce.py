@@ -17,7 +17,7 @@ from attrs import define, field
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
-from pipegrid.schedules.gradients.lanes import collections_by_name, device_of, ranks_of, size_of
+from pipegrid.schedules.gradients.groups import collections_by_name, device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules
 from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, used_in
@@ -91,11 +91,9 @@ class GradientReduction:
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
     _bucket_of: dict[int, Bucket] = field(init=False)
-    _missing: dict[int, int] = field(init=False)  # parameters of each bucket whose gradients are not whole
 
     def __attrs_post_init__(self) -> None:
         self._bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self._missing = {id(bucket): len(bucket.parameters) for bucket in self.buckets}
 
     @classmethod
     def of(
@@ -105,13 +103,11 @@ class GradientReduction:
         *,
         loss_lanes: int | None = None,
         job_group: dist.ProcessGroup | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientReduction:
         """The reduction that `reduce_gradients` with these arguments is."""
         loss_lanes = checked(loss_lanes, Count | None, "loss_lanes", GradientError)
-        bucket_bytes = checked(
-            BUCKET_BYTES if bucket_bytes is None else bucket_bytes, Count, "bucket_bytes", GradientError
-        )
+        bucket_bytes = checked(bucket_bytes, Count, "bucket_bytes", GradientError)
         layout = GradientLayout.of(modules, collections)
         layout.require_groups()
         trained = list(layout.trained)
@@ -126,12 +122,12 @@ class GradientReduction:
     @property
     def communicates(self) -> bool:
         """Whether there is anything to start early."""
-        return any(bucket.lanes is not None or bucket.tensor is not None for bucket in self.buckets)
+        return any(bucket.replicas is not None or bucket.tensor is not None for bucket in self.buckets)
 
     def summed_over(self, group: dist.ProcessGroup) -> tuple[int, int]:
         """The number of elements that are summed over ``group``, and a checksum of which they are, bucket by bucket."""
         places = {id(each): place for place, each in enumerate(self.layout.gradients)}
-        summed = [bucket.layouts for bucket in self.buckets if bucket.lanes is group]
+        summed = [bucket.layouts for bucket in self.buckets if bucket.replicas is group]
         forms = [[(places[id(each)], each.parameter.shape, each.dtype) for each in bucket] for bucket in summed]
         return sum(each.parameter.numel() for bucket in summed for each in bucket), zlib.crc32(repr(forms).encode())
 
@@ -147,8 +143,8 @@ class GradientReduction:
         for parameter in parameters:
             bucket = self._bucket_of.pop(id(parameter), None)
             if bucket is not None:
-                self._missing[id(bucket)] -= 1
-                filled = filled or self._missing[id(bucket)] == 0
+                bucket.missing -= 1
+                filled = filled or not bucket.missing
         if filled:
             self._start_filled()
 
@@ -157,8 +153,7 @@ class GradientReduction:
         for bucket in self.buckets:
             if bucket.started or id(bucket.first) in behind:
                 continue
-            whole = self._missing[id(bucket)] == 0 and bucket.tie is None
-            if whole and bucket.fault() is None:
+            if not bucket.missing and bucket.tie is None and bucket.fault() is None:
                 bucket.start()
             elif bucket.first is not None:
                 behind.add(id(bucket.first))
@@ -217,12 +212,12 @@ def global_tokens(
 
 def _require_reducible(layout: ParameterGradient) -> None:
     """Raise for a gradient that no reduction makes right."""
-    mesh, lanes, tensor = layout.mesh, layout.lanes, layout.tensor
-    shared = max(len(mesh & ranks_of(lanes)), 1)
-    if layout.by_fsdp and (shared, len(mesh)) != (size_of(lanes), shared * max(len(mesh & ranks_of(tensor)), 1)):
+    mesh, replicas, tensor = layout.mesh, layout.replicas, layout.tensor
+    shared = max(len(mesh & ranks_of(replicas)), 1)
+    if layout.by_fsdp and (shared, len(mesh)) != (size_of(replicas), shared * max(len(mesh & ranks_of(tensor)), 1)):
         raise GradientError(
             f"{layout} is sharded by fully_shard over a mesh of {len(mesh)} ranks, of which {shared} are of its "
-            f"{size_of(lanes)} replicas; the mesh must have all of these, and beside them tp at most"
+            f"{size_of(replicas)} replicas; the mesh must have all of these, and beside them tp at most"
         )
     if not layout.by_fsdp and shared > 1:
         raise GradientError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
-from pipegrid.schedules.gradients.lanes import device_of, ranks_of, size_of
+from pipegrid.schedules.gradients.groups import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.transport.collectives.checksum import checksums
@@ -134,8 +134,8 @@ def _replicated(
 
 def _known_whole(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None]:
     """The groups over which the parameter, or this rank's shard of it, is known to be replicated."""
-    if len(layout.mesh & ranks_of(layout.lanes)) <= 1:
-        yield layout.lanes
+    if len(layout.mesh & ranks_of(layout.replicas)) <= 1:
+        yield layout.replicas
     if not layout.mesh and layout.marks.partial:
         yield layout.tensor
     yield from layout.alike
@@ -144,6 +144,6 @@ def _known_whole(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None
 def _plain_and_trained(layout: ParameterGradient) -> Iterator[dist.ProcessGroup | None]:
     """The groups of a plain parameter whose gradient is to be the same over them; over tp, unless it is marked."""
     if layout.parameter.requires_grad and not is_dtensor(layout.parameter):
-        yield layout.lanes
+        yield layout.replicas
         if not layout.marks.sharded:
             yield layout.tensor

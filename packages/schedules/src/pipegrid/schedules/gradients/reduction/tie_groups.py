@@ -11,7 +11,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
 from pipegrid.topology import GroupSpec
 
-_LANE_DIMS = ("dp", "cp")
+_REPLICA_DIMS = ("dp", "cp")
 _STAGE_DIM = "pp"
 
 Shard = tuple[tuple[str, int], ...]
@@ -103,4 +103,4 @@ def _grid_of(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Any:
 def _shard_sizes(grid: Any) -> dict[str, int]:
     """Dims that shard or replicate a parameter on one stage of one replica, with their sizes."""
     sizes = zip(grid.dim_names, grid.shape, strict=True)
-    return {dim: size for dim, size in sizes if size > 1 and dim not in (*_LANE_DIMS, _STAGE_DIM)}
+    return {dim: size for dim, size in sizes if size > 1 and dim not in (*_REPLICA_DIMS, _STAGE_DIM)}

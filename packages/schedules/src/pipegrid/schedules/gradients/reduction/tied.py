@@ -119,7 +119,7 @@ def tie_parameters(
         tied = TiedParameters(name, stages, _distinct(copies), group)
     if tied.copies:
         for index, copy in enumerate(tied.copies):
-            copy.tied = TieMark(name, over_lanes=grids is not None)  # type: ignore[attr-defined]
+            copy.tied = TieMark(name, over_replicas=grids is not None)  # type: ignore[attr-defined]
             copy.tied_replica = stages[0] not in copies or index > 0  # type: ignore[attr-defined]
         _require_equal(tied)
     return tied

@@ -94,6 +94,16 @@ def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:
     return {action.microbatch or 0: place for place, action in enumerate(forwards) if action.stage == stage}
 
 
+def checkpointed_on(plan: Plan, position: int, stage: int, partial: int) -> frozenset[int]:
+    """The microbatches of ``stage`` that checkpoint all activations: all but the first few of each window in flight.
+
+    ``partial`` is how many follow the model's own setting, of each window of forwards of any stage on ``position``.
+    """
+    window = window_on(plan, position)
+    forwards = forwards_on(plan, position, stage)
+    return frozenset(microbatch for microbatch, place in forwards.items() if place % window >= partial)
+
+
 def window_on(plan: Plan, position: int) -> int:
     """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
     count = 0

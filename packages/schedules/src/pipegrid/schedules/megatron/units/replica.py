@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
-from pipegrid.schedules.gradients.lanes import collection_of, device_of, lanes_group, size_of
+from pipegrid.schedules.gradients.groups import collection_of, device_of, replica_group, size_of
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.schedules.plan import Routes, stages_on
 from pipegrid.transport.adapted import as_communicator
@@ -103,7 +103,7 @@ def require_equal_routes(
 ) -> None:
     """Raise DisagreementError on all replicas of a module where one has other ``routes``: divisors would differ."""
     for name, module in modules.items():
-        group = None if pg_collection is None else lanes_group(pg_collection, name)
+        group = None if pg_collection is None else replica_group(pg_collection, name)
         if group is None or group.size() == 1:
             continue
         found = difference(texts_of_ranks(f"routes {routes.digest}", group, device_of(module, group), waiting))

@@ -38,7 +38,7 @@ from typing import Any
 from attrs import evolve
 
 from pipegrid.schedules.errors import MonitorError
-from pipegrid.schedules.monitor.control import DisagreementError, Failure, bounded_store
+from pipegrid.schedules.monitor.control import DisagreementError, Failure, bounded_store, silent
 from pipegrid.schedules.monitor.epochs.errors import FencedError, RankLostError
 from pipegrid.schedules.monitor.epochs.joining import admission
 from pipegrid.schedules.monitor.epochs.ledger import LEFT, EpochStore, Ledger
@@ -191,7 +191,7 @@ class Epochs:
         try:
             self._pulse.lost(rank, why, epoch)
         except RuntimeError as error:
-            self._pulse.fail(_silent(error))
+            self._pulse.fail(silent(error))
 
     def vote(self, key: str, why: str = "", *, edge: bool = False) -> Verdict:
         """Agree with the living members on who is lost and on what is done; the next epoch begins.
@@ -241,7 +241,7 @@ class Epochs:
                     return
                 epoch = outcome.epoch
         except RuntimeError as failure:
-            self._pulse.fail(_silent(failure))
+            self._pulse.fail(silent(failure))
 
     def check(self, where: str) -> None:
         """Raise if this rank has noticed that the epoch ends. Local.
@@ -345,12 +345,7 @@ class Epochs:
         except JobFailedError:
             raise
         except RuntimeError as error:
-            raise JobFailedError(f"{what}: {self._pulse.failure or _silent(error)}") from error
-
-
-def _silent(error: RuntimeError) -> str:
-    line = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"the control store does not answer: its process has stopped or ended ({line})"
+            raise JobFailedError(f"{what}: {self._pulse.failure or silent(error)}") from error
 
 
 def _started(pulse: Pulse) -> tuple[Event, Thread]:

@@ -17,7 +17,7 @@ _ALARM_SECONDS = 0.1  # between two looks for an alarm
 
 @define(eq=False)
 class Pulse:
-    """What the thread of a rank does, and what it knows.
+    """The heartbeat of a rank: its thread beats, listens to the heartbeats of other ranks, and looks for alarms.
 
     Each member watches the next ones in the ring of members. Where some are dead, the last living one before each gap
     watches into it, so every death is noticed by a member that lives.

@@ -59,7 +59,7 @@ class Verdict:
 
 @frozen
 class Ballot:
-    """What a rank last worked on.
+    """A rank's vote: the key that it last worked on, and whether it has done it.
 
     Attributes:
         number: of the key since the start of the job.

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class ShardedStage:
-    """The modules of stage ``number`` that ``fully_shard`` has sharded; ``reductions`` is its ``REDUCE_GRAD``s.
+    """A stage sharded by ``fully_shard``, whose parameters the plan gathers and frees, and whose gradients it reduces.
 
     During a step FSDP2's own gathers find the parameters gathered, and it neither frees them nor reduces gradients;
     after it, it does both as usual.
+
+    Attributes:
+        number: of the stage.
+        stage: the stage.
+        reductions: the number of its ``REDUCE_GRAD`` in a step.
     """
 
     number: int

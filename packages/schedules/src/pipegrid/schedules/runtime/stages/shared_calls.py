@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class SharedCalls:
-    """``call_of``: by piece of the destination here, the call of the source whose result it needs."""
+    """Which call of an edge's source each piece of its destination needs.
+
+    Attributes:
+        call_of: by piece here, the call.
+        pieces: by call, the pieces here, ascending.
+    """
 
     call_of: Mapping[int, int]
     pieces: dict[int, list[int]] = field(init=False)
-    """By call its pieces here, ascending."""
 
     def __attrs_post_init__(self) -> None:
         self.pieces = {}

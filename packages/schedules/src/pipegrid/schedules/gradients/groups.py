@@ -36,10 +36,15 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
     return by_name if isinstance(by_name, Mapping) else None
 
 
-def lanes_group(collections: Any, name: str) -> dist.ProcessGroup | None:
+def group_of(collections: Any, module: str, name: str) -> Any:
+    """The process group ``name`` of ``module``; None where it has none of that name, or there are no collections."""
+    return None if collections is None else getattr(collection_of(collections, module), name, None)
+
+
+def replica_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     """The group of a module's replicas, dp x cp; None where it has one replica."""
     collection = collection_of(collections, name)
-    group = lanes_group_or_none(collection)
+    group = replica_group_or_none(collection)
     cp = size_of(getattr(collection, "cp", None))
     if group is None and cp > 1:
         raise GradientError(
@@ -62,7 +67,7 @@ def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> Non
     if sizes.get("cp", 1) > 1:
         absent += [["dp", "cp"] if "dp" in sizes else "cp"] if getattr(collection, "dp_cp", None) is None else []
     elif sizes.get("dp", 1) > 1:
-        absent += ["dp"] if lanes_group_or_none(collection) is None else []
+        absent += ["dp"] if replica_group_or_none(collection) is None else []
     absent += [dim for dim in dims if sizes.get(dim, 1) > 1 and getattr(collection, dim, None) is None]
     absent = [each for place, each in enumerate(absent) if each not in absent[:place]]
     if absent:
@@ -74,7 +79,7 @@ def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> Non
         )
 
 
-def lanes_group_or_none(collection: Any) -> dist.ProcessGroup | None:
+def replica_group_or_none(collection: Any) -> dist.ProcessGroup | None:
     """The group of a collection's replicas, dp x cp; None where it has none, or one over a part of them."""
     group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
     if group is not None or size_of(getattr(collection, "cp", None)) > 1:

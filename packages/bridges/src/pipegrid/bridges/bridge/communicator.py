@@ -21,6 +21,7 @@ from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.bridge.leaves import leaves_of
 from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
+from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import (
@@ -178,6 +179,10 @@ class BridgeCommunicator(BridgeEnds):
     def lane(self, source: int, destination: int, direction: Direction | str) -> Lane:
         """The lane of one pair of ranks; ``direction`` is a `Direction`, or its value ``"F"`` or ``"B"``."""
         return self.lanes[self._wiring.lane_spec(source, destination, Direction(direction))]
+
+    def group(self, what: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of the bridge's own for ``what`` (``"complete/F"``, ``"reduce/B"``, ...) among ``ranks``."""
+        return self._traffic.groups[group_spec(ranks, self.label, what)]
 
     def verb(self, direction: Direction, *, sends: bool) -> Callable[[Any], Any] | None:
         """What starts a send, or a receive, of this rank; None where it has none on the boundary."""

@@ -124,6 +124,67 @@ def test_a_stage_on_the_same_rank_gets_what_was_returned(ranks, way):
     assert arrived == expected(way)
 
 
+def in_one_process(orders, functions, **options):
+    """A run of stages that are all on one position, in this order of actions."""
+    plan = compute_plan([[*map(parse_action, orders.split())]], graph=3, placement=[0, 0, 0], **options)
+    graph = ModuleGraph({"model": 3})
+    stages = {number: Function(graph, number, function) for number, function in enumerate(functions)}
+    return PipelineRuntime(verify(lower(plan)), stages, None)
+
+
+def test_what_another_stage_of_the_rank_writes_is_not_what_arrives():
+    """Two stages share memory, as captured graphs of one memory pool: the last one writes the output of the first."""
+    memory, arrived = torch.zeros(4), []
+
+    def middle(microbatch, x):
+        arrived.append(x.mean().item())
+        return x.clone()
+
+    functions = [lambda m: memory.fill_(m + 1.0), middle, lambda m, x: memory.fill_(99.0).sum()]
+    in_one_process("0F0 1F0 0F1 2F0 1F1 2F1", functions, num_microbatches=2, forward_only=[0, 1, 2]).eval()
+    assert arrived == [1.0, 2.0]
+
+
+class InScratch(torch.autograd.Function):
+    """The identity, whose gradient is made in ``scratch``."""
+
+    @staticmethod
+    def forward(ctx, x, scratch):
+        ctx.scratch = scratch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, flowing):
+        return ctx.scratch.copy_(flowing), None
+
+
+class UsesScratch(torch.autograd.Function):
+    """The identity of a weight, whose backward computes in ``scratch``."""
+
+    @staticmethod
+    def forward(ctx, weight, scratch):
+        ctx.scratch = scratch
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, flowing):
+        ctx.scratch.data.fill_(7.0)
+        return flowing, None
+
+
+def test_what_the_weight_half_writes_is_not_the_gradient_that_arrives():
+    """Gradients of inputs lie in memory that the W of the same stage uses, before the stage before it reads them."""
+    scratch, weights = torch.zeros(4), [torch.ones(4, requires_grad=True) for _ in range(3)]
+
+    def second(microbatch, x):
+        return InScratch.apply(x, scratch) * UsesScratch.apply(weights[1], scratch)
+
+    functions = [lambda m: weights[0] * 1.0, second, lambda m, x: (x * weights[2]).sum()]
+    orders = "0F0 1F0 2F0 0F1 1F1 2F1 2I0 1I0 0I0 0W0 2I1 1I1 1W0 0I1 0W1 1W1 2W0 2W1"
+    in_one_process(orders, functions, num_microbatches=2).step()
+    assert weights[0].grad.tolist() == [2.0] * 4
+
+
 class Captured(torch.autograd.Function):
     """A captured graph as torch makes it: static memory of the output and of the gradient, written at each replay."""
 

@@ -127,9 +127,7 @@ class BoundPosition:
             self._runner(number, passage, own[0], stage, flight, deallocation, edges)
             for passage, own in passing.items()
         ]
-        unread = tuple(dict.fromkeys(each for runner in runners for each in runner.unread))
         for runner, own in zip(runners, passing.values(), strict=True):
-            runner.unread = unread
             self._runner_of.update({(number, piece): runner for piece in own})
         return tuple(runners)
 
@@ -161,6 +159,7 @@ class BoundPosition:
             gradients_out=[
                 self._summed.get(way.back, self.sends[way.back]) for way in passage.arriving if way.edge in carries
             ],
+            unread=tuple(queue.unread for queue in self.sends.values()),
             trains=trains,
             loss_scale=self._loss_scale,
             deallocation=deallocation,

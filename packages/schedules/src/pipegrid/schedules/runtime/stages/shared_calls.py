@@ -14,7 +14,7 @@ from attrs import define, field
 
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.payloads import map_tensors
-from pipegrid.schedules.runtime.stages.unread import Unread, tensors_in_order
+from pipegrid.schedules.runtime.stages.unread import tensors_in_order
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -103,13 +103,12 @@ class SummedQueue:
     queue: SendQueue
     calls: SharedCalls
     edge: Edge = field(init=False)
-    unread: Unread = field(init=False)
     _sums: dict[int, Payload] = field(factory=dict, init=False)
     _early: dict[int, Payload] = field(factory=dict, init=False)  # by piece
     _next: dict[int, int] = field(factory=dict, init=False)  # by call, how many are in its sum
 
     def __attrs_post_init__(self) -> None:
-        self.edge, self.unread = self.queue.edge, self.queue.unread
+        self.edge = self.queue.edge
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""

@@ -49,6 +49,7 @@ class StageRunner:
         arriving: the activations of each incoming edge; ``leaving``: of each outgoing one.
         gradients_in: gradients of outgoing edges that carry one back, in the order of ``leaving``; ``gradients_out``:
             of incoming ones, in the order of ``arriving``.
+        unread: what the stages of this position have returned and is not read yet: they may share memory.
         trains: whether the stage runs a backward.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
@@ -64,6 +65,7 @@ class StageRunner:
     leaving: Sequence[SendQueue]
     gradients_in: Sequence[RecvQueue]
     gradients_out: Sequence[SendQueue | SummedQueue]
+    unread: Sequence[Unread]
     trains: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     deallocation: Deallocation | None = None
@@ -83,8 +85,6 @@ class StageRunner:
     _outgoing: tuple[Edge, ...] = field(init=False)
     _lending: tuple[RecvQueue | LentQueue, ...] = field(init=False)
     _resume: Callable[[Slice], None] | None = field(init=False)
-    unread: tuple[Unread, ...] = field(init=False)
-    """What the stage has returned, also for pieces of other runners, and is not read yet."""
     _answers: tuple[int, ...] = field(init=False)  # of the outgoing edges those by which gradients come
     _answered: tuple[Unread, ...] = field(init=False)
 
@@ -98,7 +98,6 @@ class StageRunner:
         self._whole = False if self.reduced_by_plan else True if sharded else None
         self._lending = tuple(queue for queue in self.arriving if queue.lends) if self.reuses else ()
         self._resume = getattr(self.stage, "resume", None)
-        self.unread = tuple(queue.unread for queue in (*self.leaving, *self.gradients_out))
         answering = {queue.edge for queue in self.gradients_in}
         self._answers = tuple(index for index, edge in enumerate(self._outgoing) if edge in answering)
         self._answered = tuple(self.leaving[index].unread for index in self._answers)
@@ -112,9 +111,7 @@ class StageRunner:
 
     def forward(self, piece: int) -> None:
         """``F``."""
-        for unread in self.unread:  # the stage may write what it returned before
-            if unread.kept:
-                unread.settle()
+        self._settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
         for edge, take, differentiated in self.incoming:
@@ -165,12 +162,16 @@ class StageRunner:
                 aliased[id(payload)] = without_graph(payload)
             sends.put(piece, payload, pending, aliased.get(id(payload)))
 
+    def _settle(self) -> None:
+        """Before the stage runs: it may write what it, or another stage of this position, has returned before."""
+        for unread in self.unread:
+            if unread.kept:
+                unread.settle()
+
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""
         live = self.flight.take(piece)
-        for unread in self.unread:  # the backward may write what the stage returned before
-            if unread.kept:
-                unread.settle()
+        self._settle()
         for unread in self._answered:
             unread.end(piece)
         return live
@@ -232,6 +233,7 @@ class StageRunner:
 
     def backward_weights(self, piece: int) -> None:
         """``W``."""
+        self._settle()
         backward_weights(self.flight.halves.pop(piece))
         for queue in self._lending:
             queue.give_back(piece)

@@ -3,7 +3,8 @@
 A stage may return the same memory for every microbatch: a preallocated output, or the static one of a captured graph. A
 message is read later, on a device in the order of its stream, and a stage on the same rank reads when its turn comes.
 
-- A tensor without a graph is copied before its stage runs again, where something else holds its memory as well.
+- A tensor without a graph is copied before a stage of its position runs, and at its send, where something else holds
+  its memory as well.
 - One with a graph is not, since the graph holds many outputs for the backward. Its version says whether it was written.
 - A second payload at the place of a first one that is not read is an error, whatever wrote it. The first one is held
   until its message is seen to have left, so no new tensor can be there. That it has left meanwhile is no excuse: the
@@ -40,7 +41,7 @@ Aliased: TypeAlias = tuple[Payload, Marks]
 class Unread:
     """The unread payloads of one edge and direction, by microbatch.
 
-    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send.
+    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage.
     """
 
     edge: Edge
@@ -73,7 +74,7 @@ class Unread:
                     raise self._written(earlier)
 
     def settle(self) -> None:
-        """The stage runs again: copy what it may write."""
+        """A stage of this position runs: copy what it may write."""
         for microbatch, (payload, marks) in self.kept.items():
             self.kept[microbatch] = self._own(microbatch, payload, marks)
 

@@ -22,6 +22,7 @@ _METHODS = (
     "collective",
     "batch",
     "in_order",
+    "patient",
     "neighbours",
     "neighbours_across",
     "check",

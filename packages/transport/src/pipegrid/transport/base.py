@@ -143,6 +143,11 @@ class Communicator:
         """Entered around a step: transfers start in the order of calls inside."""
         return nullcontext()
 
+    def patient(self, seconds: float) -> AbstractContextManager[None]:
+        """Entered around a step: transfers for which no wait says how many have at least ``seconds`` inside."""
+        del seconds
+        return nullcontext()
+
     def neighbours(self, edges: Iterable[Edge]) -> Handshake | None:
         """The handshake before a step with the ranks at the other ends of ``edges``; None compares nothing."""
         del edges

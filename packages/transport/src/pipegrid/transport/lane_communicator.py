@@ -47,6 +47,10 @@ class LaneCommunicator(Communicator):
         """Start transfers of device groups in the order of calls inside the block. See `Lanes.in_order`."""
         return self.lanes.in_order()
 
+    def patient(self, seconds: float) -> AbstractContextManager[None]:
+        """Transfers for which no wait says how many have at least ``seconds`` inside the block. See `Lanes.patient`."""
+        return self.lanes.patient(seconds)
+
     # ---- To other replicas
 
     @property

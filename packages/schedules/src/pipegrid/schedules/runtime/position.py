@@ -36,6 +36,7 @@ class BoundPosition:
         sharded: the stages here that the plan gathers, by their number.
         actions: of the position, in order.
         in_streams: whether the device has streams, in which messages are ordered.
+        deadline: of every message; None is the communicator's own.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class BoundPosition:
     ) -> None:
         self.plan, self.number, self.communicator, self.reducers = plan, position, communicator, reducers
         self._job = communicator.job
+        self.deadline = deadline
         self._deallocate, self._reuse, self._loss_scale = deallocate_outputs, reuse_buffers, loss_scale
         self.device = communicator.device
         self.in_streams = self.device is not None and streams.has_streams(self.device)
@@ -233,6 +235,7 @@ class BoundPosition:
 
     def set_deadline(self, seconds: float | None) -> None:
         """Give every message this deadline; None is the communicator's own."""
+        self.deadline = seconds
         for queue in self._queues:
             queue.deadline = seconds
 

@@ -299,7 +299,12 @@ class PipelineRuntime:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
                 self._agreement.begin("a step" if grad else "an evaluation", agree)
-                with torch.set_grad_enabled(grad), self._communicator.in_order():
+                deadline = self._bound.deadline or self._communicator.deadline
+                with (
+                    torch.set_grad_enabled(grad),
+                    self._communicator.in_order(),
+                    self._communicator.patient(deadline),
+                ):
                     for cursor.at, call in enumerate(program.calls):
                         call()
                     cursor.end()

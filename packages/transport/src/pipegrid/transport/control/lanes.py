@@ -111,6 +111,20 @@ class Lanes(dict[LaneSpec, Lane]):
         finally:
             self.submitter.in_order = before
 
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Transfers for which no caller says how many have at least ``seconds`` inside the block.
+
+        A wait has its own. A send that nobody waits for yet, and a receive whose header holds the host (`in_order`),
+        else end the lanes at their deadline, also where a peer compiles for longer in a first step.
+        """
+        before = self.submitter.patience
+        self.submitter.patience = max(before, seconds)
+        try:
+            yield
+        finally:
+            self.submitter.patience = before
+
     def when_started(self, call: Callable[[], None]) -> None:
         """Call ``call`` when the transfers of this thread so far are started: now, or after the batch that it is in.
 

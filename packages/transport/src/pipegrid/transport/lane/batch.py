@@ -61,6 +61,7 @@ class Submitter:
         lock: held while transfers get their numbers and are started, so that both happen in the same order.
         asleep: whether the progress thread needs ``wake`` to look at the lanes.
         in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
+        patience: seconds that a transfer has for which no caller says how many, where it is more than the deadline.
         shares: whether some of the lanes share a communicator.
 
     Args:
@@ -72,6 +73,7 @@ class Submitter:
         self.wake: threading.Event = threading.Event()
         self.asleep = True
         self.in_order = False
+        self.patience = 0.0
         self.pending: dict[int, list[Transfer]] = {}
         self.calls: dict[int, list[Callable[[], None]]] = {}
         self.shares, self._strict = shares, config.strict

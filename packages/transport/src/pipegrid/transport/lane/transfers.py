@@ -134,7 +134,7 @@ class LaneTransfers(ABC):
             self._set_due(last, None)
             with self._wait_lock.lead():
                 try:
-                    self._take_header(self._patience)
+                    self._take_header(timedelta(seconds=self._least() + BACKSTOP_SECONDS))
                 except RuntimeError as error:
                     self.ending.explain(error, last)
 
@@ -175,8 +175,12 @@ class LaneTransfers(ABC):
             transfer.seconds = timeout
             transfer.due = time.monotonic() + timeout
         elif transfer.due == math.inf:
-            transfer.seconds = self.config.deadline
+            transfer.seconds = self._least()
             transfer.due = time.monotonic() + transfer.seconds
+
+    def _least(self) -> float:
+        """Seconds that a transfer has for which no caller says how many."""
+        return max(self.config.deadline, self._submit.patience)
 
     def _left(self, transfer: Transfer) -> float:
         """Seconds that a follower may wait for the leader; the lane fails where there are none left."""
@@ -231,8 +235,8 @@ class LaneTransfers(ABC):
             if transfer.posted_at == math.inf:
                 transfer.posted_at = now
             if transfer.due == math.inf and (transfer.sending or transfer.waited):
-                transfer.due = now + self.config.deadline
-                transfer.seconds = self.config.deadline
+                transfer.seconds = self._least()
+                transfer.due = now + transfer.seconds
             if now >= transfer.due:
                 self.ending.time_out(transfer)
                 return

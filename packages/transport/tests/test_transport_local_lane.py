@@ -1,9 +1,19 @@
 """The lane from a rank to itself."""
 
+import threading
+
 import pytest
 import torch
 
-from pipegrid.transport import LaneSpec, P2PLaneDeadError, P2PMismatchError, P2PTimeoutError, P2PUsageError, open_lanes
+from pipegrid.transport import (
+    LaneSpec,
+    P2PError,
+    P2PLaneDeadError,
+    P2PMismatchError,
+    P2PTimeoutError,
+    P2PUsageError,
+    open_lanes,
+)
 
 from .two_ranks import config, equal
 
@@ -82,3 +92,44 @@ class TestLocalLane:
             assert not came
             lanes[self.HERE].isend(torch.tensor(4.0))
             assert came == [4.0]
+
+    @pytest.mark.ranks(1)
+    def test_a_receive_that_starts_while_the_lane_ends_ends_with_it(self, ranks):
+        """It has seen a sound lane, and comes to its queue after the end has walked it."""
+        with open_lanes([self.HERE], config=config()) as lanes:
+            lane = lanes[self.HERE]
+            admit, admitted, queued, walked = lane.incoming.admit, *(threading.Event() for _ in range(3))
+
+            def admit_late(transfer):
+                admit(transfer)
+                admitted.set()
+                assert walked.wait(10)
+
+            def hold_the_end(_):
+                walked.set()
+                assert queued.wait(10)
+
+            lane.irecv().on_done(hold_the_end)
+            lane.incoming.admit = admit_late
+            found, raised = [], []
+
+            def receive():
+                found.append(lane.irecv())
+                queued.set()
+
+            def wait():
+                try:
+                    found[0].wait(5)
+                except P2PError as error:
+                    raised.append(str(error))
+
+            receiving = threading.Thread(target=receive, daemon=True)
+            receiving.start()
+            assert admitted.wait(10)
+            lanes.abort("out of memory")
+            receiving.join(10)
+            waiting = threading.Thread(target=wait, daemon=True)
+            waiting.start()
+            waiting.join(10)
+            assert raised
+            assert "out of memory" in raised[0]

@@ -193,6 +193,9 @@ class LaneTransfers(ABC):
 
     def _step(self, waited: Transfer | None) -> None:
         """Wait for one thing, on behalf of ``waited``; None is the lane's own thread. Only for the leader."""
+        if waited is not None and self.ending.error is not None:
+            self.ending.set_end(waited, _FAILED, self.ending.error)  # it was started while the lane ended
+            return
         head = self._next()
         if head is None:  # it ended meanwhile, and every waiter has been told
             return

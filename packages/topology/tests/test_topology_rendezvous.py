@@ -1,5 +1,6 @@
 """Members of a group meet at a store, or all of them learn that some did not come. Threads play ranks."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -158,6 +159,7 @@ def test_a_connection_to_a_store_whose_host_is_gone_is_an_error_at_the_deadline(
         store = TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         host.send_signal(getattr(signal, signal_))
+        os.waitid(os.P_PID, host.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # else it may still answer
         start = time.monotonic()
         with pytest.raises(error, match=r"^rank 0: the default group's store took no connection for 'watch'"):
             control_store("watch", timeout=timedelta(seconds=0.5))

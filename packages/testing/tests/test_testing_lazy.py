@@ -85,7 +85,8 @@ def test_the_first_lone_message_holds_the_host_until_the_peer_has_come_to_one(ra
 @BOTH
 def test_a_batch_never_meets_a_lone_message(ranks, mode):
     """Wrong: one end of a message in a batch, the other end alone; right by the rules of nccl2."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=20) if mode == "nccl2" else SHORT)
+    impatient = mode == "lazy" and ranks.rank == 1  # the batch of rank 0 must outlive the wait of rank 1
+    group = dist.new_group([0, 1], timeout=SHORT if impatient else timedelta(seconds=60))
     if ranks.rank == 0:
         work = batch(group, ("send", torch.ones(2), 1))
         if mode == "nccl2":
@@ -94,7 +95,6 @@ def test_a_batch_never_meets_a_lone_message(ranks, mode):
             ranks.barrier()
             assert not work.is_completed()
             group.abort()
-            violations(ranks)  # the entry may be older than the timeout by now
     elif mode == "nccl2":
         group.recv([torch.zeros(2)], 0, 0).wait()
     else:
@@ -124,7 +124,7 @@ def test_a_lone_message_is_not_ordered_after_a_batch(ranks, mode):
 @pytest.mark.ranks(3, backend="fake_nccl", fake_nccl="lazy")
 def test_a_rank_with_more_pairs_of_the_same_ranks_in_their_groups_never_meets_its_peer(ranks):
     """Wrong: lone messages in groups of two ranks, which are (0, 1) in each, with different numbers of groups."""
-    groups = [dist.new_group([0, 1], timeout=SHORT), dist.new_group([1, 2], timeout=SHORT)]
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2], timeout=SHORT)]
     x = torch.ones(1)
     if ranks.rank < 2:
         (groups[0].send if ranks.rank == 0 else groups[0].recv)([x], 1 - ranks.rank, 0).wait()

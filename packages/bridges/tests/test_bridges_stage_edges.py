@@ -111,9 +111,10 @@ def test_a_colocated_encoder_reaches_a_pipelined_language_model_along_edges():
     [
         ({"enc": grid(1), "llm": grid(0, pp=2)}, {"enc": ["llm"]}, "rank 1 holds 'enc' as well as 'llm'"),
         ({"a": grid(0), "b": grid(1), "c": grid(0)}, {"a": ["b"], "b": ["c"]}, "rank 0 holds 'a' as well as 'c'"),
+        ({"a": grid(0), "b": grid(1), "c": grid(1)}, {"a": ["b", "c"]}, "rank 1 holds 'b' and 'c', which 'a' feeds"),
     ],
 )
-def test_verbs_that_would_wait_for_their_own_rank_are_an_error_on_all_ranks(grids, flow, text):
+def test_verbs_that_would_wait_for_their_own_rank_or_merge_two_entries_are_an_error_on_all_ranks(grids, flow, text):
     comm = make(grids, flow)
     with pytest.raises(BridgeError, match=text):
         comm.recv_forward()

@@ -153,8 +153,9 @@ class ModuleEdges:
         """Raise, on every rank alike, unless each rank can exchange dicts by module.
 
         Raises:
-            BridgeError: a module with several stages on one place; or a rank that holds a module and one that depends
-                on it, and so would wait for a tensor before it sends what that is made of.
+            BridgeError: a module with several stages on one place; a rank that holds a module and one that depends
+                on it, and so would wait for a tensor before it sends what that is made of; or a rank that holds two
+                modules with one source, whose name is the key of one entry.
         """
         needs: dict[str, set[str]] = {}
         boxes = {name: as_grid(grid) for name, grid in self.grids.items()}
@@ -169,4 +170,12 @@ class ModuleEdges:
                     raise BridgeError(
                         f"rank {shared[0]} holds {source!r} as well as {name!r}, which it feeds, and would wait for "
                         "itself: use isend and irecv with edges"
+                    )
+        fed: dict[tuple[str, int], str] = {}
+        for src, dst in self.in_order():
+            for rank in self.boundary((src, dst))[1].ranks:
+                if (other := fed.setdefault((src, rank), dst)) != dst:
+                    raise BridgeError(
+                        f"rank {rank} holds {other!r} and {dst!r}, which {src!r} feeds both, and a dict has one entry "
+                        f"{src!r}: use isend and irecv with edges"
                     )

@@ -89,11 +89,12 @@ def expected(way):
 
 
 @contextlib.contextmanager
-def runtime_of(ranks, stage, plan=None):
+def runtime_of(ranks, *stages, plan=None):
     """That of one of two ranks, whose lanes are open until both have left."""
     plan = lower(gpipe(2, COUNT)) if plan is None else plan
-    communicator = P2PCommunicator(torch.distributed.group.WORLD, P2PConfig(deadline=30, shapes="header"))
-    yield PipelineRuntime(verify(plan), {ranks.rank: stage}, communicator)
+    config, placement = P2PConfig(deadline=30, shapes="header"), [place for (place,) in plan.placement]
+    communicator = P2PCommunicator(torch.distributed.group.WORLD, config, placement=placement)
+    yield PipelineRuntime(verify(plan), {stage.stage: stage for stage in stages}, communicator)
     ranks.barrier()
     communicator.close()
 
@@ -223,7 +224,7 @@ def trained(ranks, makes, plan=None):
         return (make(x, microbatch) * weight).sum()
 
     function = second if ranks.rank else lambda microbatch: make(weight, microbatch)
-    with runtime_of(ranks, Function(PAIR, ranks.rank, function), plan) as runtime:
+    with runtime_of(ranks, Function(PAIR, ranks.rank, function), plan=plan) as runtime:
         try:
             runtime.step()
         except PipelineError as failure:
@@ -260,6 +261,34 @@ def test_an_output_in_static_memory_with_a_graph_raises_while_an_earlier_one_is_
 
     _, _, outcomes = trained(ranks, [written_slowly, lambda x, m: x])
     assert "StageOutputError: stage 0 wrote again into its output of microbatch 0 before edge 0>1 had" in outcomes[0]
+
+
+@pytest.mark.ranks(2, backend="gloo")  # the fake NCCL fails a test that writes into a message
+def test_an_output_in_static_memory_with_a_graph_raises_while_that_of_another_stage_is_under_way(ranks):
+    """Two stages of a rank captured in one pool of memory: the third writes its first output where the first one's
+    second message lies."""
+    pool, gradient = torch.zeros(2, 100_000, device=ranks.device), torch.zeros(100_000, device=ranks.device)
+    weight, graph = torch.ones(100_000, device=ranks.device, requires_grad=True), ModuleGraph({"model": 4})
+    orders = [["0F0 0F1 2F0 2F1", "1F0 1F1 3F0 3F1"], ["2B0 2B1 0B0 0B1", "3B0 3B1 1B0 1B1"]]
+    actions = [[*map(parse_action, f"{one} {other}".split())] for one, other in zip(*orders, strict=True)]
+    plan = lower(compute_plan(actions, graph=4, placement=[0, 1, 0, 1], num_microbatches=2))
+
+    def captured(number):
+        def function(microbatch, x=weight):
+            place = microbatch if number == 0 else 1 - microbatch
+            return Captured.apply(x, pool[place], gradient, microbatch + 1.0)
+
+        return Function(graph, number, function)
+
+    others = [Function(graph, 1, lambda m, x: x * 2.0), Function(graph, 3, lambda m, x: x.sum())]
+    with runtime_of(ranks, *(others if ranks.rank else map(captured, (0, 2))), plan=plan) as runtime:
+        outcome = None
+        try:
+            runtime.step()
+        except PipelineError as failure:
+            outcome = str(failure)
+    if ranks.rank == 0:
+        assert "StageOutputError: stage 0 wrote again into its output of microbatch 1 before edge 0>1 had" in outcome
 
 
 @pytest.mark.ranks(2)

@@ -101,6 +101,9 @@ class BoundPosition:
             )
             for way in self._flows.sends
         }
+        self._unread = tuple(queue.unread for queue in self.sends.values())
+        for one in self._unread:
+            one.beside = self._unread
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
@@ -161,7 +164,7 @@ class BoundPosition:
             gradients_out=[
                 self._summed.get(way.back, self.sends[way.back]) for way in passage.arriving if way.edge in carries
             ],
-            unread=tuple(queue.unread for queue in self.sends.values()),
+            unread=self._unread,
             trains=trains,
             loss_scale=self._loss_scale,
             deallocation=deallocation,

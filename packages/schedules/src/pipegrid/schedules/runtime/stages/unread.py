@@ -6,13 +6,14 @@ message is read later, on a device in the order of its stream, and a stage on th
 - A tensor without a graph is copied before a stage of its position runs, and at its send, where something else holds
   its memory as well.
 - One with a graph is not, since the graph holds many outputs for the backward. Its version says whether it was written.
-- A second payload at the place of a first one that is not read is an error, whatever wrote it. The first one is held
-  until its message is seen to have left, so no new tensor can be there. That it has left meanwhile is no excuse: the
-  stage may have written before that.
+- A second payload at the place of a first one that is not read is an error, whatever wrote it, and whichever stage of
+  the position returned it. The first one is held until its message is seen to have left, so no new tensor can be
+  there. That it has left meanwhile is no excuse: the stage may have written before that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -41,7 +42,9 @@ Aliased: TypeAlias = tuple[Payload, Marks]
 class Unread:
     """The unread payloads of one edge and direction, by microbatch.
 
-    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage.
+    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage. ``beside``:
+    those of all ways of the position, whose stages may share memory. ``places``: microbatches by address of what is
+    unread; ``returned_by``: the stage, and whether they are outputs or gradients.
     """
 
     edge: Edge
@@ -49,14 +52,21 @@ class Unread:
     local: bool = False
     num_slices: int = 1
     kept: dict[int, Aliased] = field(factory=dict, init=False)
+    places: dict[int, int] = field(factory=dict, init=False)
+    beside: Sequence[Unread] = field(init=False)
+    returned_by: tuple[int, Direction] = field(init=False)
     _left: dict[int, Aliased] = field(factory=dict, init=False)  # from the send on until its end
-    _places: dict[int, int] = field(factory=dict, init=False)  # microbatches by address
+
+    def __attrs_post_init__(self) -> None:
+        self.beside = (self,)
+        forward = self.direction is Direction.FORWARD
+        self.returned_by = self.edge.source if forward else self.edge.destination, self.direction
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
         self.kept.clear()
         self._left.clear()
-        self._places.clear()
+        self.places.clear()
 
     def put(self, microbatch: int, payload: Payload, aliased: Aliased | None = None) -> None:
         """Keep what a stage has returned; ``aliased``: `without_graph` of it, where several edges carry it.
@@ -69,9 +79,13 @@ class Unread:
         _, marks = self.kept[microbatch] = aliased
         for _, address in marks if isinstance(marks, list) else (marks,):
             if address:
-                earlier = self._places.setdefault(address, microbatch)
-                if earlier != microbatch and _may_change(payload, address):
-                    raise self._written(earlier)
+                for other in self.beside:
+                    earlier = other.places.get(address)
+                    if earlier is None or (earlier == microbatch and other.returned_by == self.returned_by):
+                        continue
+                    if _may_change(payload, address):
+                        raise other.written(earlier)
+                self.places.setdefault(address, microbatch)
 
     def settle(self) -> None:
         """A stage of this position runs: copy what it may write."""
@@ -89,7 +103,7 @@ class Unread:
             payload, marks = aliased = self._own(microbatch, payload, marks)
         if self.local:
             for _, address in marks if isinstance(marks, list) else (marks,):
-                self._places.pop(address, None)
+                self.places.pop(address, None)
             return unpacked(_as_leaf(payload, marks))
         if marks is not _COPIED:
             self._left[microbatch] = aliased
@@ -108,17 +122,17 @@ class Unread:
         each = zip(tensors_in_order(payload), marks, strict=True) if isinstance(marks, list) else ((payload, marks),)
         for tensor, (version, address) in each:
             if version is not None and tensor._version != version:  # noqa: SLF001 -- see `_alias`
-                raise self._written(microbatch)
-            self._places.pop(address, None)
+                raise self.written(microbatch)
+            self.places.pop(address, None)
 
     def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
         if not isinstance(marks, list):
             version, address = marks
             if version is not None:
                 if payload._version != version:  # noqa: SLF001 -- see `_alias`
-                    raise self._written(microbatch)
+                    raise self.written(microbatch)
             elif address and is_shared(payload):
-                self._places.pop(address, None)
+                self.places.pop(address, None)
                 return payload.clone(), _COPIED
             return payload, marks
         found: list[Mark] = []
@@ -131,7 +145,8 @@ class Unread:
 
         return map_tensors(payload, own), found
 
-    def _written(self, microbatch: int) -> StageOutputError:
+    def written(self, microbatch: int) -> StageOutputError:
+        """The error of a stage that has written into the payload of ``microbatch``."""
         forward = self.direction is Direction.FORWARD
         name = microbatch if self.num_slices == 1 else "{}.{}".format(*divmod(microbatch, self.num_slices))
         return StageOutputError(

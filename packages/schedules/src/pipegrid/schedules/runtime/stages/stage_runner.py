@@ -33,7 +33,7 @@ from pipegrid.schedules.runtime.stages.stage import (
     modules_of,
     payloads_of,
 )
-from pipegrid.schedules.runtime.stages.unread import Aliased, Unread, without_graph
+from pipegrid.schedules.runtime.stages.unread import Unread, without_graph
 
 if TYPE_CHECKING:
     from pipegrid.transport.edge import Edge
@@ -156,11 +156,9 @@ class StageRunner:
                 pending = self.deallocation.pending(self.leaving, payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.flight.kept[piece // self._num_slices]
-        aliased: dict[int, Aliased] = {}
+        aliased = {id(payload): without_graph(payload) for payload in payloads} if len(payloads) > 1 else None
         for sends, payload in zip(self.leaving, payloads, strict=True):
-            if len(payloads) > 1 and id(payload) not in aliased:
-                aliased[id(payload)] = without_graph(payload)
-            sends.put(piece, payload, pending, aliased.get(id(payload)))
+            sends.put(piece, payload, pending, None if aliased is None else aliased[id(payload)])
 
     def _settle(self) -> None:
         """Before the stage runs: it may write what it, or another stage of this position, has returned before."""

@@ -29,13 +29,12 @@ _ALONE = 2  # the one tensor, and torch's Python object of the storage
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-# What an unread tensor is known by: its version where it has a graph, and the address of its memory, 0 where the same
-# may come again unchanged. Made for each message.
-Mark: TypeAlias = tuple[int | None, int]
-_COPIED: Mark = (None, 0)
-Marks: TypeAlias = Mark | list[Mark]
+# A payload with what it is known by, flat, since it is made for each message: of a tensor the version where it has a
+# graph, else None, and the address of its memory, 0 where the same may come again unchanged; of a tree `_TREE`, and
+# its tensors.
 Payload: TypeAlias = Any
-Aliased: TypeAlias = tuple[Payload, Marks]
+Aliased: TypeAlias = tuple[Payload, int | None, Any]
+_TREE = -1
 
 
 @define(eq=False)
@@ -76,21 +75,24 @@ class Unread:
         """
         if aliased is None or self.local:
             aliased = without_graph(payload)
-        _, marks = self.kept[microbatch] = aliased
-        for _, address in marks if isinstance(marks, list) else (marks,):
+        self.kept[microbatch] = aliased
+        for _, _, address in each_of(aliased):
             if address:
                 for other in self.beside:
-                    earlier = other.places.get(address)
-                    if earlier is None or (earlier == microbatch and other.returned_by == self.returned_by):
-                        continue
-                    if _may_change(payload, address):
-                        raise other.written(earlier)
+                    if address in other.places:
+                        self._check_same(other, microbatch, payload, address)
                 self.places.setdefault(address, microbatch)
+
+    def _check_same(self, other: Unread, microbatch: int, payload: Payload, address: int) -> None:
+        earlier = other.places[address]
+        is_same = earlier == microbatch and other.returned_by == self.returned_by
+        if not is_same and _may_change(payload, address):
+            raise other.written(earlier)
 
     def settle(self) -> None:
         """A stage of this position runs: copy what it may write."""
-        for microbatch, (payload, marks) in self.kept.items():
-            self.kept[microbatch] = self._own(microbatch, payload, marks)
+        for microbatch, aliased in self.kept.items():
+            self.kept[microbatch] = self._own(microbatch, aliased)
 
     def take(self, microbatch: int) -> Payload:
         """The payload of ``microbatch`` for its send, or for the stage on the same rank; once.
@@ -98,14 +100,15 @@ class Unread:
         Raises:
             StageOutputError: it was written since its stage returned it.
         """
-        payload, marks = aliased = self.kept.pop(microbatch)
-        if isinstance(marks, list) or marks[0] is None or payload._version != marks[0]:  # noqa: SLF001 -- see `_alias`
-            payload, marks = aliased = self._own(microbatch, payload, marks)
+        payload, version, _ = aliased = self.kept.pop(microbatch)
+        if version is None or version == _TREE or payload._version != version:  # noqa: SLF001 -- see `_alias`
+            aliased = self._own(microbatch, aliased)
         if self.local:
-            for _, address in marks if isinstance(marks, list) else (marks,):
+            for _, _, address in each_of(aliased):
                 self.places.pop(address, None)
-            return unpacked(_as_leaf(payload, marks))
-        if marks is not _COPIED:
+            return unpacked(_as_leaf(aliased))
+        payload, version, address = aliased
+        if version is not None or address:  # no copy
             self._left[microbatch] = aliased
         return payload
 
@@ -118,32 +121,25 @@ class Unread:
         aliased = self._left.pop(microbatch, None)
         if aliased is None:
             return
-        payload, marks = aliased
-        each = zip(tensors_in_order(payload), marks, strict=True) if isinstance(marks, list) else ((payload, marks),)
-        for tensor, (version, address) in each:
+        for tensor, version, address in each_of(aliased):
             if version is not None and tensor._version != version:  # noqa: SLF001 -- see `_alias`
                 raise self.written(microbatch)
             self.places.pop(address, None)
 
-    def _own(self, microbatch: int, payload: Payload, marks: Marks) -> Aliased:
-        if not isinstance(marks, list):
-            version, address = marks
-            if version is not None:
-                if payload._version != version:  # noqa: SLF001 -- see `_alias`
-                    raise self.written(microbatch)
-            elif address and is_shared(payload):
-                self.places.pop(address, None)
-                return payload.clone(), _COPIED
-            return payload, marks
-        found: list[Mark] = []
-        each = iter(marks)
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            owned, mark = self._own(microbatch, tensor, next(each))
-            found.append(mark)  # type: ignore[arg-type]  # of one tensor
-            return owned  # type: ignore[no-any-return]
-
-        return map_tensors(payload, own), found
+    def _own(self, microbatch: int, aliased: Aliased) -> Aliased:
+        """The payload as it is now: a copy of what may be written unseen."""
+        payload, version, address = aliased
+        if version == _TREE:
+            found = [self._own(microbatch, one) for one in each_of(aliased)]
+            each = iter(found)
+            return map_tensors(payload, lambda _: next(each)[0]), _TREE, found
+        if version is not None:
+            if payload._version != version:  # noqa: SLF001 -- see `_alias`
+                raise self.written(microbatch)
+        elif address and is_shared(payload):
+            self.places.pop(address, None)
+            return payload.clone(), None, 0
+        return aliased
 
     def written(self, microbatch: int) -> StageOutputError:
         """The error of a stage that has written into the payload of ``microbatch``."""
@@ -165,32 +161,37 @@ def without_graph(payload: Payload) -> Aliased:
     """The tensors as ones of their own, so that the memory's holders can be counted; and what they are known by."""
     if isinstance(payload, torch.Tensor):
         return _alias(payload)
-    marks: list[Mark] = []
+    each: list[Aliased] = []
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
-        found, mark = _alias(tensor)
-        marks.append(mark)
-        return found
+        each.append(_alias(tensor))
+        return each[-1][0]  # type: ignore[no-any-return]
 
-    return map_tensors(payload, alias), marks
+    return map_tensors(payload, alias), _TREE, each
 
 
-def _alias(tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+def each_of(aliased: Aliased) -> Sequence[tuple[torch.Tensor, int | None, int]]:
+    """The tensors of a payload with what they are known by, in the order of `map_tensors`."""
+    return aliased[2] if aliased[1] == _TREE else (aliased,)
+
+
+def _alias(tensor: torch.Tensor) -> Aliased:
     if tensor.requires_grad:
         # A leaf is an input that is passed on, or a parameter. Detached, a tensor keeps its version, which torch
         # documents as the way to ask for changes in place.
-        return tensor.detach(), (tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr())  # noqa: SLF001
+        return tensor.detach(), tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr()  # noqa: SLF001
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-        return tensor, _COPIED  # left to the communicator's checks
-    return tensor.data, (None, tensor.data_ptr())
+        return tensor, None, 0  # left to the communicator's checks
+    return tensor.data, None, tensor.data_ptr()
 
 
-def _as_leaf(payload: Payload, marks: Marks) -> Payload:
+def _as_leaf(aliased: Aliased) -> Payload:
     """The payload for a stage on the same rank: what had a graph gets a gradient of its own."""
-    if not isinstance(marks, list):
-        return payload if marks[0] is None else payload.requires_grad_()
-    each = iter(marks)
-    return map_tensors(payload, lambda tensor: _as_leaf(tensor, next(each)))
+    payload, version, _ = aliased
+    if version == _TREE:
+        each = iter(each_of(aliased))
+        return map_tensors(payload, lambda _: _as_leaf(next(each)))
+    return payload if version is None else payload.requires_grad_()
 
 
 def _may_change(payload: Payload, address: int) -> bool:

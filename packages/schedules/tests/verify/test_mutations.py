@@ -148,7 +148,7 @@ def two_on_one_position(judges, number, slices):
         doubles = sorted(
             {
                 twice
-                for single in singles
+                for single in sorted(singles)
                 for _, twice in judges.alphabet.changes(single)
                 if slice_of(twice, slices) == number
             }

@@ -133,38 +133,37 @@ def test_a_checkpointed_region_is_recomputed_at_i():
     assert not at_i
 
 
-class Drops(Block):
-    def forward(self, x):
-        return x + nn.functional.dropout(self.down(x), 0.5)
-
-
 def test_dropout_in_a_region_has_one_mask_for_both_halves():
+    class Drops(Block):
+        def forward(self, x):
+            return x + nn.functional.dropout(self.down(x), 0.5)
+
     require_equal(*pair(Drops), torch.randn(3, WIDTH, dtype=torch.float64))
 
 
-class Checkpointed(Block):
-    """Draws inside what is computed again."""
-
-    def forward(self, x):
-        def run(x):
-            return x + nn.functional.dropout(self.down(nn.functional.dropout(x, 0.3)), 0.5)
-
-        return checkpoint(run, x, use_reentrant=False) + nn.functional.dropout(x, 0.5)
-
-
 def test_dropout_in_a_checkpoint_in_a_region_is_drawn_again_alike():
+    class Checkpointed(Block):
+        """Draws inside what is computed again."""
+
+        def forward(self, x):
+            def run(x):
+                return x + nn.functional.dropout(self.down(nn.functional.dropout(x, 0.3)), 0.5)
+
+            return checkpoint(run, x, use_reentrant=False) + nn.functional.dropout(x, 0.5)
+
     for rows in (3, 5):
         require_equal(*pair(Checkpointed), torch.randn(rows, WIDTH, dtype=torch.float64))
 
 
-class Turned(Block):
-    """Returns a view of what it has computed."""
-
-    def forward(self, x):
-        return (x + self.down(x)).reshape(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).flatten(1).unsqueeze(0)[0]
-
-
 def test_a_view_of_what_a_region_computed_is_an_output():
+    class Turned(Block):
+        """Returns a view of what it has computed."""
+
+        def forward(self, x):
+            return (
+                (x + self.down(x)).reshape(-1, 2, WIDTH // 2).transpose(0, 1).transpose(0, 1).flatten(1).unsqueeze(0)[0]
+            )
+
     require_equal(*pair(Turned), torch.randn(3, WIDTH, dtype=torch.float64))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from attrs import frozen
 from hypothesis import given
@@ -21,12 +23,6 @@ from pipegrid.schedules.plan.actions import ActionKind
 from ..kit.groups import Group
 
 SMALL = st.integers(1, 8)
-
-
-@frozen
-class Place:
-    total_stages: int
-    current_stage: int
 
 
 @frozen(kw_only=True)
@@ -68,7 +64,7 @@ def test_an_order_runs_each_chunk_forward_and_backward_once_per_microbatch(m, v,
 def test_warmup_without_chunks_is_the_distance_to_the_last_stage(stages, microbatches):
     for rank in range(stages):
         total, all_warmup, warmup, remaining = get_pp_rank_microbatches(
-            microbatches, 1, None, p2p_communicator=Place(stages, rank)
+            microbatches, 1, None, p2p_communicator=SimpleNamespace(total_stages=stages, current_stage=rank)
         )
         assert (total, warmup) == (microbatches, min(stages - rank - 1, microbatches))
         assert remaining == total - warmup
@@ -76,7 +72,7 @@ def test_warmup_without_chunks_is_the_distance_to_the_last_stage(stages, microba
 
 
 def test_warmup_with_chunks_counts_both_ways_and_the_groups_of_earlier_chunks():
-    place = Place(4, 1)
+    place = SimpleNamespace(total_stages=4, current_stage=1)
     assert get_pp_rank_microbatches(16, 2, 4, p2p_communicator=place) == (32, False, 2 * 2 + 4, 24)
     assert get_pp_rank_microbatches(16, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=place) == (
         32,
@@ -105,7 +101,7 @@ def test_the_plan_of_interleaved_1f1b_is_what_counts_and_table_say(stages, chunk
             table = get_schedule_table(microbatches, chunks, group)
             plan = interleaved_1f1b(stages, microbatches, num_chunks=chunks, group_size=group)
             for rank, held in enumerate(plan.stages_at):
-                place = Place(stages, rank)
+                place = SimpleNamespace(total_stages=stages, current_stage=rank)
                 _, _, warmup, _ = get_pp_rank_microbatches(microbatches, chunks, group, p2p_communicator=place)
                 order = list(plan.actions(rank))
                 assert chunks_of(order, held) == convert_schedule_table_to_order(warmup, chunks, table)
@@ -116,7 +112,7 @@ def test_the_plan_of_interleaved_1f1b_is_what_counts_and_table_say(stages, chunk
 @given(st.integers(2, 6), st.integers(1, 20))
 def test_the_plan_of_1f1b_warms_up_as_the_counts_say(stages, microbatches):
     for rank in range(stages):
-        place = Place(stages, rank)
+        place = SimpleNamespace(total_stages=stages, current_stage=rank)
         _, _, warmup, _ = get_pp_rank_microbatches(microbatches, 1, None, p2p_communicator=place)
         table = get_schedule_table(microbatches, 1, stages)
         order = list(one_f_one_b(stages, microbatches).actions(rank))
@@ -131,7 +127,9 @@ def test_the_plan_of_forwards_alone_is_the_table(stages, microbatches, chunks):
 
 
 def test_forward_only_is_all_warmup_and_one_stage_has_none():
-    assert get_pp_rank_microbatches(6, 2, 4, forward_only=True, p2p_communicator=Place(4, 1)) == (12, True, 12, 0)
+    assert get_pp_rank_microbatches(
+        6, 2, 4, forward_only=True, p2p_communicator=SimpleNamespace(total_stages=4, current_stage=1)
+    ) == (12, True, 12, 0)
     assert get_pp_rank_microbatches(6, 1, None) == (6, False, 0, 6)
 
 
@@ -166,7 +164,7 @@ def test_sizes_are_integers_of_at_least_one(bad):
 
 @pytest.mark.parametrize("bad", [size for size in BAD_COUNTS if size is not None])
 def test_a_group_without_microbatches_is_not_taken_for_none_given(bad):
-    place = Place(2, 0)
+    place = SimpleNamespace(total_stages=2, current_stage=0)
     with pytest.raises(StepArgumentError, match=f"^microbatch_group_size_per_vp_stage is {bad!r}; it must be an"):
         get_pp_rank_microbatches(4, 2, bad, p2p_communicator=place)
     assert get_pp_rank_microbatches(4, 2, None, p2p_communicator=place) == (8, False, 4, 4)

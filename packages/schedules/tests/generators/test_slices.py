@@ -171,19 +171,6 @@ def test_weight_halves_of_slices_run_in_any_order():
 # Simulated
 
 
-def played(plan, costs):
-    """The makespan with free communication, by one rule after the other: a second, slower `simulate`."""
-    lengths = costs.slice_lengths or (1,) * plan.num_slices
-    times = costs.slice_times or (1,) * plan.num_slices
-    share = dict.fromkeys((F, B, I), times) | {W: lengths}
-    whole = {F: costs.F, I: costs.I, W: costs.W, B: costs.I + costs.W}
-
-    def duration(action):
-        return whole[action.kind] * share[action.kind][action.slice] / sum(share[action.kind])
-
-    return makespan(play_plan(plan, duration))
-
-
 SHARES = st.floats(0.1, 3.0)
 
 
@@ -195,7 +182,13 @@ def test_the_simulated_makespan_is_that_of_a_second_player(make, p, m, k, data):
     costs = Costs(
         F=data.draw(SHARES), I=data.draw(SHARES), W=data.draw(SHARES), slice_lengths=lengths, slice_times=times
     )
-    assert simulate(plan, costs).makespan == pytest.approx(played(plan, costs))
+    share = dict.fromkeys((F, B, I), times) | {W: lengths}
+    whole = {F: costs.F, I: costs.I, W: costs.W, B: costs.I + costs.W}
+
+    def duration(action):
+        return whole[action.kind] * share[action.kind][action.slice] / sum(share[action.kind])
+
+    assert simulate(plan, costs).makespan == pytest.approx(makespan(play_plan(plan, duration)))
 
 
 def test_messages_and_memory_of_a_slice_go_by_its_length():

@@ -28,7 +28,7 @@ from pipegrid.schedules.generators.registry import find_schedule
 from pipegrid.schedules.generators.shapes import OrderBuilder
 from pipegrid.transport.edge import Edge
 
-from ..kit.orders import every_order, makespan_of, shortest, u_passes
+from ..kit.orders import every_order, least_makespan, makespan_of, split_passes, u_passes
 
 
 @frozen
@@ -53,7 +53,7 @@ class Model:
 
     def shortest(self, m):
         limits = u_shape_counts(self.positions, costs=self.costs).in_flight
-        return shortest(u_passes(self.forwards, self.backwards, self.links), m, limits)
+        return least_makespan(u_passes(self.forwards, self.backwards, self.links), m, limits)
 
 
 def unit(p):
@@ -79,21 +79,28 @@ def any_model(rng):
     return Model((head, *[f] * (p - 1), tail), backwards, (link, *[0] * (p - 2), link))
 
 
-def test_the_brute_force_is_every_order_played_one_by_one():
-    passes = u_passes((1, 2, 1), (2, 4, 1), (1, 1))
-    for m, number in ((1, 1), (2, 14), (3, 462)):
-        edge, cloud = (list(every_order(passes, m, position)) for position in (0, 1))
-        assert len(edge) == number
-        played = [makespan_of(passes, orders) for orders in itertools.product(edge, cloud)]
-        assert min(each for each in played if each is not None) == shortest(passes, m, (None, None))
+@pytest.mark.parametrize(
+    ("passes", "numbers"),
+    [
+        (u_passes((1, 2, 1), (2, 4, 1), (1, 1)), (1, 14, 462)),
+        (split_passes((0, 1), {"F": 1, "I": 1.5, "W": 0.5}, hop=0.25), (1, 5, 42)),
+    ],
+    ids=["a U", "split backwards"],
+)
+def test_the_brute_force_is_every_order_played_one_by_one(passes, numbers):
+    for m, number in enumerate(numbers, start=1):
+        first, second = (list(every_order(passes, m, position)) for position in (0, 1))
+        assert len(first) == number
+        played = [makespan_of(passes, orders) for orders in itertools.product(first, second)]
+        assert min(each for each in played if each is not None) == least_makespan(passes, m, (None, None))
 
 
 def test_a_limit_is_on_the_microbatches_that_a_position_holds():
     passes = u_passes((1, 1, 1), (1, 1, 1), (5, 5))
-    alone = shortest(passes, 1, (None, None))
+    alone = least_makespan(passes, 1, (None, None))
     assert alone == 26
-    assert shortest(passes, 3, (1, 1)) == 3 * alone
-    assert shortest(passes, 3, (2, 2)) < 3 * alone
+    assert least_makespan(passes, 3, (1, 1)) == 3 * alone
+    assert least_makespan(passes, 3, (2, 2)) < 3 * alone
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -249,7 +256,7 @@ def test_no_forward_order_is_faster():
         for m in range(1, 6):
             passes = u_passes(unit(p).forwards, (), unit(p).links)
             plan = u_shape(p, m, forward_only=True)
-            assert simulate(plan).makespan == shortest(passes, m, (None,) * p) == m + p - 1
+            assert simulate(plan).makespan == least_makespan(passes, m, (None,) * p) == m + p - 1
             verify(lower(plan))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from pipegrid.schedules.plan import parse_action
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
 from ..kit.gradients import gradients_of
-from ..kit.models import WIDTH, Model, call, forward_step, in_one_process, microbatch
+from ..kit.models import WIDTH, Model, call, in_one_process, microbatch, step_on
 
 LARGE = 2**17  # float64 values of 1 MiB: such a gradient is reduced in place
 
@@ -94,7 +93,7 @@ def test_plain_parameters_beside_sharded_ones_have_the_gradients_of_one_process(
             get_forward_backward_func(schedule=schedule),
             model=stages,
             count=count,
-            forward_step_func=partial(forward_step, data=lambda m: microbatch(m, ranks.rank).to(ranks.device)),
+            forward_step_func=step_on(ranks.rank, ranks.device),
             p2p_communicator=pipe,
             pg_collection=ProcessGroupCollection.from_grid(grid),
         )

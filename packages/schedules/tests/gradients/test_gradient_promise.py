@@ -5,7 +5,6 @@ A sample of the whole matrix runs always, the matrix nightly.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from functools import partial
 
@@ -82,21 +81,11 @@ class Case:
         return models
 
 
-def loss_of(case, output):
-    return (output**2).sum() if case.loss == "tokens" else (output**2).mean() / case.microbatches
-
-
-def finish(case, models):
-    """A sum over tokens is divided by their number once, at the end."""
-    if case.loss == "tokens":
-        total = sum(len(uneven(number)) for number in range(case.microbatches))
-        for parameter in set(itertools.chain(*(model.parameters() for model in models))):
-            if parameter.grad is not None:
-                parameter.grad.div_(total)
-
-
 def stages(case, plan, models, **options):
-    return stages_of(plan.graph, models, data=uneven, loss=lambda output, _: loss_of(case, output), **options)
+    def loss(output, _):
+        return (output**2).sum() if case.loss == "tokens" else (output**2).mean() / case.microbatches
+
+    return stages_of(plan.graph, models, data=uneven, loss=loss, **options)
 
 
 def reducing(plan, *copies):
@@ -121,10 +110,6 @@ def in_order(plan):
     return all(order == sorted(order) for order in added.values())
 
 
-def names(case, plan):
-    return [name for model in case.models(plan.num_stages) for name, _ in model.named_parameters()]
-
-
 def check(case, network):
     plan = case.plan()
     models, whole = case.models(plan.num_stages), case.models(plan.num_stages)
@@ -135,13 +120,12 @@ def check(case, network):
     if case.special == "tied":  # one parameter, which has the place of both copies below
         whole[-1].word = whole[0].word
     differentiate(plan, stages(case, plan, whole))
-    for each in (models, whole):
-        finish(case, each)
     found, expected = gradients_of(models), gradients_of(whole)
     assert difference(found, expected) < 1e-10
     if case.special == "tied":
         # The copies add up what one parameter would by turns, so only they are not bit for bit.
-        words = [number for number, name in enumerate(names(case, plan)) if name == "word"]
+        names = [name for model in models for name, _ in model.named_parameters()]
+        words = [number for number, name in enumerate(names) if name == "word"]
         assert torch.equal(*(found[number] for number in words))
         found, expected = (
             [gradient for number, gradient in enumerate(side) if number not in words] for side in (found, expected)

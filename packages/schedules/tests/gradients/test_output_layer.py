@@ -210,14 +210,6 @@ def test_over_tensor_parallel_ranks_the_shards_gradients_are_those_of_the_whole(
     assert torch.allclose(module.output_layer.weight.grad, weight.grad[rows], rtol=1e-13)
 
 
-class Words(Model):
-    """The first stage: an embedding whose table is the head's output layer."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.word = nn.Parameter(Head().output_layer.weight.detach().clone())
-
-
 def words_of(index):
     return torch.randint(VOCABULARY, (3, 2), generator=torch.Generator().manual_seed(index))
 
@@ -231,8 +223,10 @@ def test_a_tied_output_layer_is_finished_before_its_reduce_and_after_the_last_se
         actions.append((str(action), waiting))
 
     box = HyperCommGrid([2], ["pp"])
-    model = (Words, Head)[ranks.rank](None)
-    copy = model.word if ranks.rank == 0 else model.output_layer.weight
+    model = Head() if ranks.rank == 1 else Model()  # the first stage: an embedding whose table is the output layer's
+    copy = model.output_layer.weight if ranks.rank == 1 else nn.Parameter(Head().output_layer.weight.detach().clone())
+    if ranks.rank == 0:
+        model.word = copy
     tied = tie_parameters("word", {ranks.rank: copy}, stages=[0, 1], grids=box)
     config = deferring(
         pipeline_dtype=torch.float64, tied_parameters=[tied], hooks=(Hook(before),), strict=ranks.strict_sends

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -19,24 +20,19 @@ GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
 TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
 
 
-@frozen
-class Grid:
-    shape: tuple
-    dim_names: tuple = ("dp", "cp")
-
-
-@frozen
-class Communicator:
-    module_to_grid_map: dict
-
-
 class Wrapped(nn.Linear):
     def no_sync(self):
         raise NotImplementedError
 
 
+def communicator_of(shapes):
+    """Of modules with grids of these shapes, dp and cp."""
+    grids = {name: SimpleNamespace(shape=shape, dim_names=("dp", "cp")) for name, shape in shapes.items()}
+    return SimpleNamespace(module_to_grid_map=grids)
+
+
 def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):
-    communicator = None if grids is None else Communicator({name: Grid(shape) for name, shape in grids.items()})
+    communicator = None if grids is None else communicator_of(grids)
     models, config = chunks or {stage: model or nn.Linear(1, 1)}, PipelineConfig(**options)
     policy = gradient_policy(
         models=models,
@@ -148,11 +144,10 @@ def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
 def test_losses_on_different_lanes_are_each_a_mean_over_their_own():
     """All gradients are divided by the larger number of lanes, so the loss of the smaller module counts for less."""
     graph = ModuleGraph({"a": 1, "b": 1, "c": 1}, {"c": ["a", "b"]})
-    grids = {name: Grid(shape) for name, shape in {"a": (2, 1), "b": (1, 1), "c": (1, 1)}.items()}
     policy = gradient_policy(
         models={graph.stage(name, 0): nn.Linear(1, 1) for name in ("b", "c")},
         config=PipelineConfig(),
-        communicator=Communicator(grids),
+        communicator=communicator_of({"a": (2, 1), "b": (1, 1), "c": (1, 1)}),
         graph=graph,
         pg_collection=Groups(),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +23,7 @@ from pipegrid.schedules.gradients import (
 from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron import PipelineConfig
+from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import CollectiveFailedError
 
 from ..kit.groups import Groups
@@ -238,19 +238,13 @@ def test_foreach_operations_are_those_of_torch(ranks):
     assert torch.equal(value, torch.ones(2))
 
 
-@frozen
-class WithExperts(Groups):
-    expt_dp: object = None
-    expt_tp: object = None
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mark", ["allreduce", "expert"])
 def test_experts_are_summed_over_lanes_of_their_own_and_counted_once(ranks, mark):
     """Four replicas, two expert-parallel ranks: the expert of a rank has seen the tokens of its pair."""
     pairs = [dist.new_group(r) for r in ([0, 2], [1, 3])]  # replicas of an expert
     expert, pair = ranks.rank % 2, ranks.rank // 2
-    groups = WithExperts(dp=dist.group.WORLD, expt_dp=pairs[expert])
+    groups = ProcessGroupCollection(dp=dist.group.WORLD, expt_dp=pairs[expert])
     held = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("dense", "expert")})
     held["dense"].grad = torch.full((3,), 1.0 + ranks.rank, dtype=torch.float64)
     held["expert"].grad = torch.full((3,), 10.0 * (1 + expert) + pair, dtype=torch.float64)

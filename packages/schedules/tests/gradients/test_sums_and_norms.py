@@ -14,6 +14,7 @@ from pipegrid.schedules.gradients.clip import clip_grad_norm_
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
 
+from ..kit.gradients import assert_same_bits
 from ..kit.groups import Groups
 from ..kit.models import two_layers
 
@@ -206,13 +207,6 @@ def test_what_cannot_be_reduced_is_named():
         clip_grad_norm_(two_layers(), Groups(), 0)
 
 
-def same_everywhere(value):
-    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, value)
-    # As bits, so that one NaN equals another.
-    return all(torch.equal(each.view(torch.int64), value.view(torch.int64)) for each in found)
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_one_norm_over_several_modules_on_overlapping_ranks(ranks, norm_type):
@@ -239,7 +233,7 @@ def test_one_norm_over_several_modules_on_overlapping_ranks(ranks, norm_type):
     expected = torch.linalg.vector_norm(everything, norm_type)
     norm = clip_grad_norm_(modules, collections, 1.0, norm_type=norm_type)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert same_everywhere(norm)
+    assert_same_bits(norm)
     assert torch.allclose(modules["language"]["s"].grad, shard / expected.float(), rtol=1e-5)
     again = clip_grad_norm_(modules, collections, 2.0, norm_type=norm_type)
     assert again.item() == pytest.approx(1.0, rel=1e-5)  # clipped once each, also where two names share a module
@@ -258,7 +252,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(ranks, norm_type):
             norm = clip_grad_norm_(module, Groups(), 1.0, norm_type=norm_type)
             assert not torch.isfinite(norm)
             assert torch.isnan(norm) == math.isnan(value)
-            assert same_everywhere(norm)
+            assert_same_bits(norm)
 
 
 @pytest.mark.ranks(3)
@@ -269,7 +263,7 @@ def test_the_same_norm_to_the_bit_however_uneven_the_parts(ranks):
         parameter.grad = torch.randn_like(parameter) * 10.0 ** (6 * ranks.rank - 6)
     kept = [parameter.grad.clone() for parameter in module.values()]
     norm = clip_grad_norm_(module, Groups(), 1e-3)
-    assert same_everywhere(norm)
+    assert_same_bits(norm)
     scale = (1e-3 / (norm + 1e-6)).float()
     assert all(torch.equal(p.grad, g * scale) for p, g in zip(module.values(), kept, strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 
 import pytest
 import torch
@@ -21,14 +20,9 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import assert_same_gradients
-from ..kit.models import Part, call, forward_step, in_one_process, microbatch
+from ..kit.models import Part, call, in_one_process, microbatch, step_on
 
 MICROBATCHES = 3
-
-
-def step_on(lane):
-    """The forward step with the data of a lane."""
-    return partial(forward_step, data=partial(microbatch, lane=lane))
 
 
 def reference(stages):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges import ModuleGraphError, MultiModulePipelineCommunicator
@@ -35,6 +35,7 @@ from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.gradients import assert_same_bits
 from ..kit.models import call, in_one_process
 from ..kit.words import WORDS, WordStage, word_stages
 
@@ -205,7 +206,8 @@ def test_across_modules_with_unequal_lanes_training_is_that_of_one_process(ranks
     assert torch.allclose(stage.word.grad, word.grad, rtol=1e-11, atol=1e-15)
     if here == 1:
         assert torch.allclose(stage.layer.weight.grad, weight.grad, rtol=1e-11, atol=1e-15)
-    assert_same_bits(stage.word)
+    for tensor in (stage.word.detach(), stage.word.grad):
+        assert_same_bits(tensor)
     assert torch.allclose(clip_grad_norm_(stage, collection, 1e-3), norm, rtol=1e-11)
     communicator.destroy()
     dist.barrier()
@@ -218,13 +220,6 @@ def train(stage, step, communicator, collection):
         optimizer.zero_grad()
         pipelined(model=stage, forward_step_func=step, p2p_communicator=communicator, pg_collection=collection)
         optimizer.step()
-
-
-def assert_same_bits(parameter):
-    for tensor in (parameter.detach(), parameter.grad):
-        copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(copies, tensor)
-        assert all(torch.equal(copy, tensor) for copy in copies)
 
 
 @pytest.mark.ranks(4)
@@ -250,7 +245,8 @@ def test_on_two_replicas_of_one_pipeline_training_is_that_of_one_process(ranks, 
     train(stage, step, communicator, collection)
     word, _, norm = one_process(False)
     assert torch.allclose(stage.word.grad, word.grad, rtol=1e-11, atol=1e-15)
-    assert_same_bits(stage.word)
+    for tensor in (stage.word.detach(), stage.word.grad):
+        assert_same_bits(tensor)
     assert torch.allclose(clip_grad_norm_(stage, collection, 1e-3), norm, rtol=1e-11)
     communicator.close()
 
@@ -439,19 +435,12 @@ def test_what_is_tied_wrongly_is_refused_before_anything_is_sent(ranks):
         tie_parameters("v", {ranks.rank: module.weight}, stages=[0, 2], grids=box)
 
 
-@frozen
-class Tie:
-    name: str
-    stages: tuple
-    copies: tuple
-
-
 def test_ties_are_settled_before_the_step():
     module = nn.Linear(2, 2)
     module.weight.tied = TieMark("w", over_replicas=True)
     with pytest.raises(GradientError, match=r"is tied as 'w', which config.tied_parameters does not have \(\[\]\)"):
         required_ties(models=[module], config=PipelineConfig(), stages=[0])
-    tie = Tie("w", (0, 1), (module.weight,))
+    tie = SimpleNamespace(name="w", stages=(0, 1), copies=(module.weight,))
     assert required_ties(models=[module], config=PipelineConfig(tied_parameters=[tie]), stages=[0]) == (tie,)
     with pytest.raises(GradientError, match="'w' is on stage 1, whose model trains none of its copies"):
         required_ties(models=[nn.Linear(1, 1)], config=PipelineConfig(tied_parameters=[tie]), stages=[1])

@@ -150,7 +150,7 @@ class Explorer:
         self.members = {group.name: set(group.positions) for group in plan.groups}
         self.wanted = [self._wanted(position) for position in range(len(plan.positions))]
         self.batches = {}  # all ends of a step -> their number
-        self._meetings = {}  # traces -> what comes of their meeting
+        self._meetings = {}  # (every_order, *traces) -> what comes of their meeting
 
     def part(self, position, steps):
         """One position's steps, read."""
@@ -313,39 +313,21 @@ class Explorer:
         """The positions that do the computes of a stage together."""
         return self.places[queue[1]]
 
-    def judge(self, parts):
-        """What comes of the parts in one order of events, which is as good as all (see `walk`)."""
-        traces = tuple([part.trace for part in parts])
-        if traces not in self._meetings:
-            self._meetings[traces] = self._meet(traces)
-        return self._sum_up(parts, *self._meetings[traces])
+    def judge(self, parts, *, every_order=False):
+        """What can come of the parts: in one order of events, which is as good as all, or in every order.
 
-    def _meet(self, traces):
-        """Whether all come to their ends, and whether all that met was of one message."""
-        batches = list(self.batches)
-        todo = [[batches[number] for number in trace[:-1]] for trace in traces]
-        posted = {}  # (queue, side) -> contents so far
-        at = [0] * len(traces)
-        for steps in todo:
-            _post(steps[:1], posted)
-        fitting, moved = True, True
-        while moved:
-            moved = False
-            for position, steps in enumerate(todo):
-                while at[position] < len(steps):
-                    met = [
-                        (content, other[place] if place < len(other) else None)
-                        for queue, side, place, content in steps[at[position]]
-                        for other in [posted.get((queue, other), ()) for other in self._others(queue, side)]
-                    ]
-                    fitting = fitting and all(theirs in (None, ours) for ours, theirs in met)
-                    if any(theirs is None for _, theirs in met):
-                        break
-                    at[position] += 1
-                    _post(steps[at[position] : at[position] + 1], posted)
-                    moved = True
-        finished = all(number == len(trace) - 1 and trace[-1] for number, trace in zip(at, traces, strict=True))
-        return finished, fitting
+        That one is as good as all is not taken for granted: the tests hold both against each other.
+        """
+        key = every_order, *[part.trace for part in parts]
+        if key not in self._meetings:
+            self._meetings[key] = self._meet(parts, every_order)
+        finished, stuck, fitting = self._meetings[key]
+        problems = {STUCK} if stuck else set()
+        if not fitting or any(part.mistakes & {STRANGE, UNKNOWN} for part in parts):
+            problems.add(WRONG)
+        if finished and any(part.mistakes for part in parts):
+            problems.add(WRONG)
+        return problems
 
     def crossed(self, parts):
         """Whether in some queue what one side posts is not what another does, message by message."""
@@ -356,8 +338,12 @@ class Explorer:
             for other in self._others(queue, side)
         )
 
-    def walk(self, parts, limit=2_000_000):
-        """What can come of the parts in any order of events: goes through all states that any timing can reach."""
+    def _meet(self, parts, every_order, limit=2_000_000):
+        """Go through all states that any timing can reach, or through those of one order of events.
+
+        Returns whether some order comes to its end, whether some gets stuck, and whether all that met was of one
+        message.
+        """
         where = {  # (queue, side, place) -> (position, step)
             (queue, side, place): (position, number)
             for position, part in enumerate(parts)
@@ -394,7 +380,7 @@ class Explorer:
         seen, todo = {first}, [first]
         while todo:
             state = todo.pop()
-            followers = list(moves(state))
+            followers = list(itertools.islice(moves(state), None if every_order else 1))
             if not followers:
                 done = all(number == len(part.steps) for (number, _), part in zip(state, parts, strict=True))
                 finished, stuck = finished or done, stuck or not done
@@ -404,15 +390,7 @@ class Explorer:
                         raise RuntimeError(f"more than {limit} states; give a smaller plan")
                     seen.add(follower)
                     todo.append(follower)
-        return self._sum_up(parts, finished, fitting) | ({STUCK} if stuck else set())
-
-    def _sum_up(self, parts, finished, fitting):
-        problems = set() if finished else {STUCK}
-        if not fitting or any(part.mistakes & {STRANGE, UNKNOWN} for part in parts):
-            problems.add(WRONG)
-        if finished and any(part.mistakes for part in parts):
-            problems.add(WRONG)
-        return problems
+        return finished, stuck, fitting
 
 
 def _tensor(action):
@@ -428,21 +406,8 @@ def _piece(action):
     return action.microbatch if action.slice is None else (action.microbatch, action.slice)
 
 
-def _post(steps, posted):
-    for ends in steps:
-        for queue, side, _, content in ends:
-            posted.setdefault((queue, side), []).append(content)
-
-
 def _with(state, position, value):
     return (*state[:position], value, *state[position + 1 :])
-
-
-def explorer_of(plan, lanes="separate", batches="in_order"):
-    """The explorer of a plan, with routes or without."""
-    from .routes_explorer import RoutedExplorer
-
-    return (Explorer if plan.routes is None else RoutedExplorer)(plan, lanes, batches)
 
 
 def explore(plan, lanes="separate", batches="in_order", *, every_order=True):
@@ -451,9 +416,11 @@ def explore(plan, lanes="separate", batches="in_order", *, every_order=True):
     ``every_order`` walks through all states that any timing can reach; otherwise one order of events, which
     is enough as long as no event can disable another (the tests hold both against each other).
     """
-    explorer = explorer_of(plan, lanes, batches)
+    from .routes_explorer import RoutedExplorer
+
+    explorer = (Explorer if plan.routes is None else RoutedExplorer)(plan, lanes, batches)
     parts = [explorer.part(position, steps) for position, steps in enumerate(plan.positions)]
-    return explorer.walk(parts) if every_order else explorer.judge(parts)
+    return explorer.judge(parts, every_order=every_order)
 
 
 def explore_creation(plan, creation, *, lanes="separate"):
@@ -483,4 +450,4 @@ def explore_creation(plan, creation, *, lanes="separate"):
     for position, names in enumerate(creation):
         own = dict.fromkeys(map(communicator, names))
         parts.append(Part(explorer, position, [(Reading(ends=((("group", name), position, name),)),) for name in own]))
-    return explorer.walk(parts)
+    return explorer.judge(parts, every_order=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,14 @@ def assert_same_gradients(models, expected, *, rtol=1e-12, atol=1e-15):
     """Of two models, or of two lists of them; one by one."""
     for mine, other in zip(gradients_of(models), gradients_of(expected), strict=True):
         torch.testing.assert_close(mine, other, rtol=rtol, atol=atol)
+
+
+def assert_same_bits(tensor):
+    """On all ranks; as bytes, so that one NaN equals another."""
+    bits = tensor.flatten().view(torch.uint8)
+    copies = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, bits)
+    assert all(torch.equal(copy, bits) for copy in copies)
 
 
 def difference(found, expected, among=None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -38,9 +40,9 @@ class Part(Model):
 class Residual(nn.Module):
     """A block: a norm, two linear layers with a tanh between them, and the way past them."""
 
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -77,6 +79,11 @@ def forward_step(iterator, model, *, data=microbatch, loss=mean_loss):
     received = getattr(model, "module", model).received
     first, *others = (received.values() if isinstance(received, dict) else received) or [None]
     return model(data(next(iterator)) if first is None else sum(others, first)), loss
+
+
+def step_on(lane, device="cpu"):
+    """The forward step with the microbatches of a lane."""
+    return partial(forward_step, data=lambda index: microbatch(index, lane).to(device))
 
 
 def call(function=forward_backward_no_pipelining, *, model, count=4, **options):

@@ -3,17 +3,18 @@
 import itertools
 import random
 
+from attrs import evolve
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import (
+    ActionKind,
     dualpipe_v,
     forward_only,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
-    lower,
     multi_module_1f1b,
     one_f_one_b,
     seq1f1b,
@@ -66,6 +67,16 @@ def compute_plans(num_positions, num_microbatches):
         yield f"{generator.__name__} with 2 slices", generator(num_positions, num_microbatches, num_slices=2)
 
 
+def in_halves(plan):
+    """A plan of computes with each backward in its two halves, the second right after the first."""
+    halves = {ActionKind.B: (ActionKind.I, ActionKind.W)}
+    rows = [
+        [evolve(action, kind=kind) for action in actions for kind in halves.get(action.kind, (action.kind,))]
+        for actions in plan.positions
+    ]
+    return evolve(plan, positions=rows)
+
+
 LETTERS = st.sampled_from("abcde")
 
 
@@ -104,9 +115,3 @@ def random_module_plan(seed):
         "tied": {"tied": rng.sample(range(graph.num_stages), min(2, graph.num_stages))},
     }
     return plan, options if rng.random() < 0.7 else {}
-
-
-def lowered_module_plan(seed):
-    """`random_module_plan`, lowered."""
-    plan, options = random_module_plan(seed)
-    return lower(plan, **options)

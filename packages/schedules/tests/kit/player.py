@@ -7,6 +7,7 @@ of a plan of computes, whose results travel by themselves, or of one with messag
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import accumulate
 
 from attrs import frozen
 
@@ -175,8 +176,4 @@ def peak(plan, times, position, *, until="W"):
             changes.append((start, 1, +1))
         elif str(action.kind) in ("B", until):
             changes.append((end, 0, -1))
-    live = most = 0
-    for *_, change in sorted(changes):
-        live += change
-        most = max(most, live)
-    return most
+    return max(accumulate(change for *_, change in sorted(changes)), default=0)

@@ -12,7 +12,7 @@ from pipegrid.schedules.plan.dataflow import replicas_of
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import Communicator, Direction, Verbs
 
-from .threads import DEADLINE, Lane, Sent, copied, in_threads
+from .threads import DEADLINE, SENT, Lane, copied, in_threads
 
 WIDTH = 3
 
@@ -160,7 +160,7 @@ class InReplica(Communicator):
         def isend(payload):
             assert produced in here
             replicas.lane(self.actor, destination, direction).put(copied(payload))
-            return Sent()
+            return SENT
 
         def irecv():
             assert consumed in here

@@ -12,6 +12,9 @@ from pipegrid.transport.edge import Edge
 from .models import Model
 
 VOCABULARY, WIDTH, HEADS = 11, 8, 2
+TOKENS = 9
+LENGTHS = {1: (9,), 2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
+"""The lengths of so many slices."""
 
 
 class Attention(nn.Module):
@@ -115,21 +118,28 @@ def in_one_process(models, data, *, means=False):
 
 
 class SlicedStage:
-    """A stage of the runtime over a `Part`: slices of ``lengths`` tokens."""
+    """A stage of the runtime over a `Part`; ``data``: what `batches` returns."""
 
-    def __init__(self, number, model, num_stages, data, lengths, **options):
-        self.number, self.model, self.num_stages, self.data, self.options = number, model, num_stages, data, options
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        self.spans = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    def __init__(self, plan, number, model, data, **options):
+        self.model, self.data, self.options = model, data, options
+        self.outgoing = [Edge(number, number + 1)] if number + 1 < plan.num_stages else []
+        self.lengths = LENGTHS[plan.num_slices]
         self.count = sum(weights.sum() for *_, weights in data)
         self.losses = []
 
     def forward(self, microbatch, inputs, part):
-        tokens, targets, weights = (each[:, self.spans[part.index]] for each in self.data[microbatch])
+        tokens, targets, weights = (each.split(self.lengths, 1)[part.index] for each in self.data[microbatch])
         x = next(iter(inputs.values())) if inputs else tokens
         y = self.model(x, part.update, **self.options)
-        if self.number < self.num_stages - 1:
-            return Forwarded({Edge(self.number, self.number + 1): y})
+        if self.outgoing:
+            return Forwarded(dict.fromkeys(self.outgoing, y))
         loss = loss_of(y, targets, weights) / self.count
         self.losses.append(loss.item())
         return Forwarded({}, loss)
+
+
+def sliced_stages(plan, models=None, **options):
+    """A stage for each of ``models``, by default `parts`; ``options`` are those of a call of `Part`."""
+    data = batches(plan.num_microbatches, TOKENS)
+    each = enumerate(parts(plan.num_stages) if models is None else models)
+    return [SlicedStage(plan, number, model, data, **options) for number, model in each]

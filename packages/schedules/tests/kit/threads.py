@@ -7,24 +7,19 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
+import torch
 from attrs import define, field
+from torch.utils._pytree import tree_map_only
 
 from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport.edge import Direction, Edge
 
 DEADLINE = 20.0
 
-
-@define
-class Sent:
-    """A message in a queue is sent; there is nothing to wait for."""
-
-    def wait(self, timeout=None):
-        del timeout
-
-    def is_completed(self):
-        return True
+SENT = SimpleNamespace(wait=lambda timeout=None: None, is_completed=lambda: True)
+"""The handle of a message in a queue: there is nothing to wait for."""
 
 
 @define
@@ -32,15 +27,16 @@ class Receiving:
     """One message of a lane."""
 
     message: Future
+    deadline: float = DEADLINE
 
     def wait(self, timeout=None):
-        self.message.result(timeout or DEADLINE)
+        self.message.result(timeout or self.deadline)  # a TimeoutError past it
 
     def is_completed(self):
         return self.message.done()
 
     def result(self):
-        return self.message.result(DEADLINE)
+        return self.message.result(self.deadline)
 
 
 @define
@@ -49,23 +45,33 @@ class Lane:
 
     sent: deque = field(factory=deque)  # and not yet received, or the other way round
     awaited: deque = field(factory=deque)
+    error: Exception | None = None  # of a lane that was ended
     lock: threading.Lock = field(factory=threading.Lock)
 
     def _message(self, ours, theirs):
-        with self.lock:
-            if theirs:
-                return theirs.popleft()
-            ours.append(Future())
-            return ours[-1]
+        if theirs:
+            return theirs.popleft()
+        ours.append(Future())
+        if self.error is not None:
+            ours[-1].set_exception(self.error)
+        return ours[-1]
 
     def put(self, payload):
-        self._message(self.sent, self.awaited).set_result(payload)
+        with self.lock:
+            if self.error is None:
+                self._message(self.sent, self.awaited).set_result(payload)
 
-    def fail(self, error):
-        self._message(self.sent, self.awaited).set_exception(error)
+    def receive(self, deadline=DEADLINE):
+        with self.lock:
+            return Receiving(self._message(self.awaited, self.sent), deadline)
 
-    def receive(self):
-        return Receiving(self._message(self.awaited, self.sent))
+    def end(self, error):
+        """Fail every receive whose message is not sent by now."""
+        with self.lock:
+            if self.error is None:
+                self.error = error
+                for message in self.awaited:
+                    message.set_exception(error)
 
     def empty(self):
         return not self.sent and not self.awaited
@@ -73,13 +79,7 @@ class Lane:
 
 def copied(payload):
     """What a receiver gets: fresh tensors, requiring grad where they are floating-point."""
-    if isinstance(payload, dict):
-        return {key: copied(item) for key, item in payload.items()}
-    if isinstance(payload, (list, tuple)):
-        return type(payload)(map(copied, payload))
-    if payload is None:
-        return None
-    return payload.clone().requires_grad_(payload.is_floating_point())
+    return tree_map_only(torch.Tensor, lambda x: x.clone().requires_grad_(x.is_floating_point()), payload)
 
 
 @define
@@ -89,11 +89,19 @@ class Network:
     kind: type = field(factory=lambda: MemoryCommunicator)
     lanes: dict[tuple[Edge, Direction], Lane] = field(factory=dict)
     messages: int = 0
+    error: Exception | None = None
     lock: threading.Lock = field(factory=threading.Lock)
 
     def lane(self, edge, direction):
         with self.lock:
-            return self.lanes.setdefault((edge, direction), Lane())
+            return self.lanes.setdefault((edge, direction), Lane(error=self.error))
+
+    def end(self, error):
+        """End all lanes, those not yet opened as well."""
+        with self.lock:
+            self.error = error
+            for lane in self.lanes.values():
+                lane.end(error)
 
     def communicator(self, total_stages, current_stage, *graph):
         """The end of one position of a chain; with a graph of modules and its stages of one of that graph."""
@@ -144,7 +152,7 @@ class MemoryCommunicator:
         with self.network.lock:
             self.network.messages += 1
         self.network.lane(edge, direction).put(copied(payload))
-        return Sent()
+        return SENT
 
     def irecv(self, *, edge, direction, shapes=None):
         del shapes

@@ -228,18 +228,13 @@ def test_the_step_function_follows_the_number_of_chunks():
         get_forward_backward_func(1, 2)
 
 
-def chunks_live(plan):
-    """Per position, how many chunks are live at most; a chunk is a share of a microbatch."""
-    return [round(peak * plan.num_chunks) for peak in verify(plan).peak_live]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_each_extra_warmup_forward_is_one_more_chunk_live(ranks, chunks):
     def live(microbatches, group, extra):
-        return chunks_live(
-            interleaved_1f1b(ranks, microbatches, num_chunks=chunks, group_size=group, extra_warmup=extra)
-        )
+        """Per position, how many chunks are live at most; a chunk is a share of a microbatch."""
+        plan = interleaved_1f1b(ranks, microbatches, num_chunks=chunks, group_size=group, extra_warmup=extra)
+        return [round(peak * plan.num_chunks) for peak in verify(plan).peak_live]
 
     for group in (ranks, 2 * ranks):
         usual = live(4 * ranks + 4, group, 0)

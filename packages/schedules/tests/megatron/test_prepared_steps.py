@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ from pipegrid.transport import P2PCommunicator
 from ..kit.gradients import assert_same_gradients, gradients_of
 from ..kit.groups import Groups
 from ..kit.hooks import Hook, noting
-from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch
+from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch, step_on
 
 MICROBATCHES = 4
 
@@ -51,12 +52,6 @@ def model_of(config=None, *, seed=0, layers=2):
 
 def alone(model, **options):
     return call(model=model, count=MICROBATCHES, **options)
-
-
-def step_on(ranks, lane=None):
-    """The forward step with the data of a lane, by default that of the rank."""
-    lane = ranks.rank if lane is None else lane
-    return partial(forward_step, data=lambda index: microbatch(index, lane).to(ranks.device))
 
 
 def test_the_first_call_makes_two_plans_and_one_proof(constructions, monkeypatch):
@@ -285,42 +280,27 @@ def test_gradients_after_a_change_of_the_model_are_those_of_a_new_one(change):
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def _mark_partial(model):
-    model.layers[0].weight.sequence_parallel = True
-
-
-def _mark_tied(model):
-    model.layers[0].weight.tied = TieMark("embedding", over_replicas=False)
-
-
-def _autocast_to_float64(model):
-    model.config.enable_autocast, model.config.autocast_dtype = True, torch.float64
-
-
-def _overlap_experts(model):
-    model.config.overlap_moe_expert_parallel_comm = True
-
-
-def _count_tokens(model):
-    model.config.calculate_per_token_loss = True
-
-
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("of", "values", "text"),
     [
-        (_mark_partial, "nothing sums it over tp"),
-        (_mark_tied, "is tied as 'embedding', which config.tied_parameters does not have"),
-        (_autocast_to_float64, "autocast_dtype is torch.float64"),
-        (_overlap_experts, "which only interleaving has"),
-        (_count_tokens, "nothing sums and divides them"),
+        ("layers.0.weight", {"sequence_parallel": True}, "nothing sums it over tp"),
+        (
+            "layers.0.weight",
+            {"tied": TieMark("embedding", over_replicas=False)},
+            "is tied as 'embedding', which config.tied_parameters does not have",
+        ),
+        ("config", {"enable_autocast": True, "autocast_dtype": torch.float64}, "autocast_dtype is torch.float64"),
+        ("config", {"overlap_moe_expert_parallel_comm": True}, "which only interleaving has"),
+        ("config", {"calculate_per_token_loss": True}, "nothing sums and divides them"),
     ],
 )
-def test_what_a_first_call_checks_is_checked_after_a_change(change, text):
+def test_what_a_first_call_checks_is_checked_after_a_change(of, values, text):
     """Of the model, or of a config that can change, such as a training framework's own."""
     model = model_of(SimpleNamespace(pipeline_dtype=torch.float64))
     alone(model)
     alone(model)
-    change(model)
+    for name, value in values.items():
+        setattr(attrgetter(of)(model), name, value)
     with pytest.raises(ValueError, match=text):
         alone(model)
 
@@ -409,7 +389,7 @@ def test_a_hook_on_one_replica_alone_is_a_new_runtime_and_no_new_comparison(rank
 
     def gradient():
         model.zero_grad()
-        alone(model, forward_step_func=step_on(ranks), pg_collection=Groups(dp=dist.group.WORLD))
+        alone(model, forward_step_func=step_on(ranks.rank, ranks.device), pg_collection=Groups(dp=dist.group.WORLD))
         return model.layers[0].weight.grad
 
     once = gradient()
@@ -487,7 +467,7 @@ def test_a_layer_frozen_on_one_rank_alone_ends_the_step_of_all_soon(ranks):
             forward_backward_pipelining_without_interleaving,
             model=model,
             count=MICROBATCHES,
-            forward_step_func=step_on(ranks, 0),
+            forward_step_func=step_on(0, ranks.device),
             p2p_communicator=communicator,
             pg_collection=ProcessGroupCollection.from_grid(grid),
         )
@@ -510,7 +490,7 @@ def test_chunks_reduce_as_their_last_backwards_end(ranks):
             forward_backward_pipelining_with_interleaving,
             model=chunks,
             count=MICROBATCHES,
-            forward_step_func=step_on(ranks, here["dp"]),
+            forward_step_func=step_on(here["dp"], ranks.device),
             p2p_communicator=communicator,
             pg_collection=ProcessGroupCollection.from_grid(grid),
         )

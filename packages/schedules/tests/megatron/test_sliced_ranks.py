@@ -30,9 +30,16 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import assert_same_gradients
-from ..kit.sliced_transformer import SlicedStage, again, batches, in_one_process, loss_of, parts
-
-LENGTHS = {2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
+from ..kit.sliced_transformer import (
+    LENGTHS,
+    TOKENS,
+    again,
+    batches,
+    in_one_process,
+    loss_of,
+    parts,
+    sliced_stages,
+)
 
 
 def config_on(ranks, *, strict=False, **options):
@@ -44,14 +51,11 @@ def check_runtime(ranks, make, slices, *, strict):
     plan = lower(make(ranks.world_size, 3, num_slices=slices))
     config = config_on(ranks, strict=strict)
     communicator = P2PCommunicator(dist.group.WORLD, config, placement=[place for (place,) in plan.placement])
-    data, models = batches(3, 9), parts(plan.num_stages)
-    stages = {
-        number: SlicedStage(number, models[number], plan.num_stages, data, LENGTHS[slices])
-        for number in plan.stages_at[ranks.rank]
-    }
+    every = sliced_stages(plan)
+    stages = {number: every[number] for number in plan.stages_at[ranks.rank]}
     runtime = PipelineRuntime(plan, stages, communicator)
     expected = parts(plan.num_stages)
-    in_one_process(expected, data)
+    in_one_process(expected, batches(3, TOKENS))
     for _ in range(2):
         for stage in stages.values():
             stage.model.zero_grad()
@@ -59,11 +63,6 @@ def check_runtime(ranks, make, slices, *, strict):
         for number, stage in stages.items():
             assert_same_gradients(stage.model, expected[number], rtol=1e-10, atol=1e-12)
     communicator.close()
-
-
-def models_of(stages, num_stages, config):
-    """For the step functions; attention finds the slice in ``current_slice``."""
-    return [parts(num_stages, config=config)[stage] for stage in stages]
 
 
 def forward_step(iterator, model, checkpoint=None, *, mean, **options):
@@ -95,8 +94,8 @@ def check_step(ranks, schedule, slices, *, pp, mean, chunks=1):
     communicator = P2PCommunicator(pp_group, config)
     num_stages = pp * chunks
     stages = range(here, num_stages, pp)
-    models = models_of(stages, num_stages, config)
-    all_data = [batches(2, 9, seed=seed) for seed in range(lanes)]
+    models = parts(num_stages, config=config)[here::pp]
+    all_data = [batches(2, TOKENS, seed=seed) for seed in range(lanes)]
     expected = parts(num_stages)
     in_one_process(expected, [batch for data in all_data for batch in data], means=mean)
     step = get_forward_backward_func(schedule=schedule, num_slices=slices)
@@ -154,10 +153,10 @@ def test_schedules_and_graphs_without_slices_are_named():
 
 def one_rank_step(model=None, *, mean=True, forward_only=False, **options):
     if model is None:
-        (model,) = models_of([0], 1, PipelineConfig(pipeline_dtype=torch.float64))
+        (model,) = parts(1, config=PipelineConfig(pipeline_dtype=torch.float64))
     infos = get_forward_backward_func(schedule="seq1f1b", num_slices=3)(
         forward_step_func=partial(forward_step, mean=mean, **options),
-        data_iterator=sliced(batches(2, 9), LENGTHS[3]),
+        data_iterator=sliced(batches(2, TOKENS), LENGTHS[3]),
         model=model,
         num_microbatches=2,
         p2p_communicator=SimpleNamespace(total_stages=1, current_stage=0),
@@ -170,7 +169,7 @@ def one_rank_step(model=None, *, mean=True, forward_only=False, **options):
 def test_one_rank_runs_slices_and_evaluates_them(options):
     model, infos = one_rank_step(**options)
     expected = parts(1)
-    in_one_process(expected, batches(2, 9), means=True)
+    in_one_process(expected, batches(2, TOKENS), means=True)
     assert_same_gradients(model, expected[0], rtol=1e-10, atol=1e-12)
     assert len(infos) == 6
     _, infos = one_rank_step(forward_only=True)
@@ -182,7 +181,7 @@ def test_a_module_that_fully_shard_has_sharded_is_named(ranks):
     plan = lower(seq1f1b(1, 2, num_slices=2))
     (model,) = parts(1)
     fully_shard(model.blocks[0].mlp, mesh=init_device_mesh("cpu", (ranks.world_size,)))
-    stage = SlicedStage(0, model, 1, batches(2, 9), LENGTHS[2])
+    (stage,) = sliced_stages(plan, [model])
     with pytest.raises(StepArgumentError, match=r"fully_shard has sharded \(model.blocks.0.mlp\), .*into 2 slices"):
         PipelineRuntime(plan, {0: stage}, None)
 
@@ -211,6 +210,6 @@ def test_a_model_without_the_attribute_is_named():
 )
 def test_an_option_of_whole_microbatches_is_named(name, value):
     config = PipelineConfig(pipeline_dtype=torch.float64, **{name: value})
-    (model,) = models_of([0], 1, config)
+    (model,) = parts(1, config=config)
     with pytest.raises(StepArgumentError, match=f"config.{name} is set, which counts whole microbatches"):
         one_rank_step(model)

@@ -63,10 +63,6 @@ def losing(loss):
     return step(lambda iterator, model: (model(next(iterator)), loss))
 
 
-def frozen():
-    return Model().requires_grad_(False)
-
-
 BEFORE = {
     "no function": (
         lambda: step(5),
@@ -181,7 +177,11 @@ INSIDE = {
         lambda: losing(lambda output: (output.sum().detach(), {})),
         "the loss of stage 0 for microbatch 0 is .*requires_grad=False; .*forward_only=True",
     ),
-    "a frozen model": (StageOutputError, lambda: step(model=frozen()), "is .*requires_grad=False; a loss is a tensor"),
+    "a frozen model": (
+        StageOutputError,
+        lambda: step(model=Model().requires_grad_(False)),
+        "is .*requires_grad=False; a loss is a tensor",
+    ),
     "too few batches": (
         DataEndedError,
         lambda: step(data_iterator=batches(1)),

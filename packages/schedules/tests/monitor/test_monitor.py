@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,8 +54,7 @@ class Breakable(MemoryCommunicator):
     """Lanes of this process that `abort` ends on this side, as real ones do."""
 
     def abort(self, reason):
-        for lane in list(self.network.lanes.values()):
-            lane.fail(RuntimeError(f"the lane was ended: {reason}"))
+        self.network.end(RuntimeError(f"the lane was ended: {reason}"))
 
 
 class TestMonitor:
@@ -267,21 +267,12 @@ class TestMonitor:
             Monitor(store, **{"rank": 0, "ranks": [0, 1], **settings})
 
 
-class Point:
-    """A mark of a device that passes it when told."""
-
-    def __init__(self):
-        self.passed = False
-
-    def query(self):
-        return self.passed
-
-
 def test_marks_tell_the_first_action_that_a_device_has_not_finished():
     points = []
 
     def mark():
-        points.append(Point())
+        points.append(Mock())
+        points[-1].query.return_value = False
         return points[-1]
 
     marks = DeviceProgress(mark)
@@ -291,7 +282,7 @@ def test_marks_tell_the_first_action_that_a_device_has_not_finished():
         marks.before(action)
         marks.after(action)
     assert marks.oldest() == actions[0]
-    points[0].passed = points[1].passed = True
+    points[0].query.return_value = points[1].query.return_value = True
     assert marks.oldest() == actions[2]
-    points[2].passed = True
+    points[2].query.return_value = True
     assert marks.oldest() is None

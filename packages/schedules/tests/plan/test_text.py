@@ -25,7 +25,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport.edge import Edge
 
-from ..kit.plans import compute_plans, lowered_module_plan
+from ..kit.plans import compute_plans, random_module_plan
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
 
@@ -41,7 +41,8 @@ def test_every_generators_plan_reads_back(write, read):
 @pytest.mark.parametrize(("write", "read"), FORMS, ids=["text", "csv", "json"])
 def test_graphs_of_modules_read_back_with_groups_and_placement(write, read):
     for seed in range(30):
-        plan = lowered_module_plan(seed)
+        computes, options = random_module_plan(seed)
+        plan = lower(computes, **options)
         assert read(write(plan)) == plan, seed
 
 

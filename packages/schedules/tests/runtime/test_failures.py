@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,28 +327,17 @@ def test_a_real_reduction_ends_when_a_rank_of_it_has_failed(ranks):
 # Collectives beside the plan, on a device
 
 
-class DeviceWork:
-    """A work of a device, as NCCL has it: a failed one counts as completed."""
-
-    def __init__(self, *, ended, error=None):
-        self.ended, self.error = ended, error
-
-    def is_completed(self):
-        return self.ended
-
-    def wait(self):
-        """Orders a stream, and returns. It takes no timeout: past one, NCCL ends the communicator."""
-
-    def exception(self):
-        return self.error
+def device_work(*, ended, error=None):
+    """As NCCL has it: a failed one counts as completed; a wait orders a stream, and takes no timeout."""
+    return SimpleNamespace(is_completed=lambda: ended, wait=lambda: None, exception=lambda: error)
 
 
 def test_a_reduction_that_failed_on_the_device_fails_the_check():
     runtime = PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, None)
-    device_collectives.add("a reduction of gradients", DeviceWork(ended=True), None)
+    device_collectives.add("a reduction of gradients", device_work(ended=True), None)
     runtime.check()
     device_collectives.add(
-        "a reduction of gradients", DeviceWork(ended=True, error=ValueError("connection lost")), None
+        "a reduction of gradients", device_work(ended=True, error=ValueError("connection lost")), None
     )
     for _ in range(2):
         with pytest.raises(PipelineError, match="a reduction of gradients failed: .*connection lost"):
@@ -366,9 +356,9 @@ def test_a_completion_that_fails_after_a_step_fails_the_check():
     bridge = Bridge()
     runtime = PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, bridge)
     runtime.step()
-    bridge.waits.pending.add([0, 1], DeviceWork(ended=True), None)
+    bridge.waits.pending.add([0, 1], device_work(ended=True), None)
     runtime.check()
-    bridge.waits.pending.add([0, 1], DeviceWork(ended=True, error=RuntimeError("connection lost")), None)
+    bridge.waits.pending.add([0, 1], device_work(ended=True, error=RuntimeError("connection lost")), None)
     for _ in range(2):
         with pytest.raises(PipelineError, match="CollectiveFailedError: .*connection lost"):
             runtime.check()
@@ -379,7 +369,7 @@ def test_a_monitor_without_the_device_holds_the_host_without_a_timeout_of_nccls(
     monitor = Monitor(store, rank=0, ranks=[0], deadline=0.3, interval=0.05)
     PipelineRuntime(PLAN, {0: Scale(PLAN, 0)}, Lanes(), monitor=monitor).step()
     waiting = Waiting(monitor=monitor)
-    waiting.wait(DeviceWork(ended=True), torch.zeros(1), None)
+    waiting.wait(device_work(ended=True), torch.zeros(1), None)
     with pytest.raises(JobFailedError, match="rank 0 has been at a reduction of gradients"):
-        waiting.wait(DeviceWork(ended=False), torch.zeros(1), None)
+        waiting.wait(device_work(ended=False), torch.zeros(1), None)
     monitor.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,23 +44,12 @@ ALONE, PAIR, ZB = lower(one_f_one_b(1, 2)), lower(one_f_one_b(2, 2)), lower(zero
 EDGE = Edge(0, 1)
 
 
-class Doing:
-    """A stage that does what it is told."""
-
-    def __init__(self, function, **attributes):
-        self.function = function
-        self.__dict__.update(attributes)
-
-    def forward(self, microbatch, inputs):
-        return self.function(microbatch, inputs)
-
-
 def weight():
     return torch.ones((), requires_grad=True)
 
 
 def last(loss):
-    return Doing(lambda microbatch, inputs: Forwarded({}, loss()))
+    return SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({}, loss()))
 
 
 def cause(error, function):
@@ -68,12 +58,6 @@ def cause(error, function):
         function()
     assert type(found.value.__cause__) is error
     return str(found.value)
-
-
-def send(network, activation):
-    """What stage 0 would send to stage 1."""
-    sender = network.communicator(2, 0)
-    sender.isend(activation, edge=EDGE, direction=Direction.FORWARD)
 
 
 # What a stage returns
@@ -89,7 +73,7 @@ RESULTS = {
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_forward_returns_what_it_made(name):
     made, described = RESULTS[name]
-    runtime = PipelineRuntime(ALONE, {0: Doing(lambda microbatch, inputs: made())}, None)
+    runtime = PipelineRuntime(ALONE, {0: SimpleNamespace(forward=lambda microbatch, inputs: made())}, None)
     with pytest.raises(
         PipelineError, match=rf"forward of stage 0 returned {described}.* for microbatch 0; return Forw"
     ):
@@ -99,7 +83,7 @@ def test_a_forward_returns_what_it_made(name):
 @pytest.mark.parametrize("verb", ["step", "eval"])
 @pytest.mark.parametrize("payload", ["x", 3, [torch.ones(2), 3], {"a": ({"b": "x"},)}], ids=str)
 def test_payloads_are_made_of_tensors(payload, verb, network):
-    stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: payload}))
+    stage = SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({EDGE: payload}))
     runtime = PipelineRuntime(PAIR, {0: stage}, network.communicator(2, 0))
     text = cause(StageOutputError, getattr(runtime, verb))
     assert "the output of stage 0 on edge 0>1 for microbatch 0 has " in text
@@ -130,7 +114,7 @@ def test_a_scaled_loss_is_still_a_loss(described):
 
 
 def test_a_middle_stages_loss_is_looked_at_as_well(network):
-    stage = Doing(lambda microbatch, inputs: Forwarded({EDGE: weight() * 2}, weight().detach()))
+    stage = SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({EDGE: weight() * 2}, weight().detach()))
     runtime = PipelineRuntime(PAIR, {0: stage}, network.communicator(2, 0))
     assert "requires_grad=False; a loss" in cause(StageOutputError, runtime.step)
 
@@ -153,8 +137,8 @@ def test_what_was_received_is_not_changed_in_place(view, network):
         x = inputs[EDGE][:1] if view else inputs[EDGE]
         return Forwarded({}, x.mul_(2).sum())
 
-    send(network, torch.ones(2))
-    runtime = PipelineRuntime(PAIR, {1: Doing(forward)}, network.communicator(2, 1))
+    network.lane(EDGE, Direction.FORWARD).put(torch.ones(2, requires_grad=True))
+    runtime = PipelineRuntime(PAIR, {1: SimpleNamespace(forward=forward)}, network.communicator(2, 1))
     text = cause(StageOutputError, runtime.step)
     assert "stage 1 changes a tensor in place for microbatch 0" in text
     assert "x.clone()" in text
@@ -163,7 +147,9 @@ def test_what_was_received_is_not_changed_in_place(view, network):
 @pytest.mark.ranks(2)
 def test_a_failed_step_names_its_rank(ranks):
     communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32))
-    runtime = PipelineRuntime(PAIR, {ranks.rank: Doing(lambda microbatch, inputs: None)}, communicator)
+    runtime = PipelineRuntime(
+        PAIR, {ranks.rank: SimpleNamespace(forward=lambda microbatch, inputs: None)}, communicator
+    )
     with pytest.raises(
         PipelineError, match=rf"(?s)^rank 0, stage 0, microbatch 0: Stage.* at position {ranks.rank}, step"
     ):
@@ -183,8 +169,8 @@ def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(ne
         return Forwarded({}, (checkpoint(layers[1], y, use_reentrant=True) if microbatch else layers[1](y)).sum())
 
     for _ in range(3):
-        send(network, torch.ones(1, 2))
-    runtime = PipelineRuntime(ZB, {1: Doing(forward, model=layers)}, network.communicator(2, 1))
+        network.lane(EDGE, Direction.FORWARD).put(torch.ones(1, 2, requires_grad=True))
+    runtime = PipelineRuntime(ZB, {1: SimpleNamespace(forward=forward, model=layers)}, network.communicator(2, 1))
     text = cause(SplitBackwardError, runtime.step)
     assert (
         "microbatch 1: SplitBackwardError: stage 1: module '1' (Linear) is checkpointed with use_reentrant=True" in text
@@ -245,8 +231,8 @@ def test_named_tuples_travel_inside_a_position():
     pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 -- what people have
     plan = lower(looped_bfs(1, 2, num_chunks=2))
     w, seen = weight(), []
-    first = Doing(lambda m, i: Forwarded({EDGE: pair(w * 2, w * 3)}))
-    second = Doing(lambda m, i: seen.append(i[EDGE]) or Forwarded({}, i[EDGE].x * i[EDGE].y))
+    first = SimpleNamespace(forward=lambda m, i: Forwarded({EDGE: pair(w * 2, w * 3)}))
+    second = SimpleNamespace(forward=lambda m, i: seen.append(i[EDGE]) or Forwarded({}, i[EDGE].x * i[EDGE].y))
     PipelineRuntime(plan, {0: first, 1: second}, None).step()
     assert {type(received) for received in seen} == {pair}
     assert w.grad.item() == 2 * 12
@@ -309,5 +295,5 @@ def test_a_plan_with_routes(network):
     with pytest.raises(
         StepArgumentError, match=r"replica is None, and the plan has routes; give this rank's, in 0\.\.1"
     ):
-        PipelineRuntime(plan, {0: Doing(lambda microbatch, inputs: None)}, network.communicator(4, 0))
+        PipelineRuntime(plan, {0: SimpleNamespace(forward=lambda microbatch, inputs: None)}, network.communicator(4, 0))
     assert network.messages == 0

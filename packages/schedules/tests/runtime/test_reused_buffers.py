@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,14 +43,12 @@ def stages(plan):
 def most_at_once(plan, position, stages):
     """Of the messages that ``stages`` receive, how many are posted or in use at once: until their last backward."""
     last = ActionKind.W if any(action.kind is ActionKind.W for action in plan.actions(position)) else ActionKind.B
-    count = peak = 0
-    for action in plan.actions(position):
-        if action.kind is ActionKind.RECV_F and action.edge.destination in stages:
-            count += 1
-        elif action.kind is last and action.stage in stages:
-            count -= 1
-        peak = max(peak, count)
-    return peak
+
+    def change(action):
+        received = action.kind is ActionKind.RECV_F and action.edge.destination in stages
+        return received - (action.kind is last and action.stage in stages)
+
+    return max(accumulate(map(change, plan.actions(position))))
 
 
 def received_by_lane(plan, position):

@@ -12,7 +12,7 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules import Actor, Routes, lower, reroute, routed, schedule_for
 from pipegrid.transport import P2PConfig
 
-from ..kit.bridged_runs import BridgedReplicas
+from ..kit.routed_bridges import BridgedReplicas
 from ..kit.routed_plans import random_routes
 from ..kit.routed_runs import assert_gradients_of_one_process
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import define, evolve
+from attrs import define
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -24,12 +24,13 @@ from pipegrid.schedules import (
     stage_places,
 )
 from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.plan import input_backward, parse_action, weight_backward
+from pipegrid.schedules.plan import parse_action
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.transport import Communicator, Direction, Edge, Verbs
 from pipegrid.transport.adapted import as_communicator
 
+from ..kit.plans import in_halves
 from ..kit.routed_plans import random_routed
 from ..kit.routed_runs import Matrix, Replicas, assert_gradients_of_one_process
 
@@ -139,16 +140,6 @@ def test_the_units_of_a_call_may_be_on_several_replicas():
     replicas = Replicas(plan)
     replicas.run()
     assert_gradients_of_one_process(replicas)
-
-
-def in_halves(plan):
-    """Each backward of a plan of computes in halves, the second right after the first."""
-    halves = (input_backward, weight_backward)
-    rows = [
-        [half(a.stage, a.microbatch) for a in own for half in (halves if a.kind == "B" else [lambda *_, a=a: a])]
-        for own in map(plan.actions, range(plan.num_positions))
-    ]
-    return evolve(plan, positions=rows)
 
 
 @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=str)

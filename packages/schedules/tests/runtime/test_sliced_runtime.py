@@ -26,25 +26,18 @@ from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.transport import P2PConfig
 
 from ..kit.gradients import assert_same_gradients
-from ..kit.sliced_transformer import SlicedStage, again, batches, in_one_process, parts
+from ..kit.sliced_transformer import TOKENS, again, batches, in_one_process, parts, sliced_stages
 from ..kit.threads import in_threads
 
-LENGTHS = {1: (9,), 2: (5, 4), 3: (1, 5, 3), 4: (3, 2, 3, 1)}
 
-
-def run(plan, network, *, verb="step", models=None, options=None, **stage_options):
-    models = parts(plan.num_stages) if models is None else models
-    data = batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices]))
-    stages = [
-        SlicedStage(number, model, plan.num_stages, data, LENGTHS[plan.num_slices], **stage_options)
-        for number, model in enumerate(models)
-    ]
+def run(plan, network, *, verb="step", options=None, **stage_options):
+    stages = sliced_stages(plan, **stage_options)
     return stages, network.run(plan, stages, verb, **(options or {}))
 
 
 def assert_gradients_of_one_process(plan, stages):
     models = parts(plan.num_stages)
-    total = in_one_process(models, batches(plan.num_microbatches, sum(LENGTHS[plan.num_slices])))
+    total = in_one_process(models, batches(plan.num_microbatches, TOKENS))
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
     assert_same_gradients([stage.model for stage in stages], models, rtol=1e-10, atol=1e-12)
 
@@ -77,7 +70,7 @@ def test_checkpointed_layers_read_the_same_past_again(network):
 
 def test_checkpointed_layers_are_named_where_backwards_run_in_halves():
     plan = lower(seq1f1b_zero_bubble(1, 1, num_slices=2))
-    stage = SlicedStage(0, parts(1)[0], 1, batches(1, 9), LENGTHS[2], run=again)
+    (stage,) = sliced_stages(plan, run=again)
     with pytest.raises(PipelineError, match=r"slice 0\.1 in halves would recompute them twice; seq1f1b has whole"):
         PipelineRuntime(plan, {0: stage}, None).step()
 
@@ -86,7 +79,7 @@ def test_an_evaluation_runs_slices_and_keeps_nothing(network):
     plan = lower(seq1f1b(2, 2, num_slices=4))
     stages, runtimes = run(plan, network, verb="eval")
     models = parts(2)
-    total = in_one_process(models, batches(2, sum(LENGTHS[4])))
+    total = in_one_process(models, batches(2, TOKENS))
     assert sum(stages[-1].losses) == pytest.approx(total, rel=1e-12)
     assert all(parameter.grad is None for stage in stages for parameter in stage.model.parameters())
     assert not any(runner.flight.kept for runtime in runtimes for (runner,) in runtime._bound.runners.values())
@@ -108,10 +101,7 @@ def test_as_many_slices_are_live_as_the_proof_counts(make, network):
     plan = lower(make(3, 4, num_slices=3))
     watches = [Watch() for _ in plan.positions]
     recorders = [Recorder() for _ in plan.positions]
-    stages = [
-        SlicedStage(number, model, plan.num_stages, batches(4, 9), LENGTHS[3])
-        for number, model in enumerate(parts(plan.num_stages))
-    ]
+    stages = sliced_stages(plan)
     runtimes = network.runtimes(plan, stages, hooks=list(zip(watches, recorders, strict=True)))
     for watch, runtime in zip(watches, runtimes, strict=True):
         watch.runners = runtime._bound.runners
@@ -165,7 +155,7 @@ def test_a_stage_without_slices_is_named_before_the_step():
 
 def test_a_communicator_between_unequal_tensor_parallel_sizes_is_named():
     plan = lower(seq1f1b(2, 1, num_slices=2))
-    stage = SlicedStage(0, parts(2)[0], 2, batches(1, 9), LENGTHS[2])
+    stage, _ = sliced_stages(plan)
     unopened = VTPCommunicator.__new__(VTPCommunicator)
     unopened.topology, unopened.config, unopened.stage = VTPTopology([2, 1]), P2PConfig(), 0
     with pytest.raises(StepArgumentError, match="2 slices, and a VTPCommunicator moves whole ones"):

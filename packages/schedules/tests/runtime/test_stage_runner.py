@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from attrs import evolve
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +31,8 @@ from pipegrid.transport.edge import Direction, Edge
 
 from ..kit.custom_functions import Scale
 from ..kit.live import WIDTH, Watch, weighty_stages
+from ..kit.models import Residual
+from ..kit.plans import in_halves
 from ..kit.stages import Function
 from ..kit.threads import MemoryCommunicator, Network
 
@@ -211,7 +213,7 @@ def test_dropout_is_the_same_in_the_recomputation(halves):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
         entry = nn.Linear(WIDTH, WIDTH).double()
         plan = multi_module_1f1b(ModuleGraph({"model": 2}), 3, placement=[0, 0])
-        plan = lower(split(plan) if halves else plan)
+        plan = lower(in_halves(plan) if halves else plan)
 
         def last(microbatch, x):
             y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
@@ -224,13 +226,6 @@ def test_dropout_is_the_same_in_the_recomputation(halves):
 
     for checkpointed, plain in zip(gradients(checkpointed=True), gradients(checkpointed=False), strict=True):
         assert torch.equal(checkpointed, plain)
-
-
-def split(plan):
-    """The plan of one position with each backward in its two halves."""
-    halves = {ActionKind.B: (ActionKind.I, ActionKind.W)}
-    (actions,) = plan.positions
-    return evolve(plan, positions=[[evolve(a, kind=kind) for a in actions for kind in halves.get(a.kind, (a.kind,))]])
 
 
 # What is refused
@@ -250,21 +245,12 @@ def test_a_stage_that_cannot_be_split_is_refused_at_its_first_forward(network):
     assert network.messages == 0
 
 
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_reentrant_checkpoint_that_would_train_nothing_is_an_error(reentrant):
     """The part behind it has a graph, so nothing else would tell."""
     plan = lower(gpipe(1, 1))
-    model = nn.Sequential(Wide(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(Residual(WIDTH), nn.Linear(WIDTH, WIDTH))
 
     def forward(microbatch):
         hidden = checkpoint(model[0], torch.ones(WIDTH), use_reentrant=reentrant)
@@ -272,7 +258,9 @@ def test_a_reentrant_checkpoint_that_would_train_nothing_is_an_error(reentrant):
 
     runtime = PipelineRuntime(plan, {0: Function(plan.graph, 0, forward, model)}, None)
     if reentrant:
-        with pytest.raises(PipelineError, match=r"stage 0: Linear \(its parameter 'weight' requires grad\) is checkp"):
+        with pytest.raises(
+            PipelineError, match=r"stage 0: LayerNorm \(its parameter 'weight' requires grad\) is checkp"
+        ):
             runtime.step()
         model[0].requires_grad_(False)
         runtime = PipelineRuntime(plan, {0: Function(plan.graph, 0, forward, model)}, None)
@@ -284,9 +272,9 @@ def test_a_reentrant_checkpoint_that_would_train_nothing_is_an_error(reentrant):
 def test_compiled_stages_run_whole_at_i_and_the_runtime_says_what_that_costs():
     plan = lower(zero_bubble_v(1, 3))
     torch.manual_seed(0)
-    models = [Wide(), Wide()]
+    models = [Residual(WIDTH), Residual(WIDTH)]
     models[1].compile(backend="aot_eager")
-    x = torch.ones(WIDTH)
+    x = torch.arange(1.0, 1 + WIDTH)
     stages = {
         0: Function(plan.graph, 0, lambda microbatch: models[0](x), models[0]),
         1: Function(plan.graph, 1, lambda microbatch, y: models[1](y).sum(), models[1]),
@@ -295,10 +283,10 @@ def test_compiled_stages_run_whole_at_i_and_the_runtime_says_what_that_costs():
     assert "compiled" not in runtime.describe()
     runtime.step()
     text = runtime.describe()
-    assert "stage 1: a compiled region runs whole at I ('the whole stage' (Wide)), and W computes nothing" in text
+    assert "stage 1: a compiled region runs whole at I ('the whole stage' (Residual)), and W computes nothing" in text
     assert re.search(r"with whole backwards there, a step takes \S+ forwards in place of 9", text)
     torch.manual_seed(0)
-    whole = nn.Sequential(Wide(), Wide())
+    whole = nn.Sequential(Residual(WIDTH), Residual(WIDTH))
     (3 * whole(x).sum()).backward()
     for mine, other in zip(nn.ModuleList(models).parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
@@ -320,7 +308,7 @@ def test_an_output_made_by_a_python_function_is_differentiated_after_it_is_gone(
 
 def test_messages_wait_longer_while_neighbours_compile(network):
     plan = lower(one_f_one_b(2, 1))
-    model = Wide()
+    model = Residual(WIDTH)
     model.compile(backend="eager")
     waits = []
 
@@ -529,6 +517,8 @@ def test_an_output_without_a_graph_may_be_right(payload, network):
 
 # How many sends are under way
 
+HEARS = SimpleNamespace(completed=lambda action: None)
+
 
 class Counting:
     """A communicator whose sends count how many of them no caller has waited for."""
@@ -548,12 +538,7 @@ class Counting:
         self.under_way -= 1
 
 
-class Hearing:
-    def completed(self, action):
-        pass
-
-
-@pytest.mark.parametrize(("elements", "hooks", "most"), [(16, (), 16), (2**15, (), 2), (16, (Hearing(),), 2)])
+@pytest.mark.parametrize(("elements", "hooks", "most"), [(16, (), 16), (2**15, (), 2), (16, (HEARS,), 2)])
 def test_two_sends_of_an_edge_are_under_way_or_sixteen_small_ones_that_no_hook_follows(elements, hooks, most):
     communicator = Counting()
     queue = SendQueue(Edge(0, 1), Direction.FORWARD, as_communicator(communicator), hooks=hooks)

@@ -33,59 +33,46 @@ def last(arrived):
     return Function(PAIR, 1, note)
 
 
-# Ways of a stage to return the number of a microbatch in ``memory``: two tensors, there before its first forward.
-
-
-def filled(memory, value):
-    """One tensor, filled anew."""
-    return memory[0].fill_(value)
-
-
 def of_data(memory, value):
-    """Written past the version counter, as a captured graph does."""
     memory[0].data.fill_(value)
     return memory[0]
 
 
-def another_tensor(memory, value):
-    """A new tensor over the same memory each time, as captured graphs return it."""
-    return of_data(memory, value).detach()
-
-
-def a_view(memory, value):
-    """A part of a larger buffer."""
-    return memory[0].fill_(value)[: len(memory[0]) // 2]
-
-
-def two_in_turn(memory, value):
-    return memory[int(value) % 2].fill_(value)
-
-
-def beside_a_new_one(memory, value):
-    """In a dict, with a constant and a tensor of its own."""
-    return {"new": torch.full_like(memory[0], value), "again": memory[0].fill_(value), "constant": memory[1]}
-
-
 def written_later(memory, value):
-    """The output itself is new; the next forward writes into it."""
     memory[0].data.fill_(100.0)
     memory[0] = torch.full_like(memory[0], value)
     return memory[0]
 
 
-WAYS = [filled, of_data, another_tensor, a_view, two_in_turn, beside_a_new_one, written_later]
+WAYS = {  # of a stage to return the number of a microbatch in ``memory``: two tensors, there before its first forward
+    "filled anew": lambda memory, value: memory[0].fill_(value),
+    "written past the version counter, as a captured graph does": of_data,
+    "a new tensor over the same memory each time, as captured graphs return it": (
+        lambda memory, value: of_data(memory, value).detach()
+    ),
+    "a part of a larger buffer": lambda memory, value: memory[0].fill_(value)[: len(memory[0]) // 2],
+    "two in turn": lambda memory, value: memory[int(value) % 2].fill_(value),
+    "in a dict, with a constant and a tensor of its own": (
+        lambda memory, value: {
+            "new": torch.full_like(memory[0], value),
+            "again": memory[0].fill_(value),
+            "constant": memory[1],
+        }
+    ),
+    "a new one, and the next forward writes into it": written_later,
+}
 
 
 def writing(way, size, device):
     """A stage that returns the number of each microbatch, from 1, in one of these ways."""
     memory = [torch.full((size,), CONSTANT, device=device) for _ in range(2)]
-    return Function(PAIR, 0, lambda microbatch: way(memory, microbatch + 1.0))
+    return Function(PAIR, 0, lambda microbatch: WAYS[way](memory, microbatch + 1.0))
 
 
 def expected(way):
     """The mean of each tensor of each microbatch."""
     numbers = map(float, range(1, COUNT + 1))
-    return [[number, number, CONSTANT] if way is beside_a_new_one else [number] for number in numbers]
+    return [[number, number, CONSTANT] if "constant" in way else [number] for number in numbers]
 
 
 @contextlib.contextmanager
@@ -146,39 +133,29 @@ def test_what_another_stage_of_the_rank_writes_is_not_what_arrives():
     assert arrived == [1.0, 2.0]
 
 
-class InScratch(torch.autograd.Function):
-    """The identity, whose gradient is made in ``scratch``."""
+class Backwards(torch.autograd.Function):
+    """The identity, whose backward is ``function`` of the gradient."""
 
     @staticmethod
-    def forward(ctx, x, scratch):
-        ctx.scratch = scratch
+    def forward(ctx, x, function):
+        ctx.function = function
         return x.clone()
 
     @staticmethod
     def backward(ctx, flowing):
-        return ctx.scratch.copy_(flowing), None
-
-
-class UsesScratch(torch.autograd.Function):
-    """The identity of a weight, whose backward computes in ``scratch``."""
-
-    @staticmethod
-    def forward(ctx, weight, scratch):
-        ctx.scratch = scratch
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, flowing):
-        ctx.scratch.data.fill_(7.0)
-        return flowing, None
+        return ctx.function(flowing), None
 
 
 def test_what_the_weight_half_writes_is_not_the_gradient_that_arrives():
     """Gradients of inputs lie in memory that the W of the same stage uses, before the stage before it reads them."""
     scratch, weights = torch.zeros(4), [torch.ones(4, requires_grad=True) for _ in range(3)]
 
+    def using_scratch(gradient):
+        scratch.data.fill_(7.0)
+        return gradient
+
     def second(microbatch, x):
-        return InScratch.apply(x, scratch) * UsesScratch.apply(weights[1], scratch)
+        return Backwards.apply(x, scratch.copy_) * Backwards.apply(weights[1], using_scratch)
 
     functions = [lambda m: weights[0] * 1.0, second, lambda m, x: (x * weights[2]).sum()]
     orders = "0F0 1F0 2F0 0F1 1F1 2F1 2I0 1I0 0I0 0W0 2I1 1I1 1W0 0I1 0W1 1W1 2W0 2W1"
@@ -199,12 +176,6 @@ class Captured(torch.autograd.Function):
     def backward(ctx, flowing):
         ctx.gradient.data.add_(1.0)
         return ctx.gradient.detach(), None, None, None
-
-
-def one_at_a_time():
-    """Each microbatch runs backward before the next one runs forward."""
-    orders = [[parse_action(f"{stage}{kind}{m}") for m in range(COUNT) for kind in "FB"] for stage in range(2)]
-    return lower(compute_plan(orders, graph=2, placement=[0, 1], num_microbatches=COUNT))
 
 
 def trained(ranks, makes, plan=None):
@@ -295,7 +266,10 @@ def test_an_output_in_static_memory_with_a_graph_raises_while_that_of_another_st
 def test_an_output_in_static_memory_with_a_graph_whose_gradient_has_come_back_is_no_fault(ranks):
     output, gradient = torch.zeros(4, device=ranks.device), torch.zeros(4, device=ranks.device)
     makes = [lambda weight, m: Captured.apply(weight, output, gradient, m + 1.0), lambda x, m: x * 1.0]
-    arrived, _, outcomes = trained(ranks, makes, plan=one_at_a_time())
+    # Each microbatch runs backward before the next one runs forward.
+    orders = [[parse_action(f"{stage}{kind}{m}") for m in range(COUNT) for kind in "FB"] for stage in range(2)]
+    plan = lower(compute_plan(orders, graph=2, placement=[0, 1], num_microbatches=COUNT))
+    arrived, _, outcomes = trained(ranks, makes, plan)
     assert outcomes == [None, None]
     assert arrived == ([float(m + 1) for m in range(COUNT)] if ranks.rank else [])
 

@@ -13,7 +13,7 @@ from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import candidates, problems
 from pipegrid.schedules.search.network import as_network
 
-from ..kit.every_order import least_makespan
+from ..kit.orders import least_makespan, split_passes
 
 UNIT = Costs(F=1, I=1, W=1)
 PROFILED = Costs(F=4959, I=5217, W=3519, latency=213)
@@ -104,9 +104,8 @@ def test_all_orders_give_what_brute_force_gives(placement, m, cap):
     best = shortest(chain, float(10 * m * len(placement)), max_states=10**6)
     assert best.proved
     assert all(map(chain.keeps_to_limit, best.orders))
-    assert chain.timed(best.orders).value == least_makespan(
-        placement, m, {"F": 1, "I": 1, "W": 1}, limit=cap, size=size
-    )
+    passes = split_passes(placement, {"F": 1, "I": 1, "W": 1}, size=size)
+    assert chain.timed(best.orders).value == least_makespan(passes, m, [cap] * p)
 
 
 @pytest.mark.parametrize(("hop", "cap", "release"), [(0, 1.5, 0), (0.5, 1.5, 0), (0, 1.2, 0.6)])
@@ -114,8 +113,8 @@ def test_the_search_reaches_the_optimum_of_a_small_chain_with_unequal_costs(hop,
     costs = Costs(F=1, I=1.5, W=0.75, latency=hop, input_release=release)
     found = search(costs, cap, num_positions=2, num_microbatches=2, num_stages=4, placement=(0, 1, 1, 0), effort=0.05)
     times = {"F": 1, "I": 1.5, "W": 0.75}
-    best = least_makespan((0, 1, 1, 0), 2, times, hop=hop, limit=cap, size=0.5, input_release=release)
-    assert found.makespan == pytest.approx(best)
+    passes = split_passes((0, 1, 1, 0), times, hop=hop, size=0.5, input_release=release)
+    assert found.makespan == pytest.approx(least_makespan(passes, 2, [cap, cap]))
 
 
 # The model of 1.5B parameters of Qi et al. 2023 on 8 GPUs: costs of table 9, memory of section 4, rates of table 5.

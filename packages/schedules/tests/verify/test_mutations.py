@@ -47,13 +47,6 @@ NAMES = {
 }
 
 
-class Sound:
-    """A position's steps with nothing wrong in themselves, as each side has read them in each mode."""
-
-    def __init__(self, checked, parts):
-        self.checked, self.parts = checked, parts
-
-
 def text(checked):
     """The steps that were checked."""
     return " ".join(map(step_text, checked.steps))
@@ -92,28 +85,25 @@ class Judges:
         return PositionVerifier(self.tables[mode][position], self.alphabet.steps(word))
 
     def alone(self, position, word):
-        """Let both judge a word by itself: what is wrong with it, in the explorer's words."""
+        """Let both judge a word by itself: as each side reads it in each mode, or None of one with a mistake."""
         first, *others = MODES
         checked, part = self.verified(first, position, word), self.part(first, position, word)
         named = {NAMES[fault.rule] for fault in checked.faults}
         assert named == part.mistakes, (position, checked.faults, part.mistakes, text(checked))
         if named:
             return None
-        return Sound(
-            {first: checked, **{mode: self.verified(mode, position, word) for mode in others}},
-            {first: part, **{mode: self.part(mode, position, word) for mode in others}},
-        )
+        sound = {mode: (self.verified(mode, position, word), self.part(mode, position, word)) for mode in others}
+        return {first: (checked, part), **sound}
 
     def together(self, sounds):
         """Let both judge a plan of words that are sound by themselves: whether it is right for all lanes."""
         right = True
         for mode in MODES:
-            checks = [sound.checked[mode] for sound in sounds]
+            checks, parts = zip(*(sound[mode] for sound in sounds), strict=True)
             named = {fault.rule for fault in list_faults(self.ids, checks)}
-            parts = [sound.parts[mode] for sound in sounds]
             problems = self.explorers[mode].judge(parts)
             if self.every_order:
-                assert problems == self.explorers[mode].walk(parts), (mode, [*map(text, checks)])
+                assert problems == self.explorers[mode].judge(parts, every_order=True), (mode, [*map(text, checks)])
             wanted = set()
             if self.explorers[mode].crossed(parts):
                 wanted = {"order"}
@@ -158,7 +148,7 @@ def two_on_one_position(judges, number, slices):
         doubles = sorted(
             {
                 twice
-                for single in singles
+                for single in sorted(singles)
                 for _, twice in judges.alphabet.changes(single)
                 if slice_of(twice, slices) == number
             }

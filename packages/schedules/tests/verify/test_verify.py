@@ -47,8 +47,7 @@ def rules(text, **options):
     return [fault.rule for fault in faults(text, **options)]
 
 
-def changed(*replacements):
-    text = RIGHT
+def changed(*replacements, text=RIGHT):
     for old, new in replacements:
         assert old in text
         text = text.replace(old, new, 1)
@@ -232,13 +231,6 @@ def test_one_mistake_is_refused_by_name(old, new, found):
     assert {fault.rule for fault in others} <= {"missing", "dependency", "duplicate"}
 
 
-def mutated(position, index, step):
-    plan = from_text(RIGHT)
-    steps = list(plan.positions[position])
-    steps[index] = step
-    return evolve(plan, positions=[steps if p == position else row for p, row in enumerate(plan.positions)])
-
-
 @pytest.mark.parametrize(
     ("token", "rule", "message"),
     [
@@ -249,8 +241,10 @@ def mutated(position, index, step):
     ],
 )
 def test_what_no_plan_has_is_refused_by_name(token, rule, message):
+    plan = from_text(RIGHT)
+    first, *others = plan.positions
     with pytest.raises(PlanError) as error:
-        verify(mutated(0, 0, parse_action(token)))
+        verify(evolve(plan, positions=[(parse_action(token), *first[1:]), *others]))
     assert (error.value.faults[0].rule, error.value.faults[0].message) == (rule, message)
 
 
@@ -360,12 +354,6 @@ BRIDGED = lower(
 )
 
 
-def bridged(old, new):
-    text = str(BRIDGED)
-    assert old in text
-    return text.replace(old, new, 1)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "rule", "message"),
     [
@@ -379,7 +367,7 @@ def bridged(old, new):
 )  # fmt: skip
 def test_collectives_are_done_by_all_members_in_one_order(old, new, rule, message):
     verify(BRIDGED)
-    plan = from_text(bridged(old, new)) if "7@" not in new else None
+    plan = from_text(changed((old, new), text=str(BRIDGED))) if "7@" not in new else None
     if plan is None:
         steps = [*BRIDGED.positions[0][:-1], parse_action("0COLLECTIVE7@tied"), BRIDGED.positions[0][-1]]
         plan = evolve(BRIDGED, positions=[steps, BRIDGED.positions[1]])

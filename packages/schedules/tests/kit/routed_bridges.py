@@ -18,7 +18,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, P2PConfig
 
 from .routed_runs import Replicas
-from .threads import DEADLINE, Receiving, Sent, copied
+from .threads import DEADLINE, SENT, Receiving, copied
 
 
 @define
@@ -43,7 +43,7 @@ class QueueLane:
 
     def isend(self, payload, note=None):
         self.replicas.lane(self.spec).put((copied(payload), note or ""))
-        return Sent()
+        return SENT
 
     def irecv(self, shapes=None):
         del shapes

@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipegrid.schedules import PipelineConfig
-from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline, PipelineModule, TrainingState
 
-from .kit.checkpoints import values_of
+from .kit.grids import grids_of
 
 WORDS, WIDTH, LAYERS, LENGTH, ROWS, MICROBATCHES = 11, 6, 8, 5, 8, 4
 
@@ -47,21 +46,13 @@ class Encoder(nn.Module):
         return self.layers(pixels)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + torch.tanh(self.mix(self.norm(x)))
-
-
 class Language(nn.Module):
     def __init__(self, *, tied):
         super().__init__()
         self.word = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)
+        )
         self.out = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.out.weight = self.word.weight
@@ -144,11 +135,9 @@ class Job:
 
     def __init__(self, layout, *, seed=1, plan=False):
         self.layout, whole = layout, modules(layout, seed=seed)
-        language = HyperCommGrid([layout.dp, layout.pp], ["dp", "pp"])
-        if layout.placement == "separate":
-            encoder = HyperCommGrid([1, 1], ["dp", "pp"], rank_offset=layout.pp * layout.dp)
-        else:
-            encoder = HyperCommGrid([layout.pp * layout.dp, 1], ["dp", "pp"])
+        ranks = layout.pp * layout.dp  # of the language model
+        encoder = (ranks, {}) if layout.placement == "separate" else (0, {"dp": ranks})
+        grids = grids_of({"images": encoder, "language": (0, {"dp": layout.dp, "pp": layout.pp})}, ("dp", "pp"))
         stages = layout.pp * layout.vpp
         texts = {"images": "ee", "language": "|".join(["t" * (LAYERS // stages)] * stages)}
         self.pipeline = Pipeline(
@@ -156,14 +145,14 @@ class Job:
                 "images": PipelineModule(
                     whole["images"],
                     texts["images"],
-                    encoder,
+                    grids["images"],
                     names=Names("layers"),
                     forward=lambda stage, microbatch: stage(microbatch["pixels"]),
                     output=nn.Identity(),
                     frozen=layout.frozen,
                 ),
                 "language": PipelineModule(
-                    whole["language"], texts["language"], language, names=Names("blocks"), forward=read
+                    whole["language"], texts["language"], grids["language"], names=Names("blocks"), forward=read
                 ),
             },
             topology={"images": ["language"]},
@@ -189,10 +178,3 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
-
-    def values(self):
-        """Every tensor and every entry of an optimizer state on this rank, by whole-model names."""
-        return values_of(self.state)
-
-    def close(self):
-        self.pipeline.close()

@@ -21,6 +21,7 @@ from pipegrid.training import CheckpointError, Checkpoints
 
 SMALL = ["--batch", "16", "--microbatches", "2", "--dtype", "float64", "--steps", "100"]
 SHAPES = {
+    "default": [],
     "other grids": ["--language", "pp=1,dp=2", "--schedule", "gpipe"],
     "zero bubble": ["--language", "pp=2,vpp=2", "--schedule", "zero_bubble_v"],
     "other layout": ["--language", 'pp=2,layout="Et|tttL"', "--schedule", "zero_bubble_h1"],
@@ -56,24 +57,33 @@ class Run:
         self.job.communicator.destroy()
 
 
-def require_the_same_curve(ranks, before, after):
+CASES = [
+    pytest.param(*pair, marks=[] if pair == ("default", "other grids") else pytest.mark.nightly)
+    for pair in itertools.permutations(SHAPES, 2)
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("before", "after"), CASES)
+def test_a_run_goes_on_in_another_shape(ranks, before, after):
     """Three steps, a checkpoint, three more: in one piece, and resumed from its path in another shape."""
     middle, end = (Checkpoints(ranks.shared_path / name, timeout=timedelta(seconds=60)) for name in ("middle", "end"))
-    with contextlib.closing(Run(before)) as run:
+    with contextlib.closing(Run(SHAPES[before])) as run:
         assert run.first == 0
         run.losses(range(1, STEPS + 1))
         middle.save(run.state, step=STEPS)
         expected = run.losses(range(STEPS + 1, 2 * STEPS + 1))
         end.save(run.state, step=2 * STEPS)
-    with contextlib.closing(Run([*after, "--resume", str(middle.directory)])) as run:
+    with contextlib.closing(Run([*SHAPES[after], "--resume", str(middle.directory)])) as run:
         assert run.first == STEPS
         assert run.run.position.next == STEPS * 16
         found = run.losses(range(STEPS + 1, 2 * STEPS + 1))
         assert found == pytest.approx(expected, rel=1e-10, abs=0)
-        weights = [(part, name, p.detach().clone()) for part, name, p in named(run)]
+        held = {(module, name): p for module, part in run.job.modules.items() for name, p in part.named_parameters()}
+        trained = {place: p.detach().clone() for place, p in held.items()}
         end.load(run.state)  # the weights of the run in one piece
-        for (part, name, found_weight), (_, _, weight) in zip(weights, named(run), strict=True):
-            assert (found_weight - weight).norm() <= 1e-10 * weight.norm(), (part, name)
+        for place, weight in held.items():
+            assert (trained[place] - weight).norm() <= 1e-10 * weight.norm(), place
         empty = ranks.shared_path / "empty"
         empty.mkdir(exist_ok=True)
         job = attrs.evolve(run.job, options=attrs.evolve(run.job.options, resume=str(empty)))
@@ -81,19 +91,3 @@ def require_the_same_curve(ranks, before, after):
             resume(job, run.state, None)
     middle.close()
     end.close()
-
-
-def named(run):
-    return [(module, name, p) for module, part in run.job.modules.items() for name, p in part.named_parameters()]
-
-
-@pytest.mark.ranks(4)
-def test_a_run_goes_on_in_other_grids_and_under_another_schedule(ranks):
-    require_the_same_curve(ranks, [], SHAPES["other grids"])
-
-
-@pytest.mark.nightly
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SHAPES, 2)))
-def test_a_run_goes_on_in_every_other_shape(ranks, before, after):
-    require_the_same_curve(ranks, SHAPES[before], SHAPES[after])

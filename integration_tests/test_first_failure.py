@@ -31,7 +31,6 @@ from .kit.models import Wrapped, call
 RANKS, WIDTH, MICROBATCHES = 4, 4, 4
 DEADLINE, PROMISED = 20.0, 2.0  # seconds; no error here waits for a deadline, so that load does not decide
 CAUSE = "injected failure 4711"
-NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def chain(config):
@@ -101,60 +100,6 @@ def break_next(ranks, fits):
     device.launch = launched
 
 
-def fail(ranks, job, what, failing):
-    monitor = Monitor(
-        control_store("monitor"), rank=ranks.rank, ranks=range(RANKS), deadline=DEADLINE, device=ranks.device
-    )
-    config = PipelineConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor)
-    communicator, name, groups, first_stage = job(config)
-    model = Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), config)
-    before = None  # called with the number of each forward
-
-    def forward_step(iterator, model):
-        number = next(iterator)
-        if before is not None:
-            before(number)
-        received = model.received.values() if isinstance(model.received, dict) else model.received
-        x = next((tensor for tensor in received if tensor is not None), torch.ones(2, 1, WIDTH))
-        y = model(x)
-        return ({name: y} if name == "encoder" else y), lambda y: (y.square().mean(), None)
-
-    def step():
-        given = {"p2p_communicator": communicator, "pg_collection": groups}
-        call(model=model, count=MICROBATCHES, forward_step_func=forward_step, **given)
-
-    step()
-    # Ranks 0 and 1 hold copies of one stage; a rank that fails leaves the other one alone in a collective.
-    own = next(group for group in [dist.new_group([0, 1]), dist.new_group([2, 3])] if group is not NOT_A_MEMBER)
-    ranks.barrier()
-    if ranks.rank in failing and what in ENTRIES:
-        break_next(ranks, ENTRIES[what])
-    elif ranks.rank in failing:
-        before = fail_together(ranks, failing, first_stage)
-    elif what == "a group of the program":
-        before = lambda number: dist.all_reduce(torch.ones(1), group=own, async_op=True)
-    with pytest.raises((PipelineError, JobFailedError)) as caught:
-        step()
-        step()  # of a rank that had nothing more to exchange
-    ended = time.monotonic()
-    ranks.store.set(f"error/{ranks.rank}", f"{caught.type.__name__}: {caught.value}")
-    ranks.barrier()
-    texts = [ranks.store.get(f"error/{rank}").decode() for rank in range(RANKS)]
-    (first,) = {text.splitlines()[0].partition(": ")[2] for text in texts if text.startswith("PipelineError")}
-    assert all(first in text for text in texts)
-    assert any(re.search(rf"\brank {rank}\b", first) for rank in failing)
-    assert re.search(CAUSES[what], first)
-    began = min(float(path.read_text()) for path in ranks.shared_path.glob("fault.*"))
-    assert ended - began <= DEADLINE + PROMISED
-    limit = time.monotonic() + DEADLINE
-    while ranks.fake_device.unfinished() and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert not ranks.fake_device.unfinished()  # every group was aborted, so that every abort has returned
-
-    monitor.close()
-    communicator.destroy() if job is bridge else communicator.close()
-
-
 CAUSES = {
     "a send": "P2P(Peer|LaneDead)Error: rank . lost rank . while",
     "a receive": "P2P(Peer|LaneDead)Error: rank . lost rank . while",
@@ -193,4 +138,54 @@ def cases():
 @pytest.mark.parametrize(("job", "what", "failing"), list(cases()))
 def test_every_rank_raises_the_first_failure_within_the_deadline(ranks, device, job, what, failing):
     with device.streams.watch():
-        fail(ranks, job, what, failing)
+        monitor = Monitor(
+            control_store("monitor"), rank=ranks.rank, ranks=range(RANKS), deadline=DEADLINE, device=ranks.device
+        )
+        config = PipelineConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, grad_bucket_bytes=1, monitor=monitor)
+        communicator, name, groups, first_stage = job(config)
+        model = Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), config)
+        before = None  # called with the number of each forward
+
+        def forward_step(iterator, model):
+            number = next(iterator)
+            if before is not None:
+                before(number)
+            received = model.received.values() if isinstance(model.received, dict) else model.received
+            x = next((tensor for tensor in received if tensor is not None), torch.ones(2, 1, WIDTH))
+            y = model(x)
+            return ({name: y} if name == "encoder" else y), lambda y: (y.square().mean(), None)
+
+        def step():
+            given = {"p2p_communicator": communicator, "pg_collection": groups}
+            call(model=model, count=MICROBATCHES, forward_step_func=forward_step, **given)
+
+        step()
+        # Ranks 0 and 1 hold copies of one stage; a rank that fails leaves the other one alone in a collective.
+        groups_of_copies = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        own = next(group for group in groups_of_copies if group is not dist.GroupMember.NON_GROUP_MEMBER)
+        ranks.barrier()
+        if ranks.rank in failing and what in ENTRIES:
+            break_next(ranks, ENTRIES[what])
+        elif ranks.rank in failing:
+            before = fail_together(ranks, failing, first_stage)
+        elif what == "a group of the program":
+            before = lambda number: dist.all_reduce(torch.ones(1), group=own, async_op=True)
+        with pytest.raises((PipelineError, JobFailedError)) as caught:
+            step()
+            step()  # of a rank that had nothing more to exchange
+        ended = time.monotonic()
+        ranks.store.set(f"error/{ranks.rank}", f"{caught.type.__name__}: {caught.value}")
+        ranks.barrier()
+        texts = [ranks.store.get(f"error/{rank}").decode() for rank in range(RANKS)]
+        (first,) = {text.splitlines()[0].partition(": ")[2] for text in texts if text.startswith("PipelineError")}
+        assert all(first in text for text in texts)
+        assert any(re.search(rf"\brank {rank}\b", first) for rank in failing)
+        assert re.search(CAUSES[what], first)
+        began = min(float(path.read_text()) for path in ranks.shared_path.glob("fault.*"))
+        assert ended - began <= DEADLINE + PROMISED
+        limit = time.monotonic() + DEADLINE
+        while device.unfinished() and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert not device.unfinished()  # every group was aborted, so that every abort has returned
+        monitor.close()
+        communicator.destroy() if job is bridge else communicator.close()

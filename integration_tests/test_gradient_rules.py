@@ -31,19 +31,9 @@ from pipegrid.schedules import (
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
-from .kit.models import Part, call, chain_in_one_process, forward_step, require_same_gradients
+from .kit.models import Part, call, chain_in_one_process, counted_loss, forward_step, require_same_gradients
 from .kit.stages import Stage
-from .kit.two_modules import (
-    MICROBATCHES,
-    WIDTH,
-    TwoModules,
-    mean_loss,
-    microbatch,
-    norm_of,
-    of_one_process,
-    token_loss,
-    weights,
-)
+from .kit.two_modules import MICROBATCHES, WIDTH, TwoModules, microbatch, norm_of, of_one_process, weights
 
 
 @pytest.mark.ranks(3)
@@ -55,7 +45,7 @@ def test_gradients_of_two_calls_add_up(ranks, lanes, per_token):
     calls = [range(MICROBATCHES), range(10, 10 + MICROBATCHES)]
     held = []
     for indices in calls:
-        job.step(indices, loss=token_loss if per_token else mean_loss)
+        job.step(indices)
         held.append(job.stage.layer.weight.grad)
     assert held[0] is held[1], "an optimizer, or a graph, may hold the very tensor"
     reference = of_one_process(calls, per_token=per_token)
@@ -68,7 +58,7 @@ def test_gradients_of_two_calls_add_up(ranks, lanes, per_token):
 def test_a_modules_own_loss_is_a_mean_over_its_own_lanes(ranks, lanes):
     """Counted by the lanes of the main loss it would weigh twice, or half."""
     job = TwoModules(ranks, lanes)
-    job.step(range(MICROBATCHES), loss=mean_loss, own_loss=lambda output: output.abs().mean())
+    job.step(range(MICROBATCHES), own_loss=lambda output: output.abs().mean())
     reference = [Part(0, WIDTH), Part(1, WIDTH)]
     for index in range(MICROBATCHES):
         encoded = reference[0](microbatch(index))
@@ -88,7 +78,7 @@ def test_configs_that_disagree_on_per_token_losses_are_found_before_the_first_by
     time.sleep(order.index(ranks.rank) * 0.5 if order else 0)
     start = time.monotonic()
     with pytest.raises((DisagreementError, PipelineError)) as failed:
-        job.step(range(MICROBATCHES), loss=token_loss if ranks.rank == 2 else mean_loss)
+        job.step(range(MICROBATCHES))
     assert time.monotonic() - start < 15
     assert "with mean losses" in str(failed.value) or "with per-token losses" in str(failed.value)
     assert job.stage.layer.weight.grad is None
@@ -109,13 +99,13 @@ def test_replicas_that_disagree_find_it_before_the_first_byte(ranks, about):
         stage.second = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).to(ranks.device)
         (stage.layer, stage.second)[ranks.rank].requires_grad_(False)
     start = time.monotonic()
-    own = token_loss if per_token else mean_loss
+    own = partial(counted_loss, counted=weights(0), per_token=per_token)
     with pytest.raises(DisagreementError, match=r"replicas of module 'model' .*rank 0: .*; rank 1: "):
         call(
             forward_backward_no_pipelining,
             model=stage,
             count=MICROBATCHES,
-            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), partial(own, weights(0))),
+            forward_step_func=lambda _, model: (model(microbatch(0).to(ranks.device)), own),
             pg_collection=ProcessGroupCollection.from_grid(lanes),
         )
     assert time.monotonic() - start < 8
@@ -131,7 +121,7 @@ def test_replicas_that_train_different_parameters_end_the_step_of_the_next_modul
     time.sleep(0.5 if ranks.rank == late else 0)
     start = time.monotonic()
     with pytest.raises((DisagreementError, PipelineError), match="replicas of module 'images' do not finish"):
-        job.step(range(MICROBATCHES), loss=mean_loss)
+        job.step(range(MICROBATCHES))
     assert time.monotonic() - start < 15
     ranks.barrier()
 
@@ -147,7 +137,7 @@ def test_a_rank_that_fails_before_the_count_of_tokens_ends_it_on_the_other_ranks
     def loss(output):
         if ranks.rank == 1:
             raise ValueError("bad sample")
-        return token_loss(weights(0).to(ranks.device), output)
+        return counted_loss(output, weights(0).to(ranks.device), per_token=True)
 
     start = time.monotonic()
     with pytest.raises(PipelineError, match="^rank 1, stage 0, microbatch 0: ValueError: bad sample"):
@@ -372,7 +362,7 @@ def test_a_module_that_fully_shard_averages_has_the_gradients_of_one_process(ran
         fully_shard(job.stage, mesh=mesh)
     calls = [range(MICROBATCHES), range(10, 10 + MICROBATCHES)]
     for indices in calls:
-        job.step(indices, loss=token_loss if per_token else mean_loss)
+        job.step(indices)
     reference = of_one_process(calls, per_token=per_token)
     for mine, other in zip(job.stage.parameters(), job.own(reference).parameters(), strict=True):
         found = mine.grad.full_tensor() if job.name == "images" else mine.grad
@@ -434,5 +424,8 @@ def test_gradients_that_fsdp2_has_averaged_are_not_divided_by_tokens(ranks):
             forward_backward_no_pipelining,
             model=stage,
             count=MICROBATCHES,
-            forward_step_func=lambda _, model: (model(microbatch(0)), token_loss),
+            forward_step_func=lambda _, model: (
+                model(microbatch(0)),
+                partial(counted_loss, counted=weights(0), per_token=True),
+            ),
         )

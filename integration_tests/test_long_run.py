@@ -31,20 +31,14 @@ OBJECTS, RSS_BYTES = 24, 8 * 2**20
 LANES = 2  # of a rank; each starts a thread of its own once, when a transfer first outlives its step
 
 
-def stage_of(graph, number, lane, device):
-    """A linear layer; the first stage makes its lane's data, the second has the loss."""
-    generator = torch.Generator().manual_seed(100 + lane)
-    return Stage(
-        graph,
-        number,
-        Part(number, WIDTH, dtype=torch.float32).to(device),
-        data=lambda _: torch.randn(ROWS, WIDTH, generator=generator).to(device),
-        loss=lambda y: y.square().mean(),
-    )
-
-
-def run(ranks, *, warmup, steps):
-    """Train for ``warmup`` and ``steps`` more steps; what was held after each."""
+@pytest.mark.parametrize(
+    ("warmup", "steps"),
+    [
+        pytest.param(50, 240, marks=pytest.mark.ranks(4, deadline=300)),
+        pytest.param(1000, 20_000, marks=[pytest.mark.ranks(4, deadline=4 * 3600), pytest.mark.nightly]),
+    ],
+)
+def test_nothing_grows_after_the_warm_up(ranks, warmup, steps):
     grid = HyperCommGrid([2, 2], ["dp", "pp"])
     grid.create_pgs(["dp"])
     grid.create_pgs(["pp"])
@@ -54,12 +48,19 @@ def run(ranks, *, warmup, steps):
     communicator = P2PCommunicator(grid.get_pg("pp"), config)
     monitor = Monitor(control_store("monitor"), rank=ranks.rank, ranks=range(4), deadline=DEADLINE, interval=0.05)
     plan = lower(one_f_one_b(2, MICROBATCHES))
-    stage = stage_of(plan.graph, number, lane, ranks.device)
+    generator = torch.Generator().manual_seed(100 + lane)
+    stage = Stage(
+        plan.graph,
+        number,
+        Part(number, WIDTH, dtype=torch.float32).to(ranks.device),
+        data=lambda _: torch.randn(ROWS, WIDTH, generator=generator).to(ranks.device),
+        loss=lambda y: y.square().mean(),
+    )
     optimizer = torch.optim.SGD(stage.model.parameters(), lr=1e-3, momentum=0.9)
     runtime = PipelineRuntime(plan, {number: stage}, communicator, monitor=monitor)
     finish = partial(reduce_gradients, stage.model, groups)
 
-    def train(count):
+    def held_after(count):
         for step in range(count):
             optimizer.zero_grad()
             runtime.step(finish=finish)
@@ -72,26 +73,11 @@ def run(ranks, *, warmup, steps):
         return Held.now(ranks)
 
     try:
-        return train(warmup), train(steps)
+        before, after = held_after(warmup), held_after(steps)
     finally:
         monitor.close()
         communicator.close()
-
-
-def check(ranks, *, warmup, steps):
-    before, after = run(ranks, warmup=warmup, steps=steps)
     # The fake device holds the entries of the last collectives a moment longer.
     objects = OBJECTS if ranks.fake_device is None else 3 * OBJECTS
     threads = {"threads": LANES, "native_threads": LANES}
     after.require_no_more(before, descriptors=0, keys=0, objects=objects, rss=RSS_BYTES, **threads)
-
-
-@pytest.mark.ranks(4, deadline=300)
-def test_nothing_grows_in_a_short_run(ranks):
-    check(ranks, warmup=50, steps=240)
-
-
-@pytest.mark.nightly
-@pytest.mark.ranks(4, deadline=4 * 3600)
-def test_nothing_grows_in_twenty_thousand_steps(ranks):
-    check(ranks, warmup=1000, steps=20_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from attrs import field, frozen
@@ -9,11 +11,11 @@ from torch import nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.schedules import step_plan, verify
-from pipegrid.topology import ProcessGroupCollection, replica_samples
+from pipegrid.topology import ProcessGroupCollection
 
 from .kit.data import coins, normal
 from .kit.grids import grids_of
-from .kit.models import Model, call, config_for
+from .kit.models import Model, call, config_for, counted_loss
 
 STEPS, MICROBATCHES, BATCH, LENGTH, WIDTH = 3, 5, 4, 2, 5
 
@@ -85,6 +87,7 @@ class Stage(Model):
 
     def __init__(self, number, device, config=None):
         super().__init__(config)
+        self.number = number
         self.weight = nn.Parameter(normal(number, WIDTH, WIDTH, device=device))
 
     def forward(self, arrived):
@@ -101,12 +104,6 @@ def data(step, microbatch, name, device, rows=BATCH):
 def tokens(step, microbatch, device):
     """Which tokens count: more in some microbatches and lanes than in others."""
     return coins(5000 + 100 * step + microbatch, BATCH, LENGTH, device=device)
-
-
-def loss_of(output, counted, *, per_token):
-    if per_token:
-        return (output.square().mean(dim=-1) * counted).sum(), counted.sum(), None
-    return output.square().mean(), None
 
 
 def descend(parameters):
@@ -131,7 +128,7 @@ def in_one_process(job, graph, device, *, per_token):
                 arrived = [made[edge.source] for edge in graph.stage_edges if edge.destination == number]
                 made[number] = stage([*own_data(job, graph, number, step, m, device), *arrived])
             ends = [made[graph.stage(name, -1)] for name in graph.sinks]
-            losses += [loss_of(end, tokens(step, m, device), per_token=per_token)[0] for end in ends]
+            losses += [counted_loss(end, tokens(step, m, device), per_token=per_token)[0] for end in ends]
         (sum(losses) / total).backward()
         optimizer.step()
     return [stage.weight.detach() for stage in stages]
@@ -147,37 +144,29 @@ def own_data(job, graph, number, step, m, device):
     return [data(step, m, "text", device)] if job.images else []
 
 
-def share(job, graph, number, step, m, grid, device):
-    """What this rank reads of `own_data`."""
-    mine, even = grid.coords(torch.distributed.get_rank())["dp"], BATCH // grid.dim_size("dp")
-    return [
-        whole.split(even if len(whole) == BATCH else job.images[m])[mine]
-        for whole in own_data(job, graph, number, step, m, device)
-    ]
+TOKENS = ("encoder dp 4, language dp 2", "encoder dp 2, language dp 4", "a colocated encoder", "a frozen encoder")
+CASES = [
+    *((name, False, True) for name in JOBS),
+    *((name, True, True) for name in TOKENS),
+    *((name, per_token, False) for name in JOBS for per_token in (False, True)),  # at night
+]
 
 
-def step_of(job, comm, grids, step, device, *, per_token):
-    """The forward step function of every stage of this rank."""
-
-    def forward_step(microbatches, model):
-        m = next(microbatches)
-        name, _ = comm.graph.module_of(model.number)
-        own = share(job, comm.graph, model.number, step, m, grids[name], device)
-        arrived = [*own, *model.received.values()]
-        if len(arrived) == 1 and len(arrived[0]) == 0:
-            return {name: arrived[0]}, None  # nothing to do for this microbatch
-        output = model(arrived)
-        if any(edge.source == model.number for edge in comm.graph.stage_edges):
-            return {name: output}, None
-        lane = replica_samples(BATCH, grids[name])
-        counted = tokens(step, m, device)[lane.start : lane.stop]
-        return output, lambda y: loss_of(y, counted, per_token=per_token)
-
-    return forward_step
-
-
-def train(job, ranks, *, per_token, strict):
-    """Three steps on this rank's stages; the communicator, and the stages."""
+@pytest.mark.parametrize(
+    ("job", "per_token", "strict"),
+    [
+        pytest.param(
+            JOBS[name],
+            per_token,
+            strict,
+            id=f"{name}, {'tokens' if per_token else 'mean'}, {'strict' if strict else 'buffered'}",
+            marks=[pytest.mark.ranks(JOBS[name].ranks), *([] if strict else [pytest.mark.nightly])],
+        )
+        for name, per_token, strict in CASES
+    ],
+)
+def test_weights_after_three_steps_are_those_of_one_process(ranks, job, per_token, strict):
+    """With losses that are means, or weighted by tokens; without ``strict`` sends are buffered and outputs freed."""
     device = ranks.device
     grids = grids_of(job.places, ("tp", "dp", "pp"))
     for grid in grids.values():
@@ -202,56 +191,41 @@ def train(job, ranks, *, per_token, strict):
         frozen=comm.frozen_modules,
     )
     verify(plan, lanes="shared")
-    models = {}
-    for number in comm.stages:
-        stage = models[comm.graph.module_of(number)[0]] = Stage(number, device, config)
-        stage.number = number
+    models = {comm.graph.module_of(number)[0]: Stage(number, device, config) for number in comm.stages}
     optimizers = [descend(model.parameters()) for model in models.values()]
+
+    def forward_step(step, microbatches, model):
+        m = next(microbatches)
+        name, _ = comm.graph.module_of(model.number)
+        lane, even = grids[name].coords(ranks.rank)["dp"], BATCH // grids[name].dim_size("dp")
+        own = [
+            whole.split(even if len(whole) == BATCH else job.images[m])[lane]
+            for whole in own_data(job, comm.graph, model.number, step, m, device)
+        ]
+        arrived = [*own, *model.received.values()]
+        if len(arrived) == 1 and len(arrived[0]) == 0:
+            return {name: arrived[0]}, None  # nothing to do for this microbatch
+        output = model(arrived)
+        if any(edge.source == model.number for edge in comm.graph.stage_edges):
+            return {name: output}, None
+        counted = tokens(step, m, device).split(even)[lane]
+        return output, partial(counted_loss, counted=counted, per_token=per_token)
+
     for step in range(STEPS):
         call(
             model=models if len(models) > 1 else next(iter(models.values())),
             count=MICROBATCHES,
             data_iterator={name: iter(range(MICROBATCHES)) for name in models},
-            forward_step_func=step_of(job, comm, grids, step, device, per_token=per_token),
+            forward_step_func=partial(forward_step, step),
             p2p_communicator=comm,
             pg_collection={name: ProcessGroupCollection.from_grid(grids[name]) for name in models},
         )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return comm, models
-
-
-def check(job, ranks, *, per_token, strict):
-    device = ranks.device
-    comm, models = train(job, ranks, per_token=per_token, strict=strict)
     expected = in_one_process(job, comm.graph, device, per_token=per_token)
     for name, model in models.items():
         assert torch.allclose(model.weight.detach(), expected[model.number], rtol=1e-10, atol=1e-13)
         moved = not torch.equal(model.weight.detach(), Stage(model.number, device).weight.detach())
         assert moved == (name not in job.frozen)
     comm.destroy()
-
-
-TOKENS = ("encoder dp 4, language dp 2", "encoder dp 2, language dp 4", "a colocated encoder", "a frozen encoder")
-
-
-def cases(names):
-    return [pytest.param(name, marks=pytest.mark.ranks(JOBS[name].ranks)) for name in names]
-
-
-@pytest.mark.parametrize("job", cases(JOBS))
-def test_weights_after_three_steps_of_a_mean_loss(ranks, job):
-    check(JOBS[job], ranks, per_token=False, strict=True)
-
-
-@pytest.mark.parametrize("job", cases(TOKENS))
-def test_weights_after_three_steps_of_a_token_weighted_loss(ranks, job):
-    check(JOBS[job], ranks, per_token=True, strict=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "tokens"])
-@pytest.mark.parametrize("job", cases(JOBS))
-def test_weights_after_three_steps_where_sends_are_buffered_and_outputs_freed(ranks, job, per_token):
-    check(JOBS[job], ranks, per_token=per_token, strict=False)

@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from pipegrid.schedules import (
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
 from .kit.data import normal
+from .kit.held import Held, native_threads
 from .kit.models import Part, require_same_gradients
 from .kit.stages import Stage, in_one_process
 
@@ -37,26 +37,22 @@ MICROBATCHES, WIDTH, DEADLINE = 4, 8, 20.0
 PLAN = lower(one_f_one_b(2, MICROBATCHES))
 
 
-def stage_of(ranks, kind=Stage):
+def stage_of(ranks, number, plan=PLAN, kind=Stage):
+    """A stage in float64, alike on every rank."""
     return kind(
-        PLAN.graph,
-        ranks.rank,
-        Part(ranks.rank, WIDTH, dtype=torch.float32).to(ranks.device),
-        data=lambda microbatch: torch.full((2, WIDTH), 1.0 + microbatch, device=ranks.device),
+        plan.graph,
+        number,
+        Part(number, WIDTH).to(ranks.device),
+        data=lambda microbatch: normal(100 + microbatch, 2, WIDTH, device=ranks.device),
         loss=lambda y: y.square().mean(),
     )
 
 
 def opened(ranks, stage=None, **options):
     """A communicator over two stages, and this rank's runtime."""
-    config = P2PConfig(pipeline_dtype=torch.float32, deadline=DEADLINE, staged=ranks.backend == "staged")
-    communicator = P2PCommunicator(dist.group.WORLD, config)
-    return communicator, PipelineRuntime(PLAN, {ranks.rank: stage or stage_of(ranks)}, communicator, **options)
-
-
-def held():
-    """Threads and open descriptors of this process."""
-    return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+    config = P2PConfig(pipeline_dtype=torch.float64, deadline=DEADLINE, staged=ranks.backend == "staged")
+    communicator, stage = P2PCommunicator(dist.group.WORLD, config), stage or stage_of(ranks, ranks.rank)
+    return communicator, PipelineRuntime(PLAN, {ranks.rank: stage}, communicator, **options)
 
 
 @pytest.mark.ranks(2, backend="gloo", deadline=120)  # counts gloo's threads and connections
@@ -73,12 +69,10 @@ def test_communicators_made_again_and_again_leave_nothing(ranks, closed):
         gc.collect()
         dist.barrier()
         limit = time.monotonic() + 10
-        while seen and held()[0] > seen[0][0] + 2 and time.monotonic() < limit:
+        while seen and native_threads() > seen[0].native_threads + 2 and time.monotonic() < limit:
             time.sleep(0.05)  # threads end after the communicator
-        seen.append(held())
-    (threads, descriptors), (threads_after, descriptors_after) = seen[2], seen[-1]
-    assert threads_after <= threads + 2, seen
-    assert descriptors_after <= descriptors + 2, seen
+        seen.append(Held.now(ranks))
+    seen[-1].require_no_more(seen[2], native_threads=2, descriptors=2)
 
 
 @pytest.mark.ranks(2)
@@ -160,7 +154,7 @@ def test_one_output_for_two_microbatches_is_not_freed_twice(ranks):
                 self.kept = super().forward(0, {})
             return self.kept
 
-    communicator, runtime = opened(ranks, stage_of(ranks, Cached), deallocate_outputs=True)
+    communicator, runtime = opened(ranks, stage_of(ranks, ranks.rank, kind=Cached), deallocate_outputs=True)
     with pytest.raises(PipelineError, match="one tensor as the output of two microbatches, which is freed") as failed:
         runtime.step()
     assert "rank 0, stage 0, microbatch 1: StageOutputError" in str(failed.value).splitlines()[0]
@@ -201,44 +195,29 @@ def mutated(base, draw, changes):
     return plan
 
 
-def bent(plan, number, device):
-    """A stage in float64, alike on every rank."""
-    return Stage(
-        plan.graph,
-        number,
-        Part(number, 4).to(device),
-        data=lambda microbatch: normal(100 + microbatch, 3, 4, device=device),
-        loss=lambda y: y.square().sum(),
-    )
-
-
-def run_mutated(ranks, *, plans, seed):
-    """On four ranks in strict mode, where every send blocks: verified plans run, with the gradients of one process."""
+@pytest.mark.parametrize(
+    ("plans", "seed"),
+    [
+        pytest.param(3, 0, marks=pytest.mark.ranks(4)),
+        pytest.param(100, 1, marks=[pytest.mark.ranks(4, deadline=3600), pytest.mark.nightly]),
+    ],
+)
+def test_mutated_plans_that_verify_run_on_real_ranks(ranks, plans, seed):
+    """In strict mode, where every send blocks; with the gradients of one process. ``plans``: of each schedule."""
     draw, ran = random.Random(seed), 0
     for schedule in (one_f_one_b, gpipe, zero_bubble_h1, zero_bubble_v, dualpipe_v):
         base = lower(schedule(4, 8 if schedule is dualpipe_v else MICROBATCHES))
         staged = ranks.backend == "staged"
         config = P2PConfig(pipeline_dtype=torch.float64, deadline=120, strict=True, staged=staged)
         communicator = P2PCommunicator(dist.group.WORLD, config, placement=[places[0] for places in base.placement])
-        expected = [bent(base, number, ranks.device) for number in range(base.num_stages)]
+        expected = [stage_of(ranks, number, base) for number in range(base.num_stages)]
         in_one_process(expected, base.num_microbatches)
         for _ in range(plans):
             plan = mutated(base, draw, changes=30)
-            stages = {number: bent(plan, number, ranks.device) for number in plan.stages_at[ranks.rank]}
+            stages = {number: stage_of(ranks, number, plan) for number in plan.stages_at[ranks.rank]}
             PipelineRuntime(plan, stages, communicator).step()
             ran += plan != base
             for number, stage in stages.items():
                 require_same_gradients(stage.model, expected[number].model, rtol=1e-12, atol=1e-14)
         communicator.close()
     assert ran > 4 * plans
-
-
-@pytest.mark.ranks(4)
-def test_mutated_plans_that_verify_run_on_real_ranks(ranks):
-    run_mutated(ranks, plans=3, seed=0)
-
-
-@pytest.mark.nightly
-@pytest.mark.ranks(4, deadline=3600)
-def test_five_hundred_mutated_plans_that_verify_run_on_real_ranks(ranks):
-    run_mutated(ranks, plans=100, seed=1)

@@ -34,6 +34,11 @@ def _heap():
     return MALLOC.mallinfo2()
 
 
+def native_threads():
+    """Threads of this process, those of other languages included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def _descriptors():
     """Open descriptors; the monitor's thread holds one more while it reads a store that is a file."""
     time.sleep(0.01)
@@ -75,7 +80,7 @@ class Held:
             objects=len(gc.get_objects()),
             descriptors=min(_descriptors() for _ in range(10)),
             threads=threading.active_count(),
-            native_threads=len(list(Path("/proc/self/task").iterdir())),
+            native_threads=native_threads(),
             keys=default_store().num_keys(),
         )
         dist.barrier()

@@ -53,6 +53,13 @@ def mean_loss(output):
     return loss, {"loss": loss.item()}
 
 
+def counted_loss(output, counted, *, per_token):
+    """The mean; or with ``per_token`` the sum over the tokens that count, and how many they are."""
+    if per_token:
+        return (output.square().mean(dim=-1) * counted).sum(), counted.sum(), None
+    return output.square().mean(), None
+
+
 def forward_step(iterator, model, *, data, loss=mean_loss):
     """What has arrived goes through the model; on a first stage ``data(next(iterator))`` does."""
     (x,) = model.received

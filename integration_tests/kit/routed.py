@@ -23,7 +23,7 @@ from pipegrid.transport import P2PCommunicator
 
 from .data import coins, normal
 from .grids import grids_of
-from .models import Model, call, config_for
+from .models import Model, call, config_for, counted_loss
 
 LENGTH, BATCH, WIDTH = 2, 3, 4
 
@@ -88,12 +88,6 @@ def joined(routes, module, number, own, arrived):
     return torch.cat(parts, dim=1)
 
 
-def loss_of(job, output, counted):
-    if job.per_token:
-        return (output.square().mean(dim=-1) * counted).sum(), counted.sum()
-    return output.square().mean(), None
-
-
 def in_one_process(job, graph, routes):
     """The stages with the gradients of one step of all units."""
     stages = [Layer(number) for number in range(graph.num_stages)]
@@ -120,7 +114,7 @@ def in_one_process(job, graph, routes):
             if graph.stage(module, -1) == stage and module == job.own_loss:
                 losses.append(len(units) * output.square().mean() / total)
             if graph.stage(module, -1) == stage and module in graph.sinks:
-                losses.append(loss_of(job, output, tokens(*units[0]))[0] / total)
+                losses.append(counted_loss(output, tokens(*units[0]), per_token=job.per_token)[0] / total)
     sum(losses).backward()
     return stages
 
@@ -216,8 +210,8 @@ class OnRanks:
                 counted = tokens(home, model.current_microbatch).to(self.device)
 
                 def loss_func(output):
-                    loss, count = loss_of(self.job, output, counted)
-                    return (loss, number) if count is None else (loss, count, number)
+                    *loss, _ = counted_loss(output, counted, per_token=self.job.per_token)
+                    return *loss, number
 
                 return output, loss_func
             carried = {name: output} if len(graph.modules) > 1 else output

@@ -31,32 +31,17 @@ def own_part(tensor, group):
     return tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)].contiguous()
 
 
-class Enter(torch.autograd.Function):
-    """f: from what a stage holds at its boundary to the input of a column-parallel layer."""
+class Conjugate(torch.autograd.Function):
+    """``there`` for a tensor, and ``back`` for its gradient."""
 
     @staticmethod
-    def forward(ctx, x, group, cut):
-        ctx.group, ctx.cut = group, cut
-        return gathered(x, group) if cut else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = summed(gradient, ctx.group)
-        return own_part(total, ctx.group) if ctx.cut else total, None, None
-
-
-class Leave(torch.autograd.Function):
-    """g: from the partial sums of a row-parallel layer to what a stage holds at its boundary."""
-
-    @staticmethod
-    def forward(ctx, x, group, cut):
-        ctx.group, ctx.cut = group, cut
-        total = summed(x, group)
-        return own_part(total, group) if cut else total
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gathered(gradient, ctx.group) if ctx.cut else gradient, None, None
+        return ctx.back(gradient), None, None
 
 
 class Block(Model):
@@ -91,9 +76,18 @@ class Block(Model):
         dim = {"A": 1, "a": 0, "B": 0}[name]
         return value.chunk(dist.get_world_size(self.group), dim)[dist.get_rank(self.group)]
 
+    def spread(self, x):
+        """From what the stage holds at its boundary to the input of the columns."""
+        return gathered(x, self.group) if self.cut else x.view_as(x)
+
+    def collect(self, x):
+        """From the partial sums of the rows to what the stage holds at its boundary."""
+        total = summed(x, self.group)
+        return own_part(total, self.group) if self.cut else total
+
     def forward(self, x):
-        inner = nn.functional.gelu(Enter.apply(x, self.group, self.cut) @ self.A + self.a)
-        return x + Leave.apply(inner @ self.B, self.group, self.cut) + self.b
+        inner = nn.functional.gelu(Conjugate.apply(x, self.spread, self.collect) @ self.A + self.a)  # f
+        return x + Conjugate.apply(inner @ self.B, self.collect, self.spread) + self.b  # g
 
     def gradient(self, name):
         """The gradient of this rank's shard: of ``b``, each rank of a cut sequence has seen a part of the rows."""

@@ -12,7 +12,7 @@ from pipegrid.schedules import WithLoss
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 
 from .data import coins, normal
-from .models import Part, call, chain_in_one_process, config_for
+from .models import Part, call, chain_in_one_process, config_for, counted_loss
 
 MICROBATCHES, BATCH, WIDTH = 3, 4, 5
 NAMES = ("images", "language")
@@ -25,15 +25,6 @@ def microbatch(index):
 def weights(index):
     """Tokens that count, per sample: uneven between microbatches and replicas."""
     return coins(50 + index, BATCH, 2)
-
-
-def mean_loss(counted, output):
-    del counted
-    return output.square().mean(), None
-
-
-def token_loss(counted, output):
-    return (output.square().mean(dim=-1) * counted).sum(), counted.sum(), None
 
 
 class TwoModules:
@@ -54,7 +45,9 @@ class TwoModules:
         self.stage = Part(NAMES.index(self.name), WIDTH, self.config).to(ranks.device)
         self.share = replica_samples(BATCH, self.grids[self.name])
 
-    def step(self, indices, *, loss, own_loss=None):
+    def step(self, indices, *, own_loss=None):
+        per_token = self.config.calculate_per_token_loss
+
         def forward(iterator, model):
             index = next(iterator)
             part = slice(self.share.start, self.share.stop)
@@ -63,7 +56,7 @@ class TwoModules:
                 carried = {"images": output}
                 return (carried if own_loss is None else WithLoss(carried, own_loss(output))), None
             counted = weights(index)[part].to(self.device)
-            return model(model.received["images"]), partial(loss, counted)
+            return model(model.received["images"]), partial(counted_loss, counted=counted, per_token=per_token)
 
         return call(
             model=self.stage,
@@ -86,11 +79,11 @@ class TwoModules:
 def of_one_process(steps, *, per_token):
     """Both modules with the gradients of ``steps``, the numbers of their microbatches."""
     whole = [Part(0, WIDTH), Part(1, WIDTH)]
-    loss = token_loss if per_token else mean_loss
     for indices in steps:
         divisor = sum(int(weights(index).sum()) for index in indices) if per_token else len(indices)
         for index in indices:
-            chain_in_one_process(whole, [microbatch(index)], divisor, partial(loss, weights(index)))
+            loss = partial(counted_loss, counted=weights(index), per_token=per_token)
+            chain_in_one_process(whole, [microbatch(index)], divisor, loss)
     return whole
 
 

@@ -12,7 +12,11 @@ import math
 from functools import cache
 from types import SimpleNamespace
 
+import torch
+
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, axis_names, boundary_side
+
+from .played import chosen, contribution, play
 
 MOST = 8
 DIMS = ("tp", "cp", "dp", "pp", "ep")
@@ -190,53 +194,21 @@ def tokens_of(lane, part, samples):
 
 
 def holdings(src, dst, sizes):
-    """What every rank of either side holds."""
-    source_ends = list(itertools.accumulate(source_lanes(src, sizes)))
-    return held_by(src, sizes, source_ends), held_by(dst, sizes, lane_ends(src, dst, sizes))
-
-
-@cache
-def mask(start, extent, shape):
-    """The elements of a box of a tensor of ``shape``, as bits in the order of memory."""
-    bits, stride = (1 << extent[-1]) - 1 << start[-1], shape[-1]
-    for a, n, whole in zip(start[-2::-1], extent[-2::-1], shape[-2::-1], strict=True):
-        bits = sum(bits << stride * i for i in range(a, a + n))
-        stride *= whole
-    return bits
+    """What every rank of either side holds of a tensor whose elements are numbered."""
+    numbered = torch.arange(math.prod(sizes.shape)).view(sizes.shape)
+    ends = (src, list(itertools.accumulate(source_lanes(src, sizes)))), (dst, lane_ends(src, dst, sizes))
+    return [
+        {rank: chosen(numbered, axes) for rank, axes in held_by(side, sizes, lanes).items()} for side, lanes in ends
+    ]
 
 
 def prove(plan, given, taken):
-    """Every destination element is written once, by a message or a completion, from a rank that holds it."""
-    shapes = {rank: tuple(map(len, axes)) for rank, axes in taken.items()}
-    written = dict.fromkeys(taken, 0)
-    received = {rank: set() for rank in taken}
-    crossing = 0
-    for message in plan.messages:
-        source, destination = given[message.source], taken[message.destination]
-        here, there = message.source_box, message.destination_box
-        assert here.shape == there.shape
-        for axis, (a, b, n) in enumerate(zip(here.start, there.start, here.shape, strict=True)):
-            moved = source[axis][a : a + n]
-            assert len(moved) == n
-            assert moved == destination[axis][b : b + n]
-        crossing += (message.source != message.destination) * here.numel
-        received[message.destination].add(there)
-        write(written, message.destination, there, shapes)
-    for step in plan.completions:
-        for giver, boxes in zip(step.ranks, step.boxes, strict=True):
-            assert received[giver] >= set(boxes)
-            for taker in step.ranks:
-                if taker != giver:
-                    for box in boxes:
-                        write(written, taker, box, shapes)
-    for rank, shape in shapes.items():
-        assert written[rank] == (1 << math.prod(shape)) - 1
-        assert plan.destination_shape(rank) == shape
-    return crossing
+    """Every destination element is written once, by a message or a completion, from a rank that holds it.
 
-
-def write(written, rank, box, shapes):
-    """Mark a box as written; nothing is written twice."""
-    bits = mask(box.start, box.shape, shapes[rank]) if box.numel else 0
-    assert not written[rank] & bits
-    written[rank] |= bits
+    ``given`` and ``taken``: what every rank of either side holds. How many elements cross.
+    """
+    # One of the parts of a sum is all of it.
+    held = {rank: tensor * (contribution(plan.src, rank) == 0) for rank, tensor in given.items()}
+    for rank, tensor in play(plan, held).items():
+        assert torch.equal(tensor, taken[rank])
+    return sum(message.source_box.numel for message in plan.messages if message.source != message.destination)

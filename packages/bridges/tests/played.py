@@ -14,8 +14,12 @@ EMPTY = torch.iinfo(torch.int64).min
 
 def part(whole, spans):
     """What a rank with these ranges holds of the whole tensor."""
-    for axis, held in enumerate(spans):
-        index = [i for a, b in held for i in range(a, b)]
+    return chosen(whole, [[i for a, b in held for i in range(a, b)] for held in spans])
+
+
+def chosen(whole, indices):
+    """What a rank with these indices along each axis holds of the whole tensor."""
+    for axis, index in enumerate(indices):
         whole = whole.index_select(axis, torch.tensor(index, dtype=torch.long))
     return whole
 
@@ -41,26 +45,27 @@ def inside(box):
     return tuple(slice(start, start + extent) for start, extent in zip(box.start, box.shape, strict=True))
 
 
-def write(tensor, box, values):
-    """Fill a box of a tensor, all of which was empty."""
-    place = tensor[inside(box)]
-    assert place.shape == values.shape == box.shape
-    assert (place == EMPTY).all()
-    place.copy_(values)
-
-
 def play(plan, tensors):
     """What each rank of the destination has after all steps of a plan: every element was written exactly once."""
     given = dict(tensors)
     for group in plan.reductions:
         given |= dict.fromkeys(group, sum(tensors[rank] for rank in group))
     out = {rank: torch.full(plan.destination_shape(rank), EMPTY) for rank in plan.dst.ranks}
+    left = {rank: tensor.numel() for rank, tensor in out.items()}
+
+    def write(rank, box, values):
+        place = out[rank][inside(box)]
+        assert place.shape == values.shape == box.shape
+        place.copy_(values)
+        left[rank] -= box.numel
+
     for message in plan.messages:
-        write(out[message.destination], message.destination_box, given[message.source][inside(message.source_box)])
+        write(message.destination, message.destination_box, given[message.source][inside(message.source_box)])
     received = {rank: tensor.clone() for rank, tensor in out.items()}
     for step in plan.completions:
         for giver, boxes in zip(step.ranks, step.boxes, strict=True):
             for taker, box in itertools.product(set(step.ranks) - {giver}, boxes):
-                write(out[taker], box, received[giver][inside(box)])
+                write(taker, box, received[giver][inside(box)])
+    assert not any(left.values())  # as many as there are, and each of them
     assert not any((tensor == EMPTY).any() for tensor in out.values())
     return out

@@ -3,7 +3,7 @@
 Dims are tp, cp, dp, pp and one declared extra dim; every strategy; even, uneven and given lanes, packed tokens, no
 rows. 96 grids with 24 placements make 2 304 sides, of 137 kinds; so 18 769 pairs, 281 535 times with every strategy
 and kind of sizes, each both ways; and 9 216 pairs of grids that overlap, with every strategy. That runs nightly, in
-about five minutes of one core; a part of it always runs.
+about eight minutes of one core; a part of it always runs.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import RankPart, Sizes, plan_reshard
+from pipegrid.bridges.reshard import Sizes, plan_reshard
 from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.transport.edge import Direction, Edge
 
-from .played import EMPTY, inside, write
+from .played import play
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 
@@ -156,35 +156,13 @@ def held(at, stage, rank, whole):
     return numbered.chunk(stage.parts, at.axis)[stage.ranks.index(rank)] if stage.parts > 1 else numbered
 
 
-def crossing(at, whole, direction, rank):
-    """The rank's part in the plan that moves a tensor of the shape ``whole``."""
-    giver, _ = at.ends(direction)
-    wiring, tensor = at.wiring("vtp", rank, direction), at.tensor(direction)
+def crossing(at, whole, direction):
+    """The plan that moves a tensor of the shape ``whole``, of a byte per element."""
+    giver, taker = at.ends(direction)
+    tensor = at.tensor(direction)
     before, length, after = tensor.folded(held(at, giver, giver.ranks[0], whole).shape)
     sizes = Sizes((before, length * giver.parts, after), axes=tensor.names)
-    return RankPart(plan_reshard(wiring.src, wiring.dst, sizes, rank=rank), rank)
-
-
-def play(at, whole, direction):
-    """What every receiving rank has after messages and completion, and how many elements crossed."""
-    givers, takers = at.ends(direction)
-    parts = {rank: crossing(at, whole, direction, rank) for rank in at.ranks}
-    crossed, got = 0, {}
-    for rank in takers.ranks:
-        here = parts[rank]
-        got[rank] = torch.full(here.destination_shape, EMPTY)
-        assert here.receives.keys() <= set(at.wiring("vtp", rank, direction).senders(F))
-        for peer, boxes in here.receives.items():
-            theirs = held(at, givers, peer, whole).reshape(parts[peer].source_shape)
-            for there, box in zip(parts[peer].sends[rank], boxes, strict=True):
-                write(got[rank], box, theirs[inside(there)])
-                crossed += box.numel
-    for rank in takers.ranks:
-        for step in parts[rank].completions:
-            for giver, boxes in zip(step.ranks, step.boxes, strict=True):
-                for box in boxes if giver != rank else ():
-                    write(got[rank], box, got[giver][inside(box)])
-    return got, crossed
+    return plan_reshard(giver.side, taker.side, sizes, itemsize=1)
 
 
 @given(
@@ -200,11 +178,13 @@ def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, len
     at = boundary(a, b, cuts, axis)
     whole = [width, width + 1]
     whole[axis] = lengths * math.lcm(at.source.parts, at.destination.parts)
-    got, crossed = play(at, tuple(whole), direction)
-    assert crossed == math.prod(whole)
     giver, taker = at.ends(direction)
-    sent = held(at, giver, giver.ranks[0], whole).shape
-    for rank, elements in got.items():
+    plan = crossing(at, whole, direction)
+    given = {rank: held(at, giver, rank, whole) for rank in giver.ranks}
+    sent = given[giver.ranks[0]].shape
+    assert sum(map(plan.bytes_sent, giver.ranks)) == math.prod(whole)
+    for rank, elements in play(plan, {r: given[r].reshape(plan.source_shape(r)) for r in giver.ranks}).items():
+        assert plan.receives(rank).keys() <= set(at.wiring("vtp", rank, direction).senders(F))
         expected = held(at, taker, rank, whole)
         assert at.tensor(direction).unfolded(elements.shape, sent) == expected.shape
         assert torch.equal(elements.view(expected.shape), expected)
@@ -213,19 +193,18 @@ def test_every_element_crosses_once_and_arrives_everywhere(a, b, cuts, axis, len
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 90))
 def test_copies_share_the_sending_and_the_receiving(a, b, numel):
     at = boundary(a, b)
+    plan = crossing(at, (numel,), F)
     for rank in at.source.ranks:
-        sent = sum(box.numel for boxes in crossing(at, (numel,), F, rank).sends.values() for box in boxes)
         receivers = at.wiring("vtp", rank, F).receivers(F)
-        assert abs(sent - numel / a) <= len(receivers)  # but for rounding, once per message
+        assert abs(plan.bytes_sent(rank) - numel / a) <= len(receivers)  # but for rounding, once per message
     for rank in at.destination.ranks:
-        got = sum(box.numel for boxes in crossing(at, (numel,), F, rank).receives.values() for box in boxes)
-        assert abs(got - numel / b) <= len(at.wiring("vtp", rank, F).senders(F))
+        assert abs(plan.bytes_received(rank) - numel / b) <= len(at.wiring("vtp", rank, F).senders(F))
 
 
 @pytest.mark.parametrize("cuts", [(True, True), (False, True)])
 def test_a_boundary_whose_receivers_hold_parts_needs_no_gather(cuts):
     at = boundary(2, 4, cuts)
-    assert not any(crossing(at, (8, 3), F, rank).completions for rank in at.destination.ranks)
+    assert crossing(at, (8, 3), F).completions == ()
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():

@@ -14,11 +14,12 @@ from .kit.models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
 
 CUTS = ("Et|tt|tL", "Et||ttt|L", "E|tttt|L", "EttttL", "Etttt|L")
 CUTS_OF_TWO = ("Eee|eet|tttL", "Eeee|e|tt||t|tL", "Eeeee|tttt|L", "E|eeeettttL")
-EXAMPLES = [
-    *((name, "Et||ttt|L") for name in MAKERS if name not in TWO_LISTS),
-    *((name, "Eeee|e|tt||t|tL") for name in TWO_LISTS),
+OFTEN = ("Et||ttt|L", "Eeee|e|tt||t|tL")  # the others run at night
+CASES = [
+    pytest.param(name, layout, marks=[] if layout in OFTEN else pytest.mark.nightly)
+    for name in MAKERS
+    for layout in (CUTS_OF_TWO if name in TWO_LISTS else CUTS)
 ]
-ALL = [(name, cut) for name in MAKERS for cut in (CUTS_OF_TWO if name in TWO_LISTS else CUTS)]
 
 
 def require_equal(whole, make, layout, batch, **options):
@@ -39,20 +40,10 @@ def require_equal(whole, make, layout, batch, **options):
             torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-14, msg=name)
 
 
-def require_equal_family(name, layout):
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_family_in_stages_is_the_model(name, layout):
     torch.manual_seed(1)
     require_equal(MAKERS[name]().double(), MAKERS[name], layout, batch_of(name))
-
-
-@pytest.mark.parametrize(("name", "layout"), EXAMPLES)
-def test_a_family_in_stages_is_the_model(name, layout):
-    require_equal_family(name, layout)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "layout"), ALL)
-def test_every_family_in_every_cut_is_the_model(name, layout):
-    require_equal_family(name, layout)
 
 
 class Plain(nn.Module):

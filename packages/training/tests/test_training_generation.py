@@ -17,16 +17,17 @@ from .kit.models import MAKERS, WORDS, llama, text_model
 from .kit.vlm import VISION, Tower, image_batch, language_with, read_images, seen_and_text
 
 NEW, ROWS = 9, 3
+DRAWN = Sampling(temperature=0.7, top_k=9, top_p=0.8, seed=5)
 CASES = [
-    ("llama", "1f1b", None),
-    ("gpt2", "1f1b", Sampling(temperature=0.7, top_k=9, top_p=0.8, seed=5)),
-    ("llama tied", "zero_bubble_v", Sampling(seed=5)),
-]
-MORE = [
-    (name, schedule, sampling)
-    for name in ("llama", "gpt2", "qwen3", "mistral", "gemma3", "opt", "gpt_neox")
-    for schedule in ("1f1b", "interleaved_1f1b")
-    for sampling in (None, Sampling(temperature=0.7, top_k=9, top_p=0.8, seed=5))
+    ("llama", "1f1b", None, 2),
+    ("gpt2", "1f1b", DRAWN, 2),
+    ("llama tied", "zero_bubble_v", Sampling(seed=5), 2),
+    *(
+        pytest.param(name, schedule, sampling, 3, marks=pytest.mark.nightly)
+        for name in ("llama", "gpt2", "qwen3", "mistral", "gemma3", "opt", "gpt_neox")
+        for schedule in ("1f1b", "interleaved_1f1b")
+        for sampling in (None, DRAWN)
+    ),
 ]
 
 
@@ -49,7 +50,9 @@ def of_hugging_face(whole, batch, sampling, number, **options):
     return found if "input_ids" not in batch else found[:, batch["input_ids"].shape[1] :]
 
 
-def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("name", "schedule", "sampling", "microbatches"), CASES)
+def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling, microbatches):
     places = stage_places(schedule, 2)
     grid, groups = grid_of(dp=2, pp=2)
     lane = grid.coords(ranks.rank)["dp"]
@@ -86,12 +89,6 @@ def require_the_same(ranks, name, schedule, sampling, *, microbatches=2):
     dist.barrier()
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("name", "schedule", "sampling"), CASES)
-def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling):
-    require_the_same(ranks, name, schedule, sampling)
-
-
 def test_every_microbatch_of_the_job_draws_for_itself():
     """Equal logits on two replicas of two microbatches; equal lanes draw alike."""
     logits, device = torch.zeros(64, WORDS), torch.device("cpu")
@@ -103,13 +100,6 @@ def test_every_microbatch_of_the_job_draws_for_itself():
     ]
     assert len({tuple(tokens.tolist()) for tokens in drawn[:4]}) == 4
     assert all(torch.equal(one, other) for one, other in zip(drawn[2:4], drawn[4:], strict=True))
-
-
-@pytest.mark.nightly
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("name", "schedule", "sampling"), MORE)
-def test_tokens_of_every_family_are_those_of_one_process(ranks, name, schedule, sampling):
-    require_the_same(ranks, name, schedule, sampling, microbatches=3)
 
 
 @pytest.mark.parametrize(

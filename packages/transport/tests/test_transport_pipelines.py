@@ -145,32 +145,28 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
 def test_one_forward_one_backward_with_the_blocking_verbs(ranks, settings):
     microbatches = 6
     communicator = P2PCommunicator(dist.group.WORLD, config(pipeline_dtype=torch.float64, **settings))
-    stages, mine, shape = communicator.total_stages, Stages([communicator.current_stage]), (ROWS, WIDTH)
-    with in_turn(ranks, communicator):
-        one_forward_one_backward(communicator, mine, shape, microbatches)
-    mine.assert_gradients(reference(stages, microbatches))
-    communicator.close()
-
-
-def one_forward_one_backward(communicator, mine, shape, microbatches):
     me, stages = communicator.current_stage, communicator.total_stages
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
+    mine, shape = Stages([me]), (ROWS, WIDTH)
     warmup = min(stages - me - 1, microbatches)
-    for microbatch in range(warmup):
-        x = batch(microbatch) if first else communicator.recv_forward(shape, first)
-        communicator.send_forward(mine.forward(me, microbatch, x), last)
-    x = communicator.recv_forward(shape, first) if warmup < microbatches else None
-    for microbatch in range(warmup, microbatches):
-        y = mine.forward(me, microbatch, batch(microbatch) if first else x)
-        gradient = communicator.send_forward_recv_backward(y, shape, last)
-        back = mine.backward(me, microbatch - warmup, gradient)
-        if microbatch < microbatches - 1:
-            x = communicator.send_backward_recv_forward(back, shape, first)
-        else:
-            communicator.send_backward(back, first)
-    for microbatch in range(microbatches - warmup, microbatches):
-        gradient = communicator.recv_backward(shape, last)
-        communicator.send_backward(mine.backward(me, microbatch, gradient), first)
+    with in_turn(ranks, communicator):
+        for microbatch in range(warmup):
+            x = batch(microbatch) if first else communicator.recv_forward(shape, first)
+            communicator.send_forward(mine.forward(me, microbatch, x), last)
+        x = communicator.recv_forward(shape, first) if warmup < microbatches else None
+        for microbatch in range(warmup, microbatches):
+            y = mine.forward(me, microbatch, batch(microbatch) if first else x)
+            gradient = communicator.send_forward_recv_backward(y, shape, last)
+            back = mine.backward(me, microbatch - warmup, gradient)
+            if microbatch < microbatches - 1:
+                x = communicator.send_backward_recv_forward(back, shape, first)
+            else:
+                communicator.send_backward(back, first)
+        for microbatch in range(microbatches - warmup, microbatches):
+            gradient = communicator.recv_backward(shape, last)
+            communicator.send_backward(mine.backward(me, microbatch, gradient), first)
+    mine.assert_gradients(reference(stages, microbatches))
+    communicator.close()
 
 
 @pytest.mark.ranks(3)

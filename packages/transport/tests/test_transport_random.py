@@ -8,6 +8,7 @@ import torch
 from pipegrid.transport import LaneSpec, P2PConfig, open_lanes
 
 DEADLINE = 40.0
+WINDOW = 12  # messages under way
 LANES = (
     LaneSpec(0, 1, "a"),
     LaneSpec(0, 1, "b"),
@@ -35,7 +36,25 @@ def payload_of(size, dtype, number):
     return ((torch.arange(size) * 7 + number) % 101).to(dtype)
 
 
-def play(ranks, plan, settings, window):
+@pytest.mark.ranks(2, deadline=300)
+@pytest.mark.parametrize(
+    ("messages", "settings"),
+    [
+        (10_000, {}),
+        (2_000, {"variable_seq_lengths": True}),
+        (2_000, {"strict": True}),
+        (1_000, {"strict": True, "variable_seq_lengths": True}),
+        pytest.param(10_000, {"variable_seq_lengths": True}, marks=pytest.mark.nightly),
+        pytest.param(10_000, {"strict": True}, marks=pytest.mark.nightly),
+        pytest.param(10_000, {"strict": True, "variable_seq_lengths": True}, marks=pytest.mark.nightly),
+        pytest.param(10_000, {"communicators": "shared"}, marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: "-".join(value) or "agreed" if isinstance(value, dict) else str(value),
+)
+def test_every_byte_arrives(ranks, messages, settings):
+    torch.set_num_threads(1)
+    vary = settings.get("variable_seq_lengths", False)
+    plan = script(seed=messages, messages=messages, vary=vary)
     dice = random.Random(1000 + ranks.rank)
     config = P2PConfig(deadline=DEADLINE, open_deadline=DEADLINE, **settings)
     # Both ranks follow one script, but wait at random: on a device group receives start in the script's order only so.
@@ -63,7 +82,7 @@ def play(ranks, plan, settings, window):
             if dice.random() < 0.1:
                 waiting[dice.randrange(len(waiting))][0].is_completed()
             # Now and then wait for a random one; always where too many are under way.
-            while waiting and (len(waiting) > window or dice.random() < 0.3):
+            while waiting and (len(waiting) > WINDOW or dice.random() < 0.3):
                 finish(dice.randrange(len(waiting)))
         while waiting:
             finish(dice.randrange(len(waiting)))
@@ -71,24 +90,3 @@ def play(ranks, plan, settings, window):
             (ranks.rank == lane.source) + (ranks.rank == lane.destination) for lane, *_ in plan
         )
         assert all(lane.error is None for lane in lanes.values())
-
-
-@pytest.mark.ranks(2, deadline=300)
-@pytest.mark.parametrize(
-    ("messages", "settings"),
-    [
-        (10_000, {}),
-        (2_000, {"variable_seq_lengths": True}),
-        (2_000, {"strict": True}),
-        (1_000, {"strict": True, "variable_seq_lengths": True}),
-        pytest.param(10_000, {"variable_seq_lengths": True}, marks=pytest.mark.nightly),
-        pytest.param(10_000, {"strict": True}, marks=pytest.mark.nightly),
-        pytest.param(10_000, {"strict": True, "variable_seq_lengths": True}, marks=pytest.mark.nightly),
-        pytest.param(10_000, {"communicators": "shared"}, marks=pytest.mark.nightly),
-    ],
-    ids=lambda value: "-".join(value) or "agreed" if isinstance(value, dict) else str(value),
-)
-def test_every_byte_arrives(ranks, messages, settings):
-    torch.set_num_threads(1)
-    vary = settings.get("variable_seq_lengths", False)
-    play(ranks, script(seed=messages, messages=messages, vary=vary), settings, window=12)

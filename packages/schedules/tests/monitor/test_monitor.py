@@ -168,6 +168,17 @@ class TestMonitor:
         looking.join()
         monitor.close()
 
+    def test_a_rank_has_told_where_it_stays_before_its_transfers_end(self, store):
+        """Those that the abort reaches report at once."""
+        control, said = Control(store, 0, (0,)), []
+        monitor = Monitor(store, rank=0, ranks=[0], interval=600.0)
+        monitor.begin(
+            one_f_one_b(1, 1), where=lambda: "0F0", abort=lambda _: said.append(control.positions(seconds=0.01))
+        )
+        monitor.failed("ValueError: bad sample")
+        monitor.close()
+        assert said == [{0: "0F0"}]
+
     def test_a_failed_job_runs_no_further_step(self, store):
         network, monitors = Network(), []
         in_threads(

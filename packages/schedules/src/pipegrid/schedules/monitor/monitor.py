@@ -194,19 +194,20 @@ class Monitor:
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        The record comes before the abort, so that ranks which the abort reaches find it. A store that does not answer
-        meanwhile is asked once more after it.
+        The record and this rank's place come before the abort, so that ranks which the abort reaches find them. A store
+        that does not answer meanwhile is asked once more after it.
         """
         watched, self._watched = self._watched, None
         first = self._record(text)
         if watched is not None:
+            self._untold = self._untold or not self._tells(watched.where())
             watched.abort(first.text)
         try:
             if self._untold:
                 first = self._failure = self._brief.record(first.text, rank=first.rank)
                 self._untold = False
-            if watched is not None:
-                self._brief.publish(watched.where(), last=True)
+                if watched is not None:
+                    self._brief.publish(watched.where(), last=True)
             places = where_all_stand(self._brief.positions(seconds=min(self.interval, _BRIEF_SECONDS) + 0.1))
         except RuntimeError as error:
             places = f"  not known: {silent(error)}"
@@ -319,11 +320,18 @@ class Monitor:
 
     def _fail(self, watched: _Watched, failure: Failure) -> None:
         self._failure = failure
+        told = not self._untold and self._tells(watched.place)
         watched.abort(failure.text)
+        if not told:
+            self._tells(watched.place)
+
+    def _tells(self, place: str) -> bool:
+        """Publish where this rank stays; whether the store has answered."""
         try:
-            self._brief.publish(watched.place, last=True)
+            self._brief.publish(place, last=True)
         except RuntimeError:
-            return  # without the store, no rank could read it
+            return False
+        return True
 
     def _record(self, text: str, rank: int | None = None) -> Failure:
         """The job's first failure: one known here, else the store's, else this one."""

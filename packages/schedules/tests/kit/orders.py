@@ -1,10 +1,10 @@
 """The best of all orders, by brute force: how soon could the positions of a chain be done?
 
-Written without a look at the package's search. Every order of every position is tried, microbatches of one stage first
-in, first out. (That loses nothing: they are all alike, so whichever order somebody found, let the k-th start of each
-pass be microbatch k's. A pass before it then ends no later than k passes of that kind did.) Orders that have come
-equally far, with as many microbatches done of each pass, are compared: one that is later in everything that can still
-matter is dropped.
+Written without a look at the package's search. Every order of every position is tried in which a stage runs the
+microbatches by number. No better order is missed: microbatches have equal times, so in any order the k-th start of a
+pass may be given microbatch k, and its inputs are then made by the k-th ends of the passes before it. Orders that have
+come equally far, with as many microbatches done of each pass, are compared: one that is later in everything that can
+still matter is dropped.
 """
 
 from __future__ import annotations

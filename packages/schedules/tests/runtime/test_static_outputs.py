@@ -360,6 +360,22 @@ def test_memory_without_a_tensor_in_torch_is_seen_when_it_comes_again():
     unread.put(6, torch.frombuffer(memory, dtype=torch.float32))
 
 
+def test_memory_is_compared_over_all_ways_of_a_position():
+    """Two microbatches go to two replicas. A payload that two edges carry is no fault, nor is an input passed on."""
+    weight, output = torch.ones(3, requires_grad=True), torch.zeros(3)
+    ways = [Unread(edge, Direction.FORWARD) for edge in (EDGE, EDGE, Edge(0, 2), Edge(1, 2))]
+    local = Unread(Edge(0, 1), Direction.FORWARD, local=True)
+    for way in (*ways, local):
+        way.beside = (*ways, local)
+    returned = weight * 2
+    ways[2].put(0, returned)
+    local.put(0, returned)
+    ways[3].put(0, local.take(0).view(3))
+    ways[0].put(1, Captured.apply(weight, output, output, 1.0))
+    with pytest.raises(StageOutputError, match=r"stage 0 wrote again into its output of microbatch 1 before edge 0>1"):
+        ways[1].put(2, Captured.apply(weight, output, output, 2.0))
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_nothing_holds_the_memory_of_a_message_that_was_seen_to_have_left(graph):
     weight = torch.ones(3, requires_grad=graph)

@@ -320,7 +320,7 @@ class Monitor:
 
     def _fail(self, watched: _Watched, failure: Failure) -> None:
         self._failure = failure
-        told = not self._untold and self._tells(watched.place)
+        told = not self._untold and self._tells(watched.place)  # before the abort, as in `failed`
         watched.abort(failure.text)
         if not told:
             self._tells(watched.place)

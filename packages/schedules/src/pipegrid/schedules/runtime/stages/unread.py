@@ -80,10 +80,11 @@ class Unread:
             if address:
                 for other in self.beside:
                     if address in other.places:
-                        self._check_same(other, microbatch, payload, address)
+                        self._check_unchanged(other, microbatch, payload, address)
                 self.places.setdefault(address, microbatch)
 
-    def _check_same(self, other: Unread, microbatch: int, payload: Payload, address: int) -> None:
+    def _check_unchanged(self, other: Unread, microbatch: int, payload: Payload, address: int) -> None:
+        """Raise unless ``other`` has the same payload at ``address``, or one whose memory a forward cannot change."""
         earlier = other.places[address]
         is_same = earlier == microbatch and other.returned_by == self.returned_by
         if not is_same and _may_change(payload, address):
@@ -163,9 +164,9 @@ def without_graph(payload: Payload) -> Aliased:
         return _alias(payload)
     each: list[Aliased] = []
 
-    def alias(tensor: torch.Tensor) -> torch.Tensor:
+    def alias(tensor: torch.Tensor) -> Any:
         each.append(_alias(tensor))
-        return each[-1][0]  # type: ignore[no-any-return]
+        return each[-1][0]
 
     return map_tensors(payload, alias), _TREE, each
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from pipegrid.transport.backends import StagedMover, staged
+from pipegrid.transport.backends import Mover, StagedMover, staged
 
 SOON, LATER = timedelta(milliseconds=20), timedelta(seconds=20)
 
@@ -19,7 +19,7 @@ class Copied(threading.Event):
     synchronize = threading.Event.wait
 
 
-class Gloo:
+class Gloo(Mover):
     """The mover behind a staged one; a message is done when it is posted."""
 
     def __init__(self):

@@ -366,7 +366,7 @@ def test_memory_is_compared_over_all_ways_of_a_position():
     ways = [Unread(edge, Direction.FORWARD) for edge in (EDGE, EDGE, Edge(0, 2), Edge(1, 2))]
     local = Unread(Edge(0, 1), Direction.FORWARD, local=True)
     for way in (*ways, local):
-        way.beside = (*ways, local)
+        way.places = local.places
     returned = weight * 2
     ways[2].put(0, returned)
     local.put(0, returned)
@@ -374,6 +374,21 @@ def test_memory_is_compared_over_all_ways_of_a_position():
     ways[0].put(1, Captured.apply(weight, output, output, 1.0))
     with pytest.raises(StageOutputError, match=r"stage 0 wrote again into its output of microbatch 1 before edge 0>1"):
         ways[1].put(2, Captured.apply(weight, output, output, 2.0))
+
+
+def test_memory_that_two_edges_carry_is_unread_until_both_have_carried_it():
+    weight, output = torch.ones(3, requires_grad=True), torch.zeros(3)
+    ways = [Unread(edge, Direction.FORWARD) for edge in (EDGE, Edge(0, 2))]
+    ways[1].places = ways[0].places
+    returned = Captured.apply(weight, output, output, 1.0)
+    for way in ways:
+        way.put(0, returned)
+        way.take(0)
+    ways[0].end(0)
+    with pytest.raises(StageOutputError, match=r"microbatch 0 before edge 0>2 had carried it"):
+        ways[0].put(1, Captured.apply(weight, output, output, 2.0))
+    ways[1].end(0)
+    ways[1].put(2, Captured.apply(weight, output, output, 3.0))
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -103,7 +103,7 @@ class BoundPosition:
         }
         self._unread = tuple(queue.unread for queue in self.sends.values())
         for one in self._unread:
-            one.beside = self._unread
+            one.places = self._unread[0].places
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""

@@ -48,6 +48,10 @@ class Mover(Protocol):
         """Start messages as one simultaneous batch; a ticket for each. RuntimeError where the connection is gone."""
         ...
 
+    def start_one(self, sending: bool, tensors: Sequence[Tensor], lane: int, epoch: int, /) -> Ticket:
+        """Start one message: see `Operation`."""
+        return self.start(((sending, tensors, lane, epoch),))[0]
+
     def abort(self) -> None:
         """End all messages under way, as far as `Wire.cut` does not; may block until device kernels have ended."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from pipegrid.transport.backends.base import Operation
+from pipegrid.transport.backends.base import Mover, Operation
 
 
 class DryTicket:
@@ -25,7 +25,7 @@ class DryTicket:
         """See `Ticket.order`."""
 
 
-class DryMover:
+class DryMover(Mover):
     """See `Mover`."""
 
     streams = False

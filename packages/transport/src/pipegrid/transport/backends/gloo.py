@@ -17,9 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipegrid.transport.backends.base import Operation
+from pipegrid.transport.backends.base import Mover, Operation
 from pipegrid.transport.backends.wire import CONTROL_TAGS
 
 BACKEND = "gloo_on_one_loop"
@@ -86,7 +87,7 @@ class GlooTicket:
         """See `Ticket.order`: the host is the stream of a CPU."""
 
 
-class GlooMover:
+class GlooMover(Mover):
     """See `Mover`.
 
     Args:
@@ -105,15 +106,16 @@ class GlooMover:
 
     def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
         """See `Mover.start`."""
-        tickets = []
-        for sending, tensors, lane, epoch in operations:
-            verb, peer = self._send if sending else self._recv, self._peers[lane]
-            tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, peer, lane, epoch)
-            if len(tensors) == 1:  # most messages
-                tickets.append(GlooTicket((verb(tensors, peer, tag),)))
-            else:
-                tickets.append(GlooTicket([verb([tensor], peer, tag) for tensor in tensors]))
-        return tickets
+        return [self.start_one(*operation) for operation in operations]
+
+    def start_one(self, sending: bool, tensors: Sequence[Tensor], lane: int, epoch: int, /) -> GlooTicket:
+        """See `Mover.start_one`."""
+        peer = self._peers[lane]
+        tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, peer, lane, epoch)
+        verb = self._send if sending else self._recv
+        if len(tensors) == 1:  # most messages
+            return GlooTicket((verb(tensors, peer, tag),))
+        return GlooTicket([verb([tensor], peer, tag) for tensor in tensors])
 
     def _tag(self, sending: bool, peer: int, lane: int, epoch: int) -> int:
         """Keep apart messages that would meet by mistake: the mistake then runs into the deadline.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrid.transport.backends.base import Operation
+from pipegrid.transport.backends.base import Mover, Operation
 from pipegrid.transport.streams import current_stream, follow, mark, used_here
 
 
@@ -41,7 +41,7 @@ class LocalTicket:
         follow(self.events, self._mover.device)
 
 
-class LocalMover:
+class LocalMover(Mover):
     """See `Mover`."""
 
     streams = False

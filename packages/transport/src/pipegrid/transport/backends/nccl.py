@@ -24,7 +24,7 @@ import torch
 from pipegrid.topology import abort_group
 from pipegrid.topology.bounded_calls import reason_to_give_up
 from pipegrid.topology.torch_compat import set_timeout
-from pipegrid.transport.backends.base import Operation
+from pipegrid.transport.backends.base import Mover, Operation
 from pipegrid.transport.backends.kinds import BackendKind, kind_of
 from pipegrid.transport.backends.wire import FOREVER
 from pipegrid.transport.errors import text_of
@@ -142,7 +142,7 @@ def _raise_failure(work: Any) -> None:
         raise RuntimeError(f"a work of the backend ended with status {status} (1: timeout, 2: lost, 3: other)")
 
 
-class NcclMover:
+class NcclMover(Mover):
     """See `Mover`.
 
     Args:

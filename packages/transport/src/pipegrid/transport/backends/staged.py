@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrid.transport.backends.base import Operation, Ticket
+from pipegrid.transport.backends.base import Mover, Operation, Ticket
 from pipegrid.transport.backends.gloo import GlooMover
 from pipegrid.transport.errors import text_of
 from pipegrid.transport.streams import current_stream, follow, mark, new_stream, pinned_like, used_here, working_on
@@ -38,7 +38,7 @@ class StagedSend:
 
     def post(self, mover: GlooMover) -> None:
         """Hand it to gloo."""
-        (self._inner,) = mover.start((self._operation,))
+        self._inner = mover.start_one(*self._operation)
         self._posted.set()
 
     def fail(self, error: RuntimeError) -> None:
@@ -92,7 +92,7 @@ class StagedReceive:
         follow(self._events, self._device)
 
 
-class StagedMover:
+class StagedMover(Mover):
     """See `Mover`."""
 
     streams = False
@@ -113,8 +113,7 @@ class StagedMover:
     def _receive(self, operation: Operation) -> StagedReceive:
         _, tensors, lane, epoch = operation
         staging = [pinned_like(tensor) for tensor in tensors]
-        (ticket,) = self._inner.start(((False, staging, lane, epoch),))
-        return StagedReceive(ticket, tensors, staging, self._device)
+        return StagedReceive(self._inner.start_one(False, staging, lane, epoch), tensors, staging, self._device)
 
     def _send(self, operation: Operation) -> StagedSend:
         _, tensors, lane, epoch = operation

@@ -177,7 +177,7 @@ def _prove(end: Endpoint, wire: Wire, declared: str) -> None:
         wire.expect_end_notice()
         require_same(told, theirs, f"ranks {rank} and {peer} open lane {spec}")
         token = torch.zeros(1, dtype=torch.uint8, device=end.device)
-        (ticket,) = end.connection.mover.start([(rank == spec.source, [token], end.index, 0)])
+        ticket = end.connection.mover.start_one(rank == spec.source, [token], end.index, 0)
         ticket.hold(timedelta_of(start + seconds - time.monotonic()))
     except P2PMismatchError:
         raise

@@ -49,8 +49,11 @@ class HostWaits(LaneTransfers):
                 lock.wake()
             if failure is not None:
                 self.ending.explain(failure, transfer)
-            elif transfer.callbacks and transfer.state is _DONE:
-                self.ending.call_back(transfer)
+            elif transfer.state is _DONE:
+                if transfer.callbacks:
+                    self.ending.call_back(transfer)
+                elif not self._on_device:
+                    return
         if transfer.state is _ACTIVE:
             self._until(transfer, timeout, posted=False)
         if transfer.state is not _DONE:

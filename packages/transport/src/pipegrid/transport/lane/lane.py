@@ -70,7 +70,7 @@ class Lane:
         self.ending = self.transfers.ending
         connection.lanes.append(self.ending)
         self.queue = self.transfers.queue
-        self._start, self._submit, self._index = connection.mover.start, submit, end.index
+        self._start, self._submit, self._index = connection.mover.start_one, submit, end.index
         self._needs_shapes = end.config.shape_mode == "given"
         self._epoch = 0  # of renewals
         self._ahead = self.incoming.ahead
@@ -127,23 +127,22 @@ class Lane:
                 agreed shapes.
 
         Raises:
-            P2PUsageError: this rank is not the source; no manifest has the message; or it requires grad where that was
-                announced without. Nothing was sent; it cannot be sent as it is; nothing was sent.
+            P2PUsageError: this rank is not the source; no manifest has the message; it requires grad where that was
+                announced without; or it cannot be sent as it is. Nothing was sent.
             P2PMismatchError: it differs from its announcement; nothing was sent, and the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """
         plain, submit = self.outgoing.plain, self._submit
         if plain is not None and note is None and self.ending.error is None and plain.fits(payload):
             tensors = [payload.detach() if payload.requires_grad else payload]
-            if get_ident() not in submit.pending:
+            if not submit.pending or get_ident() not in submit.pending:
                 with submit.lock:
                     try:
-                        (ticket,) = self._start(((True, tensors, self._index, self._epoch),))
+                        ticket = self._start(True, tensors, self._index, self._epoch)
                     except RuntimeError as error:
                         self.ending.not_started(Transfer(self, self.sent), error)
                     # The message is on its way; what follows is no part of its latency.
-                    transfer = Transfer(self, self.sent)
-                    transfer.ticket, transfer.tensors = ticket, tensors
+                    transfer = Transfer(self, self.sent, ticket, tensors)
                     self.sent += 1
                     self.queue.append(transfer)
                 self.tally.transfers += 1
@@ -178,7 +177,7 @@ class Lane:
             plain is not None
             and self.ending.error is None
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
-            and get_ident() not in submit.pending
+            and (not submit.pending or get_ident() not in submit.pending)
         ):
             with submit.lock:
                 buffers = plain[1]
@@ -188,12 +187,13 @@ class Lane:
                         self._ahead.append(self._post(buffers))
                 except RuntimeError as error:
                     self.ending.not_started(ReceiveTransfer(self, self.received), error)
-                transfer = ReceiveTransfer(self, self.received)
-                transfer.buffers, transfer.tensors, transfer.ticket = buffers, tensors, ticket
+                payload = buffers.payload(tensors)  # while the message travels
+                transfer = ReceiveTransfer(
+                    self, self.received, ticket, tensors, buffers=buffers, payload=payload, built=True
+                )
                 if self._streamed:
                     transfer.stream = self._receive_stream or current_stream(self.device)
-                transfer.build()  # while the message travels
-                if not self._streamed:
+                else:
                     buffers.prepare()
                 self.received += 1
                 self.queue.append(transfer)
@@ -213,12 +213,10 @@ class Lane:
         """Post the receive of a plain message."""
         if self._receive_stream is None:
             tensors = buffers.take()
-            (ticket,) = self._start(((False, tensors, self._index, self._epoch),))
-        else:
-            with working_on(self._receive_stream):
-                tensors = buffers.take()
-                (ticket,) = self._start(((False, tensors, self._index, self._epoch),))
-        return tensors, ticket
+            return tensors, self._start(False, tensors, self._index, self._epoch)
+        with working_on(self._receive_stream):
+            tensors = buffers.take()
+            return tensors, self._start(False, tensors, self._index, self._epoch)
 
     def _require_usable(self, *, sending: bool) -> None:
         if self.rank != (self.spec.source if sending else self.spec.destination):

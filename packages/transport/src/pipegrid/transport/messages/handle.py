@@ -91,10 +91,10 @@ class Transfer:
 
     lane: TransferLane
     sequence: int = -1
-    state: State = _ACTIVE
-    error: BaseException | None = None
     ticket: Any = None  # the mover's, once it has the transfer
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
+    state: State = _ACTIVE
+    error: BaseException | None = None
     signature: Signature | None = None  # None: the one that stands on the lane
     # Works of the headers before it: gloo would not deliver headers whose works are dropped. The other side posts the
     # receive after reading them, so over gloo they are done when the transfer is; over NCCL the lane keeps them.

@@ -283,7 +283,7 @@ class ReceiveBuffers:
             with torch.inference_mode(False):
                 return self._new()
         if self._templates:
-            return [torch.empty_like(template) for template in self._templates]
+            return list(map(torch.empty_like, self._templates))
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
 
     def payload(self, tensors: Sequence[Tensor]) -> Any:

@@ -197,9 +197,11 @@ class SendQueue:
     def _complete_oldest(self) -> None:
         piece, action, handle = self._sent.popleft()
         handle.wait(self.deadline)
-        for hook in self.hooks:
-            hook.completed(action)
-        self.unread.end(piece)
+        if self.hooks:
+            for hook in self.hooks:
+                hook.completed(action)
+        if piece in self.unread.left:
+            self.unread.end(piece)
         if self._frees and (pending := self._frees.pop(piece, None)) is not None:
             pending.sent()
 

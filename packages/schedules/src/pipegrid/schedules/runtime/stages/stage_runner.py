@@ -171,7 +171,8 @@ class StageRunner:
         live = self.flight.take(piece)
         self._settle()
         for unread in self._answered:
-            unread.end(piece)
+            if piece in unread.left:
+                unread.end(piece)
         return live
 
     def backward(self, piece: int) -> None:

@@ -41,9 +41,9 @@ _TREE = -1
 class Unread:
     """The unread payloads of one edge and direction, by microbatch.
 
-    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage. ``beside``:
-    those of all ways of the position, whose stages may share memory. ``places``: microbatches by address of what is
-    unread; ``returned_by``: the stage, and whether they are outputs or gradients.
+    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage; ``left``: from
+    the send on until its end. ``places``: what is unread, by address; all ways of a position have one, since their
+    stages may share memory. ``returned_by``: the stage, and whether they are outputs or gradients.
     """
 
     edge: Edge
@@ -51,20 +51,18 @@ class Unread:
     local: bool = False
     num_slices: int = 1
     kept: dict[int, Aliased] = field(factory=dict, init=False)
-    places: dict[int, int] = field(factory=dict, init=False)
-    beside: Sequence[Unread] = field(init=False)
+    places: dict[int, tuple[tuple[Unread, int], ...]] = field(factory=dict, init=False)
     returned_by: tuple[int, Direction] = field(init=False)
-    _left: dict[int, Aliased] = field(factory=dict, init=False)  # from the send on until its end
+    left: dict[int, Aliased] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.beside = (self,)
         forward = self.direction is Direction.FORWARD
         self.returned_by = self.edge.source if forward else self.edge.destination, self.direction
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
         self.kept.clear()
-        self._left.clear()
+        self.left.clear()
         self.places.clear()
 
     def put(self, microbatch: int, payload: Payload, aliased: Aliased | None = None) -> None:
@@ -74,21 +72,27 @@ class Unread:
             StageOutputError: an unread payload is in the same memory.
         """
         if aliased is None or self.local:
-            aliased = without_graph(payload)
+            aliased = _alias(payload) if isinstance(payload, torch.Tensor) else without_graph(payload)
         self.kept[microbatch] = aliased
-        for _, _, address in each_of(aliased):
+        for _, _, address in (aliased,) if aliased[1] != _TREE else aliased[2]:
             if address:
-                for other in self.beside:
-                    if address in other.places:
-                        self._check_unchanged(other, microbatch, payload, address)
-                self.places.setdefault(address, microbatch)
+                own = ((self, microbatch),)
+                if self.places.setdefault(address, own) is not own:
+                    self._come_to(address, microbatch, payload)
 
-    def _check_unchanged(self, other: Unread, microbatch: int, payload: Payload, address: int) -> None:
-        """Raise unless ``other`` has the same payload at ``address``, or one whose memory a forward cannot change."""
-        earlier = other.places[address]
-        is_same = earlier == microbatch and other.returned_by == self.returned_by
-        if not is_same and _may_change(payload, address):
-            raise other.written(earlier)
+    def _come_to(self, address: int, microbatch: int, payload: Payload) -> None:
+        """Note a further payload at ``address``: the same one, or one whose memory a forward cannot change."""
+        for other, earlier in self.places[address]:
+            is_same = earlier == microbatch and other.returned_by == self.returned_by
+            if not is_same and _may_change(payload, address):
+                raise other.written(earlier)
+        self.places[address] += ((self, microbatch),)
+
+    def _go_from(self, address: int, microbatch: int) -> None:
+        """The payload at ``address`` was read, or is a copy elsewhere."""
+        found = self.places.pop(address, ())
+        if len(found) > 1:
+            self.places[address] = tuple([one for one in found if one[0] is not self or one[1] != microbatch])
 
     def settle(self) -> None:
         """A stage of this position runs: copy what it may write."""
@@ -101,45 +105,41 @@ class Unread:
         Raises:
             StageOutputError: it was written since its stage returned it.
         """
-        payload, version, _ = aliased = self.kept.pop(microbatch)
-        if version is None or version == _TREE or payload._version != version:  # noqa: SLF001 -- see `_alias`
-            aliased = self._own(microbatch, aliased)
+        aliased = self._own(microbatch, self.kept.pop(microbatch))
         if self.local:
             for _, _, address in each_of(aliased):
-                self.places.pop(address, None)
+                self._go_from(address, microbatch)
             return unpacked(_as_leaf(aliased))
         payload, version, address = aliased
-        if version is not None or address:  # no copy
-            self._left[microbatch] = aliased
+        if address or version is not None:  # no copy
+            self.left[microbatch] = aliased
         return payload
 
     def end(self, microbatch: int) -> None:
-        """The message of ``microbatch`` has left, or what depends on it has come back: it was read.
+        """The message of ``microbatch``, one of ``left``, has left, or what depends on it has come back: it was read.
 
         Raises:
             StageOutputError: it was written before that.
         """
-        aliased = self._left.pop(microbatch, None)
-        if aliased is None:
-            return
-        for tensor, version, address in each_of(aliased):
+        aliased = self.left.pop(microbatch)
+        for tensor, version, address in (aliased,) if aliased[1] != _TREE else aliased[2]:
             if version is not None and tensor._version != version:  # noqa: SLF001 -- see `_alias`
                 raise self.written(microbatch)
-            self.places.pop(address, None)
+            self._go_from(address, microbatch)
 
     def _own(self, microbatch: int, aliased: Aliased) -> Aliased:
         """The payload as it is now: a copy of what may be written unseen."""
         payload, version, address = aliased
-        if version == _TREE:
+        if version is None:
+            if address and is_shared(payload):
+                self._go_from(address, microbatch)
+                return payload.clone(), None, 0
+        elif version == _TREE:
             found = [self._own(microbatch, one) for one in each_of(aliased)]
             each = iter(found)
             return map_tensors(payload, lambda _: next(each)[0]), _TREE, found
-        if version is not None:
-            if payload._version != version:  # noqa: SLF001 -- see `_alias`
-                raise self.written(microbatch)
-        elif address and is_shared(payload):
-            self.places.pop(address, None)
-            return payload.clone(), None, 0
+        elif payload._version != version:  # noqa: SLF001 -- see `_alias`
+            raise self.written(microbatch)
         return aliased
 
     def written(self, microbatch: int) -> StageOutputError:

@@ -128,6 +128,26 @@ def test_messages_that_cross_on_one_communicator_are_on_two():
         verify(plan, lanes=LaneSharing([found.numbers]), order="nccl2")
 
 
+# Position 1 sends as stage 0 and receives as stage 1 in one batch: two messages of one edge, direction and microbatch.
+BOTH_STAGES = """
+modules a:1 b:1
+edges a>b
+placement 0,1 1,2
+microbatches 1
+0: 0F0 0SEND_F0>1 0RECV_B0<1 0B0
+1: 0F0 [0SEND_F0>1 1RECV_F0<0] 1F0 1B0 [1SEND_B0>0 0RECV_B0<1] 0B0
+2: 1RECV_F0<0 1F0 1B0 1SEND_B0>0
+"""
+
+
+def test_a_header_is_waited_for_by_the_receive_of_a_batch_alone():
+    plan = from_text(BOTH_STAGES)
+    lanes = sorted(dataflow_of(plan).lanes)
+    proof = verify(plan, lanes=LaneSharing([lanes]))
+    assert proof.orders == tuple(ORDER_MODELS)
+    assert all(is_proved(plan, dict.fromkeys(lanes, 0), model) for model in ORDER_MODELS.values())
+
+
 @given(mutated_plans(), st.randoms(use_true_random=False))
 def test_the_two_models_that_a_proof_plays_cover_all(plan, chance):
     lanes = sorted(dataflow_of(plan).lanes)

@@ -266,10 +266,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_ddp_is_refused_where_other_forwards_come_between(name, inside, process_group):
     plan = lower(WRONG[name])
-    models = [DistributedDataParallel(Part(number)) for number in range(plan.num_stages)]
-    if inside:
-        models = [nn.Sequential(model) for model in models]
+    models = [Part(number) for number in range(plan.num_stages)]
+    models = [nn.Sequential(model) if inside else DistributedDataParallel(model) for model in models]
     runtime = PipelineRuntime(plan, dict(enumerate(stages_of(plan.graph, models, data=microbatch, loss=loss))), None)
+    if inside:  # between two steps
+        runtime.step()
+        for model in models:
+            model[0] = DistributedDataParallel(model[0])
     where = r"model\.0" if inside else "model"
     with pytest.raises(GradientError, match=rf"stage 0 has a DistributedDataParallel \({where}\).*reduce_gradients"):
         runtime.step()

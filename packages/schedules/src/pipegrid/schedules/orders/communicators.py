@@ -160,7 +160,8 @@ def _separable(
     for position, step in stuck.items():
         track = played.tracks[position]
         launch = played.orders.ranks[track.rank][track.launches[step]]
-        for lane in {one.lane for one in launch.messages if track.name == "host" and one.label in launch.headers}:
+        received = [one for one in launch.messages if one.way == "receive" and one.label in launch.headers]
+        for lane in {one.lane for one in received if track.name == "host"}:
             mates = [other for other in placed if lane is not None and placed[other] == placed[lane]]
             yield from ((min(lane, other), max(lane, other)) for other in mates if lane is not None and other != lane)
     for _, setter in cycle:

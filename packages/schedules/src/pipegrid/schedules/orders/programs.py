@@ -106,7 +106,7 @@ def tracks_of(
             sends = [
                 partners[rank, number, part][:2]
                 for part, message in enumerate(launch.messages)
-                if message.label in launch.headers and (rank, number, part) in partners
+                if message.way == "receive" and message.label in launch.headers and (rank, number, part) in partners
             ]
             says = [announced[rank, number]] if (rank, number) in announced else []
             host.step(number, [*says, *(~announced[send] for send in sends), launched])

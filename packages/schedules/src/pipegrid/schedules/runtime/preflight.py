@@ -186,8 +186,13 @@ def _require_same_gradients(plan: Plan, without: Collection[Any] | None) -> None
             )
 
 
-def require_right_wrappers(plan: Plan, position: int, stages: Mapping[int, Any]) -> None:
-    """Raise for a `DistributedDataParallel` in a stage whose backwards do not directly follow their own forwards.
+def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:
+    """Those of ``stages`` whose backwards do not directly follow their own forwards: see `require_bare`."""
+    return [one for one in stages if one not in plan.forward_only and not _one_at_a_time(plan, position, one)]
+
+
+def require_bare(stages: Mapping[int, Any]) -> None:
+    """Raise for a `DistributedDataParallel` in one of ``stages``: a user may wrap a module between two steps.
 
     It decides in each forward whether the next backward reduces, and knows no halves.
 
@@ -195,8 +200,6 @@ def require_right_wrappers(plan: Plan, position: int, stages: Mapping[int, Any])
         GradientError: there is one.
     """
     for number, stage in stages.items():
-        if number in plan.forward_only or _one_at_a_time(plan, position, number):
-            continue
         for name, module in modules_of(stage):
             if isinstance(module, DistributedDataParallel):
                 raise GradientError(

@@ -30,10 +30,11 @@ from pipegrid.schedules.runtime.failures import line_of
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import (
+    bare_stages,
     position_of,
     prove,
     replica_of,
-    require_right_wrappers,
+    require_bare,
     require_runnable,
     require_stages,
 )
@@ -162,7 +163,7 @@ class PipelineRuntime:
         self._patient = False  # whether messages have the longer deadline of a first step
         self._cold = {True, False}  # which of step() and eval(), by grad mode, have not run yet
         self._one_step = threading.Lock()
-        self._wrappers_checked = False
+        self._bare = {stage: stages[stage] for stage in bare_stages(self.plan, self.position, stages)}
 
     # Steps
 
@@ -234,9 +235,7 @@ class PipelineRuntime:
             JobFailedError: with a monitor, another rank failed before this step; nothing was sent.
             GradientError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
-        if not self._wrappers_checked:
-            require_right_wrappers(self.plan, self.position, self._stages)
-            self._wrappers_checked = True
+        require_bare(self._bare)
         self._run(grad=True, start=start, finish=finish, agree=agree)
 
     def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:

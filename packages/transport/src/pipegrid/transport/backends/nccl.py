@@ -133,7 +133,11 @@ def _raise_failure(work: Any) -> None:
     try:
         result = work.get_future_result()
     except (RuntimeError, AttributeError):
-        error = work.exception()
+        try:
+            error = work.exception()
+        except TypeError:  # torch 2.11 has no Python form of it; a wait for a completed work raises it
+            work.wait()
+            return
         if error is not None:
             raise RuntimeError(text_of(error)) from error
         return

@@ -296,15 +296,17 @@ def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:
 
 
 def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
-    """All that `gradient_policy` and `required_ties` read off ``models`` and may change before a later step.
+    """All that `gradient_policy`, `required_ties` and the checks of a first step read off ``models`` and may change.
 
-    Modules of ``fully_shard`` stand for their parameters, which it replaces in every step.
+    Modules count, since a later step may find one swapped, wrapped or compiled. Those of ``fully_shard`` stand for
+    their parameters, which it replaces in every step.
     """
     found: list[object] = []
     for model in models:
         sharded = has_fsdp(model)
         for _, inner in fsdp_modules(model) if sharded else ():
             found += (id(inner), divide_factor(inner))
+        found += map(id, model.modules())
         for parameter in model.parameters():
             found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
     return tuple(found)

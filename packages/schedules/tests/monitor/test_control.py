@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pipegrid.schedules import DisagreementError
 from pipegrid.schedules.monitor import Control, Failure, where_all_stand
+from pipegrid.schedules.monitor.first_failure import FirstFailure
 
 from ..kit.threads import in_threads
 
@@ -33,8 +34,9 @@ def dict_store():
         return int(values[key])
 
     def compare_set(key, expected, desired):
-        assert not expected
-        return values.setdefault(key, desired.encode())
+        if values.get(key, b"") == expected.encode():
+            values[key] = desired.encode()
+        return values.get(key, expected.encode())
 
     made = SimpleNamespace(
         calls=0,
@@ -61,6 +63,16 @@ def test_the_first_failure_stays_the_first(store):
     assert controls[2].record("broken") == Failure(2, "broken")
     assert controls[0].record("alone") == Failure(2, "broken")
     assert [control.failure() for control in controls] == [Failure(2, "broken")] * 3
+
+
+def test_without_a_monitor_each_attempt_has_a_first_failure_of_its_own():
+    """Attempts in the same processes, where the same rank may fail with the same words."""
+    store = dict_store()
+    ranks = [FirstFailure(rank, store) for rank in range(3)]
+    for first, text in [(1, "broken"), (1, "broken"), (1, "broken"), (0, "other"), (2, "broken"), (0, "broken")]:
+        order = [first, *(rank for rank in range(3) if rank != first)]
+        told = [ranks[rank].record(text if rank == first else f"rank {rank} saw {text}") for rank in order]
+        assert told == [text] * 3
 
 
 def test_positions_are_last_words_or_the_last_that_was_heard(store):

@@ -4,7 +4,8 @@ A rank that fails on a lane learns the cause over it. One that fails in a reduct
 lane to the rank that failed, and learns it here.
 
 The key outlives a failure, and ranks may go on in the same processes with rebuilt communicators. So each writes its
-failure in place of the one that it saw last: the first to fail again replaces it, and the others find that one.
+failure in place of the one that it saw last: the first to fail again replaces it, and the others find that one. A rank
+numbers its records, since one that is equal to the last would be replaced by the next rank.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class FirstFailure:
     """
 
     rank: int
-    _store: ControlStore | None = field(default=None, init=False)
+    _store: ControlStore | None = None
     _seen: str = field(default="", init=False)
+    _count: int = field(default=0, init=False)
 
     def record(self, text: str) -> str:
         """Record ``text`` as this rank's failure; that of the rank that failed first, which may be this one.
@@ -51,7 +53,8 @@ class FirstFailure:
     def _record(self, text: str) -> str:
         if self._store is None:
             self._store = control_store("first failure")
-        mine = json.dumps([self.rank, text[:_LONGEST]])
+        self._count += 1
+        mine = json.dumps([self.rank, text[:_LONGEST], self._count])
         self._seen = self._store.compare_set(_KEY, self._seen, mine).decode()
         return text if self._seen == mine else str(json.loads(self._seen)[1])
 

@@ -223,10 +223,10 @@ def test_a_transfer_that_is_started_just_as_its_lane_ends_has_an_end_though_nobo
             ranks.barrier()  # the receiver is through: on a device a sender's wait does not tell
             start = lane._start
 
-            def start_while_another_thread_aborts(operations):
-                tickets = start(operations)
+            def start_while_another_thread_aborts(*operation):
+                ticket = start(*operation)
                 lane.abort("another thread gave up")
-                return tickets
+                return ticket
 
             monkeypatch.setattr(lane, "_start", start_while_another_thread_aborts)
             handle = lane.isend(torch.ones(SHAPE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -114,7 +115,7 @@ class LaneEnding:
             peer=self.peer,
             lane=str(self.spec),
             sequence=transfer.sequence,
-            seconds=transfer.seconds,
+            seconds=math.inf if transfer.limit is None else transfer.limit.seconds,
             what=_verb(transfer),
         )
 

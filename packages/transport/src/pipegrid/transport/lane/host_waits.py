@@ -23,9 +23,9 @@ class HostWaits(LaneTransfers):
         """See `Transfer.wait`."""
         if transfer.state is _DONE and not self._on_device:
             return
-        queue, lock = self.queue, self._wait_lock
+        queue, lock, ticket, leader = self.queue, self._wait_lock, transfer.ticket, self._leader
         # The common case in one go; `WaitLock.until` is the general one, and does the same.
-        if (ticket := transfer.ticket) is not None and lock.leader.acquire(False):
+        if ticket is not None and leader.acquire(False):
             failure = None
             transfer.waited = True
             patience = self._patience
@@ -44,7 +44,7 @@ class HostWaits(LaneTransfers):
             except RuntimeError as error:
                 failure = error
             finally:
-                lock.leader.release()
+                leader.release()
             if lock.contended:
                 lock.wake()
             if failure is not None:
@@ -82,8 +82,12 @@ class HostWaits(LaneTransfers):
 
     def _see_ends(self, now: float) -> None:
         queue = self.queue.copy()
-        if queue and queue[0].sending and now - queue[0].posted_at > _UNATTENDED_SECONDS:
+        if queue and queue[0].sending and _is_unattended(queue[0], now):
             # Only those that the backend has: another thread may be about to start the last ones.
             posted = [transfer for transfer in queue if transfer.ticket is not None]
             if posted:
                 self._wait_lock.watch(posted[-1])
+
+
+def _is_unattended(transfer: Transfer, now: float) -> bool:
+    return transfer.limit is not None and now - transfer.limit.since > _UNATTENDED_SECONDS

@@ -64,6 +64,7 @@ class Lane:
         self.mover, self.wire = connection.mover, end.wire
         self.sent = 0
         self.received = 0
+        self._counted = 0  # messages of which the tally knows: those that were started alone are all alike
         self.incoming = Incoming(end)
         self.outgoing = Outgoing(end, there=self.incoming.contract)
         self.transfers = _waits_of(connection)(end, submit=submit, outgoing=self.outgoing, incoming=self.incoming)
@@ -94,16 +95,22 @@ class Lane:
     @property
     def stats(self) -> LaneStats:
         """The counts of this end so far."""
-        tally = self.tally
+        tally, (alone, nbytes) = self.tally, self._started_alone()
         return LaneStats(
             messages=self.sent + self.received - len(self.incoming.deferred),
-            transfers=tally.transfers,
-            bytes=tally.bytes,
+            transfers=tally.transfers + alone,
+            bytes=tally.bytes + nbytes,
             headers=tally.headers,
             host_syncs=tally.host_syncs,
             allocations=tally.allocations,
             live=self.received - tally.released,
         )
+
+    def _started_alone(self) -> tuple[int, int]:
+        """How many messages of one tensor went to the mover by themselves since the last `renew`, and their bytes."""
+        count = self.sent + self.received - self._counted
+        plain = self.outgoing.plain or (self.incoming.plain and self.incoming.plain[0])
+        return count, 0 if plain is None else count * plain.nbytes
 
     def describe(self) -> dict[str, object]:
         """The lane as plain data, for a record of a failure; under way is what was so when it ended, if it has."""
@@ -145,8 +152,6 @@ class Lane:
                     transfer = Transfer(self, self.sent, ticket, tensors)
                     self.sent += 1
                     self.queue.append(transfer)
-                self.tally.transfers += 1
-                self.tally.bytes += plain.nbytes
                 if submit.asleep:
                     submit.wake.set()
                 return transfer
@@ -188,17 +193,13 @@ class Lane:
                 except RuntimeError as error:
                     self.ending.not_started(ReceiveTransfer(self, self.received), error)
                 payload = buffers.payload(tensors)  # while the message travels
-                transfer = ReceiveTransfer(
-                    self, self.received, ticket, tensors, buffers=buffers, payload=payload, built=True
-                )
+                transfer = ReceiveTransfer(self, self.received, ticket, tensors, buffers=buffers, payload=payload)
                 if self._streamed:
                     transfer.stream = self._receive_stream or current_stream(self.device)
                 else:
                     buffers.prepare()
                 self.received += 1
                 self.queue.append(transfer)
-            self.tally.transfers += 1
-            self.tally.bytes += buffers.nbytes
             if submit.asleep:
                 submit.wake.set()
             return transfer
@@ -251,6 +252,10 @@ class Lane:
             P2PUsageError: see `require_renewable`.
         """
         self.require_renewable()
+        alone, nbytes = self._started_alone()
+        self.tally.transfers += alone
+        self.tally.bytes += nbytes
+        self._counted += alone
         self.outgoing.renew()
         self.incoming.renew()
         self._epoch += 1
@@ -308,6 +313,7 @@ class Lane:
                 transfer.sequence = self.sent
                 self.outgoing.admit(transfer)
                 self.sent += 1
+            self._counted += 1  # by `operation`
         except P2PMismatchError as error:
             self.ending.fail(error, kind="mismatch")
             raise

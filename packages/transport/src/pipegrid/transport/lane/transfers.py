@@ -6,7 +6,6 @@ waits for, and what a caller's wait is, depends on the backend: see `HostWaits`,
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -22,7 +21,7 @@ from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.queue import first_of
-from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
+from pipegrid.transport.messages.handle import Limit, ReceiveTransfer, State, Transfer
 from pipegrid.transport.streams import has_streams, mark
 from pipegrid.transport.waits.wait_lock import WaitLock
 
@@ -57,6 +56,7 @@ class LaneTransfers(ABC):
         self._submit, self._outgoing, self._incoming, self._tally = submit, outgoing, incoming, end.tally
         self._device, self._on_device = end.device, has_streams(end.device)
         self._wait_lock = WaitLock(f"pipegrid-lane-{end.spec}", self._step, self._has_work)
+        self._leader = self._wait_lock.leader
         self._patience = timedelta(seconds=end.config.deadline + BACKSTOP_SECONDS)
         self.ending = LaneEnding(end, outgoing=outgoing, incoming=incoming, queue=self.queue, wait_lock=self._wait_lock)
 
@@ -115,7 +115,8 @@ class LaneTransfers(ABC):
 
     def started(self, transfer: Transfer) -> None:
         """Hand a started transfer to the lane's thread, unless a caller waits for it. Not under the lock."""
-        if transfer.callbacks or not (transfer.is_ready or transfer.attended):
+        alone = isinstance(transfer, ReceiveTransfer) and not (transfer.is_ready or transfer.attended)
+        if transfer.callbacks or alone:
             self._look_after(transfer)
 
     @abstractmethod
@@ -172,11 +173,9 @@ class LaneTransfers(ABC):
 
     def _set_due(self, transfer: Transfer, timeout: float | None) -> None:
         if timeout is not None:
-            transfer.seconds = timeout
-            transfer.due = time.monotonic() + timeout
-        elif transfer.due == math.inf:
-            transfer.seconds = self._least()
-            transfer.due = time.monotonic() + transfer.seconds
+            transfer.limit = Limit(time.monotonic(), timeout)
+        elif transfer.limit is None:
+            transfer.limit = Limit(time.monotonic(), self._least())
 
     def _least(self) -> float:
         """Seconds that a transfer has for which no caller says how many."""
@@ -200,7 +199,7 @@ class LaneTransfers(ABC):
         if head is None:  # it ended meanwhile, and every waiter has been told
             return
         seconds = None
-        if waited is not None and waited.due != math.inf:
+        if waited is not None and waited.limit is not None:
             seconds = waited.due - time.monotonic() + BACKSTOP_SECONDS
         try:
             self._advance(head, timedelta_of(seconds))
@@ -235,11 +234,8 @@ class LaneTransfers(ABC):
             return
         self._see_ends(now)
         for transfer in self.queue.copy():
-            if transfer.posted_at == math.inf:
-                transfer.posted_at = now
-            if transfer.due == math.inf and (transfer.sending or transfer.waited):
-                transfer.seconds = self._least()
-                transfer.due = now + transfer.seconds
+            if transfer.limit is None and (transfer.sending or transfer.waited):
+                transfer.limit = Limit(now, self._least())
             if now >= transfer.due:
                 self.ending.time_out(transfer)
                 return

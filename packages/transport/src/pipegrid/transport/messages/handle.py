@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from attrs import define
 from torch import Tensor
@@ -32,7 +32,15 @@ class State(enum.Enum):
 
 # Module names: members of an Enum are looked up slowly.
 _PENDING, _ACTIVE, _DONE, _FAILED = State.PENDING, State.ACTIVE, State.DONE, State.FAILED
-_NEVER = math.inf
+_UNBUILT = object()  # the payload of a receive whose buffers are not known, or that nobody has asked for
+_RELEASED = object()
+
+
+class Limit(NamedTuple):
+    """How long a transfer may take: ``seconds`` from ``since`` (monotonic), when somebody first looked at it."""
+
+    since: float
+    seconds: float
 
 
 class Waiter(Protocol):
@@ -100,11 +108,8 @@ class Transfer:
     # receive after reading them, so over gloo they are done when the transfer is; over NCCL the lane keeps them.
     header_works: Sequence[Any] = ()
     stream: torch.Stream | None = None  # that it was posted under; inside a batch, that of the call
-    attended: bool = False  # the caller waits for it at once: no thread needs to look after it
     waited: bool = False  # a caller has waited for it
-    due: float = _NEVER
-    seconds: float = _NEVER
-    posted_at: float = _NEVER
+    limit: Limit | None = None
     callbacks: tuple[Callable[[Any], None], ...] = ()
 
     sending: ClassVar[bool] = True
@@ -113,6 +118,11 @@ class Transfer:
     def is_ready(self) -> bool:
         """Whether the backend can have it."""
         return True
+
+    @property
+    def due(self) -> float:
+        """When it must be done (monotonic); infinity until somebody looks at it."""
+        return math.inf if self.limit is None else self.limit.since + self.limit.seconds
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
@@ -165,9 +175,8 @@ class ReceiveTransfer(Transfer):
 
     expected: ExpectedShape | None = None  # by the caller, where given
     buffers: ReceiveBuffers | None = None  # once the shapes are known
-    _payload: Any = None
-    _built: bool = False
-    released: bool = False
+    _payload: Any = _UNBUILT
+    attended: bool = False  # the caller waits for it at once: no thread needs to look after it
 
     sending = False
 
@@ -178,21 +187,23 @@ class ReceiveTransfer(Transfer):
 
     @property
     def payload(self) -> Any:
-        """The payload once its buffers are known: without data until the transfer is done."""
-        if not self._built:
-            self.build()
-        return self._payload
+        """The payload once its buffers are known, until it is released: without data until the transfer is done."""
+        payload = self._payload
+        if payload is _UNBUILT:
+            return self.build()
+        return None if payload is _RELEASED else payload
 
     @property
     def note(self) -> str:
         """The sender's note (see `Lane.isend`), once the header is known; empty before."""
         return "" if self.buffers is None else self.buffers.signature.note
 
-    def build(self) -> None:
-        """Make the payload, if its buffers are known; else it is made when it is first asked for."""
-        if self.buffers is not None:
-            self._built = True
-            self._payload = self.buffers.payload(self.tensors)
+    def build(self) -> Any:
+        """Make the payload, if its buffers are known; else None, and it is made when it is next asked for."""
+        if self.buffers is None:
+            return None
+        self._payload = self.buffers.payload(self.tensors)
+        return self._payload
 
     def result(self) -> Any:
         """Wait, then the payload: fresh tensors on the lane's device; those that can have gradients require them.
@@ -200,11 +211,10 @@ class ReceiveTransfer(Transfer):
         The same objects each time.
         """
         self.lane.transfers.wait_for(self, None)
-        if self.released:
+        payload = self._payload
+        if payload is _RELEASED:
             raise P2PUsageError(f"{self!r} was released: its buffers may hold another message")
-        if not self._built:
-            self.build()
-        return self._payload
+        return self.build() if payload is _UNBUILT else payload
 
     def release(self) -> None:
         """Declare that the payload is not needed any more: its buffers may take another message.
@@ -212,11 +222,10 @@ class ReceiveTransfer(Transfer):
         Legal once the transfer was waited for; on CUDA the next message comes after the work that is queued on the
         current stream now. A tensor of the payload that is used later changes. A second call does nothing.
         """
-        if self.released:
+        if self._payload is _RELEASED:
             return
         self.lane.transfers.take_back(self)
-        self.released = self._built = True
-        self._payload = None
+        self._payload = _RELEASED
         self.tensors = ()
 
 

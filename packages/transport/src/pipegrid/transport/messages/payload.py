@@ -244,9 +244,10 @@ class ReceiveBuffers:
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._leaves)
         # Buffers that were released, each with the events that its next use must come after.
         self._free: list[tuple[Sequence[Tensor], Sequence[Any]]] = []
-        self._spare: list[list[Tensor]] = []
+        self._spare: list[Tensor] | None = None
         # Allocating like another tensor is several times as fast as from a shape; that one needs no memory.
         self._templates: list[Tensor] = []
+        self._prepares = False
 
     def take(self) -> Sequence[Tensor]:
         """Buffers for one message, for use on the current stream."""
@@ -256,7 +257,8 @@ class ReceiveBuffers:
                 follow(events, self._device)
             return tensors
         self._tally.allocations += 1
-        return self._spare.pop() if self._spare else self._new()
+        spare, self._spare = self._spare, None
+        return spare or self._new()
 
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
         """Take back the buffers of a message; their next use comes after ``events``."""
@@ -268,14 +270,15 @@ class ReceiveBuffers:
 
     def prepare(self) -> None:
         """Allocate the next small message's buffers now, outside its latency."""
-        if self._templates and self.nbytes <= _SMALL_BYTES and not self._free and not self._spare:
-            self._spare.append(self._new())
+        if self._prepares and self._spare is None and not self._free:
+            self._spare = self._new()
 
     def keep(self) -> None:
         """Prepare for many messages of the signature."""
         self._templates = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
         for template in self._templates:
             template.untyped_storage().resize_(0)
+        self._prepares = 0 < self.nbytes <= _SMALL_BYTES
 
     def _new(self) -> list[Tensor]:
         # Never inference tensors: a later message in the same memory may want gradients.

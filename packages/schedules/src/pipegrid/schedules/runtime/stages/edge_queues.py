@@ -79,9 +79,7 @@ class RecvQueue:
 
     def receive(self, piece: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive."""
-        irecv = self._irecv
-        if irecv is None:
-            irecv = self.bind()
+        irecv = self._irecv or self.bind()
         self._posted[piece] = action, irecv()
 
     def expect(self, piece: int, action: Action, handle: ReceiveHandle) -> None:
@@ -140,9 +138,11 @@ class SendQueue:
     _frees: dict[int, PendingFree] = field(factory=dict, init=False)
     _sent: deque[tuple[int, Action, Handle]] = field(factory=deque, init=False)
     _room: int = field(init=False)  # sends that may be under way before the next one
+    _varies: bool = field(init=False)  # with their size
 
     def __attrs_post_init__(self) -> None:
         self._room = 0 if self.in_streams else _UNDER_WAY
+        self._varies = not self.hooks and not self.in_streams
         self.unread = Unread(self.edge, self.direction, self.local is not None, self.num_slices)
         if self.local is not None:
             self.local.unread = self.unread
@@ -172,11 +172,9 @@ class SendQueue:
         if len(outstanding) >= self._room:
             self.make_room()
         payload = self.unread.take(piece)
-        isend = self._isend
-        if isend is None:
-            isend = self.bind()
+        isend = self._isend or self.bind()
         outstanding.append((piece, action, isend(payload)))
-        if isinstance(payload, torch.Tensor) and not self.hooks and not self.in_streams:
+        if self._varies and isinstance(payload, torch.Tensor):
             self._room = _SMALL_UNDER_WAY if payload.nbytes <= _SMALL_BYTES else _UNDER_WAY
 
     def make_room(self) -> None:

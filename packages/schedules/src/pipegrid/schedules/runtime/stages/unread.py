@@ -29,11 +29,13 @@ _ALONE = 2  # the one tensor, and torch's Python object of the storage
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-# A payload with what it is known by, flat, since it is made for each message: of a tensor the version where it has a
+Payload: TypeAlias = Any
+# A payload with what it is known by, flat, since one is made for each message: of a tensor its version where it has a
 # graph, else None, and the address of its memory, 0 where the same may come again unchanged; of a tree `_TREE`, and
 # its tensors.
-Payload: TypeAlias = Any
 Aliased: TypeAlias = tuple[Payload, int | None, Any]
+# The same of a microbatch that is kept there.
+Kept: TypeAlias = "tuple[Payload, int | None, Any, int, Unread]"
 _TREE = -1
 
 
@@ -42,18 +44,19 @@ class Unread:
     """The unread payloads of one edge and direction, by microbatch.
 
     ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage; ``left``: from
-    the send on until its end. ``places``: what is unread, by address; all ways of a position have one, since their
-    stages may share memory. ``returned_by``: the stage, and whether they are outputs or gradients.
+    the send on until its end. ``places``: what is unread, by address, a list where several share the memory; all ways
+    of a position have one table, since their stages may share memory. ``returned_by``: the stage, and whether they are
+    outputs or gradients.
     """
 
     edge: Edge
     direction: Direction
     local: bool = False
     num_slices: int = 1
-    kept: dict[int, Aliased] = field(factory=dict, init=False)
-    places: dict[int, tuple[tuple[Unread, int], ...]] = field(factory=dict, init=False)
+    kept: dict[int, Kept] = field(factory=dict, init=False)
+    places: dict[int, Kept | list[Kept]] = field(factory=dict, init=False)
     returned_by: tuple[int, Direction] = field(init=False)
-    left: dict[int, Aliased] = field(factory=dict, init=False)
+    left: dict[int, Kept] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         forward = self.direction is Direction.FORWARD
@@ -73,74 +76,98 @@ class Unread:
         """
         if aliased is None or self.local:
             aliased = _alias(payload) if isinstance(payload, torch.Tensor) else without_graph(payload)
-        self.kept[microbatch] = aliased
-        for _, _, address in (aliased,) if aliased[1] != _TREE else aliased[2]:
-            if address:
-                own = ((self, microbatch),)
-                if self.places.setdefault(address, own) is not own:
-                    self._come_to(address, microbatch, payload)
+        own, version, address = aliased
+        if version == _TREE:
+            address = [(*one, microbatch, self) for one in address]
+            self.kept[microbatch] = own, version, address, microbatch, self
+            for one in address:
+                if one[2] and self.places.setdefault(one[2], one) is not one:
+                    self._come_to(one, payload)
+            return
+        kept = self.kept[microbatch] = own, version, address, microbatch, self
+        if address and self.places.setdefault(address, kept) is not kept:
+            self._come_to(kept, payload)
 
-    def _come_to(self, address: int, microbatch: int, payload: Payload) -> None:
-        """Note a further payload at ``address``: the same one, or one whose memory a forward cannot change."""
-        for other, earlier in self.places[address]:
-            is_same = earlier == microbatch and other.returned_by == self.returned_by
+    def _come_to(self, kept: Kept, payload: Payload) -> None:
+        """Note a further payload at an address: the same one, or one whose memory a forward cannot change."""
+        address = kept[2]
+        found = self.places[address]
+        there = self.places[address] = found if isinstance(found, list) else [found]
+        for _, _, _, earlier, other in there:
+            is_same = earlier == kept[3] and other.returned_by == self.returned_by
             if not is_same and _may_change(payload, address):
                 raise other.written(earlier)
-        self.places[address] += ((self, microbatch),)
+        there.append(kept)
 
-    def _go_from(self, address: int, microbatch: int) -> None:
-        """The payload at ``address`` was read, or is a copy elsewhere."""
-        found = self.places.pop(address, ())
-        if len(found) > 1:
-            self.places[address] = tuple([one for one in found if one[0] is not self or one[1] != microbatch])
+    def _go_from(self, kept: Kept) -> None:
+        """The payload at its address was read, or is a copy elsewhere."""
+        found = self.places.pop(kept[2])
+        if found is not kept:
+            assert isinstance(found, list)
+            if left := [one for one in found if one is not kept]:
+                self.places[kept[2]] = left
 
     def settle(self) -> None:
         """A stage of this position runs: copy what it may write."""
-        for microbatch, aliased in self.kept.items():
-            self.kept[microbatch] = self._own(microbatch, aliased)
+        for microbatch, kept in self.kept.items():
+            self.kept[microbatch] = self._own(kept)
 
     def take(self, microbatch: int) -> Payload:
         """The payload of ``microbatch`` for its send, or for the stage on the same rank; once.
 
         Raises:
-            StageOutputError: it was written since its stage returned it.
+            StageOutputError: it was written since its stage returned it, and another stage is to read it here.
         """
-        aliased = self._own(microbatch, self.kept.pop(microbatch))
-        if self.local:
-            for _, _, address in each_of(aliased):
-                self._go_from(address, microbatch)
-            return unpacked(_as_leaf(aliased))
-        payload, version, address = aliased
-        if address or version is not None:  # no copy
-            self.left[microbatch] = aliased
+        kept = self.kept.pop(microbatch)
+        payload, version, address, _, _ = kept
+        if self.local or version == _TREE:
+            return self._take_parts(kept)
+        if version is None:
+            if not address:
+                return payload
+            if is_shared(payload):
+                self._go_from(kept)
+                return payload.clone()
+        self.left[microbatch] = kept
         return payload
+
+    def _take_parts(self, kept: Kept) -> Payload:
+        kept = self._own(kept)
+        if not self.local:
+            self.left[kept[3]] = kept
+            return kept[0]
+        for one in each_of(kept):
+            if one[2]:
+                self._go_from(one)
+        return unpacked(_as_leaf(kept))
 
     def end(self, microbatch: int) -> None:
         """The message of ``microbatch``, one of ``left``, has left, or what depends on it has come back: it was read.
 
         Raises:
-            StageOutputError: it was written before that.
+            StageOutputError: it was written before that, or before its send.
         """
-        aliased = self.left.pop(microbatch)
-        for tensor, version, address in (aliased,) if aliased[1] != _TREE else aliased[2]:
-            if version is not None and tensor._version != version:  # noqa: SLF001 -- see `_alias`
+        kept = self.left.pop(microbatch)
+        for one in (kept,) if kept[1] != _TREE else kept[2]:
+            if one[1] is not None and one[0]._version != one[1]:  # noqa: SLF001 -- see `_alias`
                 raise self.written(microbatch)
-            self._go_from(address, microbatch)
+            if one[2]:
+                self._go_from(one)
 
-    def _own(self, microbatch: int, aliased: Aliased) -> Aliased:
+    def _own(self, kept: Kept) -> Kept:
         """The payload as it is now: a copy of what may be written unseen."""
-        payload, version, address = aliased
+        payload, version, address, microbatch, _ = kept
         if version is None:
             if address and is_shared(payload):
-                self._go_from(address, microbatch)
-                return payload.clone(), None, 0
+                self._go_from(kept)
+                return payload.clone(), None, 0, microbatch, self
         elif version == _TREE:
-            found = [self._own(microbatch, one) for one in each_of(aliased)]
+            found = [self._own(one) for one in address]
             each = iter(found)
-            return map_tensors(payload, lambda _: next(each)[0]), _TREE, found
+            return map_tensors(payload, lambda _: next(each)[0]), _TREE, found, microbatch, self
         elif payload._version != version:  # noqa: SLF001 -- see `_alias`
             raise self.written(microbatch)
-        return aliased
+        return kept
 
     def written(self, microbatch: int) -> StageOutputError:
         """The error of a stage that has written into the payload of ``microbatch``."""
@@ -171,9 +198,9 @@ def without_graph(payload: Payload) -> Aliased:
     return map_tensors(payload, alias), _TREE, each
 
 
-def each_of(aliased: Aliased) -> Sequence[tuple[torch.Tensor, int | None, int]]:
+def each_of(kept: Kept) -> Sequence[Kept]:
     """The tensors of a payload with what they are known by, in the order of `map_tensors`."""
-    return aliased[2] if aliased[1] == _TREE else (aliased,)
+    return kept[2] if kept[1] == _TREE else (kept,)
 
 
 def _alias(tensor: torch.Tensor) -> Aliased:
@@ -186,11 +213,11 @@ def _alias(tensor: torch.Tensor) -> Aliased:
     return tensor.data, None, tensor.data_ptr()
 
 
-def _as_leaf(aliased: Aliased) -> Payload:
+def _as_leaf(kept: Kept) -> Payload:
     """The payload for a stage on the same rank: what had a graph gets a gradient of its own."""
-    payload, version, _ = aliased
+    payload, version, *_ = kept
     if version == _TREE:
-        each = iter(each_of(aliased))
+        each = iter(kept[2])
         return map_tensors(payload, lambda _: _as_leaf(next(each)))
     return payload if version is None else payload.requires_grad_()
 

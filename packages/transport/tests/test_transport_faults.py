@@ -221,14 +221,14 @@ def test_a_transfer_that_is_started_just_as_its_lane_ends_has_an_end_though_nobo
         if ranks.rank == 0:
             lane.isend(torch.ones(SHAPE)).wait()
             ranks.barrier()  # the receiver is through: on a device a sender's wait does not tell
-            start = lane._start
+            start = lane._start_send
 
-            def start_while_another_thread_aborts(*operation):
-                ticket = start(*operation)
+            def start_while_another_thread_aborts(tensors):
+                ticket = start(tensors)
                 lane.abort("another thread gave up")
                 return ticket
 
-            monkeypatch.setattr(lane, "_start", start_while_another_thread_aborts)
+            monkeypatch.setattr(lane, "_start_send", start_while_another_thread_aborts)
             handle = lane.isend(torch.ones(SHAPE))
             handle.on_done(lambda _: ended.set())
             assert ended.wait(LATEST)

@@ -18,7 +18,7 @@ from pipegrid.transport import (
     P2PPeerError,
     P2PTimeoutError,
 )
-from pipegrid.transport.backends import GlooMover
+from pipegrid.transport.backends import GlooMover, Mover
 from pipegrid.transport.control import connector, opening
 
 from .two_ranks import BACK, DEADLINE, THERE, config, until
@@ -62,8 +62,7 @@ def streamed(monkeypatch):
             batches.append(sum(len(tensors) for _, tensors, *_ in operations))
             return [Polled([GlooMover.start_one(self, *operation) for operation in operations])] * len(operations)
 
-        def start_one(self, *operation):
-            return self.start([operation])[0]
+        start_one, starter = Mover.start_one, Mover.starter
 
     monkeypatch.setattr(connector, "GlooMover", StreamMover)
     return batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
@@ -51,6 +51,10 @@ class Mover(Protocol):
     def start_one(self, sending: bool, tensors: Sequence[Tensor], lane: int, epoch: int, /) -> Ticket:
         """Start one message: see `Operation`."""
         return self.start(((sending, tensors, lane, epoch),))[0]
+
+    def starter(self, sending: bool, lane: int, epoch: int, /) -> Callable[[Sequence[Tensor]], Ticket]:
+        """`start_one` for the messages of one way that have one tensor, with all that is the same in each."""
+        return lambda tensors: self.start_one(sending, tensors, lane, epoch)
 
     def abort(self) -> None:
         """End all messages under way, as far as `Wire.cut` does not; may block until device kernels have ended."""

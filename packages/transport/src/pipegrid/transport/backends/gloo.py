@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -113,9 +113,14 @@ class GlooMover(Mover):
         peer = self._peers[lane]
         tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, peer, lane, epoch)
         verb = self._send if sending else self._recv
-        if len(tensors) == 1:  # most messages
-            return GlooTicket((verb(tensors, peer, tag),))
         return GlooTicket([verb([tensor], peer, tag) for tensor in tensors])
+
+    def starter(self, sending: bool, lane: int, epoch: int, /) -> Callable[[Sequence[Tensor]], GlooTicket]:
+        """See `Mover.starter`."""
+        if self._lanes > 1:  # each message has a tag of its own
+            return lambda tensors: self.start_one(sending, tensors, lane, epoch)
+        verb, peer, tag = self._send if sending else self._recv, self._peers[lane], CONTROL_TAGS + epoch
+        return lambda tensors: GlooTicket((verb(tensors, peer, tag),))
 
     def _tag(self, sending: bool, peer: int, lane: int, epoch: int) -> int:
         """Keep apart messages that would meet by mistake: the mistake then runs into the deadline.

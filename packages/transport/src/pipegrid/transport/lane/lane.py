@@ -71,9 +71,10 @@ class Lane:
         self.ending = self.transfers.ending
         connection.lanes.append(self.ending)
         self.queue = self.transfers.queue
-        self._start, self._submit, self._index = connection.mover.start_one, submit, end.index
+        self._submit, self._index = submit, end.index
         self._needs_shapes = end.config.shape_mode == "given"
         self._epoch = 0  # of renewals
+        self._bind()
         self._ahead = self.incoming.ahead
         self._receives_ahead = 0 if self.mover.streams else end.config.receives_ahead
         self._streamed = has_streams(end.device)
@@ -81,6 +82,10 @@ class Lane:
         # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
         with working_on(self._receive_stream):
             self._nothing = torch.empty(1, dtype=torch.uint8, device=end.device)
+
+    def _bind(self) -> None:
+        self._start_send = self.mover.starter(True, self._index, self._epoch)
+        self._start_receive = self.mover.starter(False, self._index, self._epoch)
 
     @property
     def error(self) -> P2PError | None:
@@ -145,7 +150,7 @@ class Lane:
             if not submit.pending or get_ident() not in submit.pending:
                 with submit.lock:
                     try:
-                        ticket = self._start(True, tensors, self._index, self._epoch)
+                        ticket = self._start_send(tensors)
                     except RuntimeError as error:
                         self.ending.not_started(Transfer(self, self.sent), error)
                     # The message is on its way; what follows is no part of its latency.
@@ -187,9 +192,12 @@ class Lane:
             with submit.lock:
                 buffers = plain[1]
                 try:
-                    tensors, ticket = self._ahead.popleft() if self._ahead else self._post(buffers)
-                    while len(self._ahead) < self._receives_ahead:
+                    if self._ahead:
+                        tensors, ticket = self._ahead.popleft()
                         self._ahead.append(self._post(buffers))
+                    else:
+                        tensors, ticket = self._post(buffers)
+                        self._ahead.extend(self._post(buffers) for _ in range(self._receives_ahead))
                 except RuntimeError as error:
                     self.ending.not_started(ReceiveTransfer(self, self.received), error)
                 payload = buffers.payload(tensors)  # while the message travels
@@ -214,10 +222,10 @@ class Lane:
         """Post the receive of a plain message."""
         if self._receive_stream is None:
             tensors = buffers.take()
-            return tensors, self._start(False, tensors, self._index, self._epoch)
+            return tensors, self._start_receive(tensors)
         with working_on(self._receive_stream):
             tensors = buffers.take()
-            return tensors, self._start(False, tensors, self._index, self._epoch)
+            return tensors, self._start_receive(tensors)
 
     def _require_usable(self, *, sending: bool) -> None:
         if self.rank != (self.spec.source if sending else self.spec.destination):
@@ -259,6 +267,7 @@ class Lane:
         self.outgoing.renew()
         self.incoming.renew()
         self._epoch += 1
+        self._bind()
 
     def require_renewable(self) -> None:
         """Raise unless `renew` is possible now.

@@ -156,9 +156,12 @@ class StageRunner:
                 pending = self.deallocation.pending(self.leaving, payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.flight.kept[piece // self._num_slices]
-        aliased = {id(payload): without_graph(payload) for payload in payloads} if len(payloads) > 1 else None
+        if len(payloads) == 1:
+            self.leaving[0].put(piece, payloads[0], pending)
+            return
+        aliased = {id(payload): without_graph(payload) for payload in payloads}
         for sends, payload in zip(self.leaving, payloads, strict=True):
-            sends.put(piece, payload, pending, None if aliased is None else aliased[id(payload)])
+            sends.put(piece, payload, pending, aliased[id(payload)])
 
     def _settle(self) -> None:
         """Before the stage runs: it may write what it, or another stage of this position, has returned before."""

@@ -148,11 +148,18 @@ class Unread:
             StageOutputError: it was written before that, or before its send.
         """
         kept = self.left.pop(microbatch)
-        for one in (kept,) if kept[1] != _TREE else kept[2]:
-            if one[1] is not None and one[0]._version != one[1]:  # noqa: SLF001 -- see `_alias`
-                raise self.written(microbatch)
-            if one[2]:
-                self._go_from(one)
+        if kept[1] != _TREE:
+            self._end_of(kept)
+            return
+        for one in kept[2]:
+            self._end_of(one)
+
+    def _end_of(self, kept: Kept) -> None:
+        payload, version, address, microbatch, _ = kept
+        if version is not None and payload._version != version:  # noqa: SLF001 -- see `_alias`
+            raise self.written(microbatch)
+        if address:
+            self._go_from(kept)
 
     def _own(self, kept: Kept) -> Kept:
         """The payload as it is now: a copy of what may be written unseen."""

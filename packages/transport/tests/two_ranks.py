@@ -54,6 +54,7 @@ def count(lane, seen):
     """Note in ``seen`` what the lane asks of its backend from now on."""
     backend = Counted(lane.mover._send.__self__, seen)
     lane.mover._send, lane.mover._recv = backend.send, backend.recv
+    lane._bind()
     lane.wire.group = Counted(lane.wire.group, seen)
 
 

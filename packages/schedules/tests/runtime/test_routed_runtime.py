@@ -309,7 +309,7 @@ def test_a_buffer_goes_back_when_the_last_piece_has_given_it_back(order):
 
 def test_a_sum_leaves_when_its_last_piece_is_there():
     queue = sums({0: 1.0, 1: 2.0, 4: 3.0}, [0, 4], {0: 0, 1: 0, 4: 4})
-    assert list(queue.unread.kept) == [4]
+    assert list(queue.unread.fresh) == [4]
 
 
 def test_a_step_may_follow_another_and_an_evaluation_runs_the_forwards():

@@ -166,7 +166,7 @@ class StageRunner:
     def _settle(self) -> None:
         """Before the stage runs: it may write what it, or another stage of this position, has returned before."""
         for unread in self.unread:
-            if unread.kept:
+            if unread.fresh:
                 unread.settle()
 
     def _take(self, piece: int) -> InFlight:

@@ -43,16 +43,17 @@ _TREE = -1
 class Unread:
     """The unread payloads of one edge and direction, by microbatch.
 
-    ``local``: a stage on the same rank reads them. ``kept``: what waits for its send, or for that stage; ``left``: from
-    the send on until its end. ``places``: what is unread, by address, a list where several share the memory; all ways
-    of a position have one table, since their stages may share memory. ``returned_by``: the stage, and whether they are
-    outputs or gradients.
+    ``local``: a stage on the same rank reads them. ``fresh``: what waits for its send, or for that stage, as it was
+    returned; ``kept``: the same once another stage has run; ``left``: from the send on until its end. ``places``: what
+    is unread, by address, a list where several share the memory; all ways of a position have one table, since their
+    stages may share memory. ``returned_by``: the stage, and whether they are outputs or gradients.
     """
 
     edge: Edge
     direction: Direction
     local: bool = False
     num_slices: int = 1
+    fresh: dict[int, Payload] = field(factory=dict, init=False)
     kept: dict[int, Kept] = field(factory=dict, init=False)
     places: dict[int, Kept | list[Kept]] = field(factory=dict, init=False)
     returned_by: tuple[int, Direction] = field(init=False)
@@ -64,6 +65,7 @@ class Unread:
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
+        self.fresh.clear()
         self.kept.clear()
         self.left.clear()
         self.places.clear()
@@ -72,20 +74,27 @@ class Unread:
         """Keep what a stage has returned; ``aliased``: `without_graph` of it, where several edges carry it.
 
         Raises:
-            StageOutputError: an unread payload is in the same memory.
+            StageOutputError: an unread payload is in the same memory. One that no other edge carries is looked at by
+                `settle`, or by `take`, whichever comes first.
         """
         if aliased is None or self.local:
-            aliased = _alias(payload) if isinstance(payload, torch.Tensor) else without_graph(payload)
-        own, version, address = aliased
-        if version == _TREE:
-            address = [(*one, microbatch, self) for one in address]
-            self.kept[microbatch] = own, version, address, microbatch, self
-            for one in address:
-                if one[2] and self.places.setdefault(one[2], one) is not one:
-                    self._come_to(one, payload)
-            return
-        kept = self.kept[microbatch] = own, version, address, microbatch, self
-        if address and self.places.setdefault(address, kept) is not kept:
+            self.fresh[microbatch] = payload
+        else:
+            self.kept[microbatch] = self._noted(microbatch, payload, aliased)
+
+    def _noted(self, microbatch: int, payload: Payload, aliased: Aliased) -> Kept:
+        own, version, parts = aliased
+        if version != _TREE:
+            kept = own, version, parts, microbatch, self
+            self._come(kept, payload)
+            return kept
+        parts = [(*one, microbatch, self) for one in parts]
+        for one in parts:
+            self._come(one, payload)
+        return own, _TREE, parts, microbatch, self
+
+    def _come(self, kept: Kept, payload: Payload) -> None:
+        if kept[2] and self.places.setdefault(kept[2], kept) is not kept:
             self._come_to(kept, payload)
 
     def _come_to(self, kept: Kept, payload: Payload) -> None:
@@ -109,32 +118,40 @@ class Unread:
 
     def settle(self) -> None:
         """A stage of this position runs: copy what it may write."""
-        for microbatch, kept in self.kept.items():
-            self.kept[microbatch] = self._own(kept)
+        for microbatch in list(self.fresh):
+            self.kept[microbatch] = self._own(self._looked_at(microbatch))
+
+    def _looked_at(self, microbatch: int) -> Kept:
+        payload = self.fresh.pop(microbatch)  # held here only: `_own` counts the holders of its memory
+        return self._noted(microbatch, payload, without_graph(payload))
 
     def take(self, microbatch: int) -> Payload:
         """The payload of ``microbatch`` for its send, or for the stage on the same rank; once.
 
         Raises:
-            StageOutputError: it was written since its stage returned it, and another stage is to read it here.
+            StageOutputError: it was written since its stage returned it, or an unread payload is in the same memory.
         """
-        kept = self.kept.pop(microbatch)
-        payload, version, address, _, _ = kept
-        if self.local or version == _TREE:
-            return self._take_parts(kept)
+        payload = self.fresh.get(microbatch)
+        if self.local or not isinstance(payload, torch.Tensor):
+            return self._take_any(microbatch)
+        # The common case in one go, as `_looked_at`, `_own` and `_take_any` do it.
+        del self.fresh[microbatch]
+        own, version, address = _alias(payload)
         if version is None:
+            payload = own
             if not address:
-                return payload
-            if is_shared(payload):
-                self._go_from(kept)
-                return payload.clone()
-        self.left[microbatch] = kept
-        return payload
+                return own
+            if is_shared(own):
+                return own.clone()
+        kept = self.left[microbatch] = own, version, address, microbatch, self
+        if address and self.places.setdefault(address, kept) is not kept:
+            self._come_to(kept, payload)
+        return own
 
-    def _take_parts(self, kept: Kept) -> Payload:
-        kept = self._own(kept)
+    def _take_any(self, microbatch: int) -> Payload:
+        kept = self._own(self._looked_at(microbatch) if microbatch in self.fresh else self.kept.pop(microbatch))
         if not self.local:
-            self.left[kept[3]] = kept
+            self.left[microbatch] = kept
             return kept[0]
         for one in each_of(kept):
             if one[2]:

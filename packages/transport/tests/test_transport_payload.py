@@ -17,9 +17,9 @@ from pipegrid.transport.messages.payload import (
     flatten,
     receive_buffers,
     signature_of,
-    unflatten,
 )
 from pipegrid.transport.spec import Tally
+from pipegrid.transport.trees import unflatten
 
 CPU = torch.device("cpu")
 DTYPES = [

@@ -22,8 +22,9 @@ from pipegrid.transport import (
     pipeline_lanes,
 )
 from pipegrid.transport.config import as_config
-from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode, encode, leaves
+from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode, encode
 from pipegrid.transport.pipeline_lanes import direction_lane
+from pipegrid.transport.trees import places
 
 
 class TestLaneSpec:
@@ -214,7 +215,7 @@ class TestSignature:
 
     @given(signatures())
     def test_leaves_count_the_tensors_in_order(self, message):
-        assert [leaf for leaf in leaves(message.tree) if leaf is not None] == list(range(len(message.tensors)))
+        assert [leaf for _, leaf in places(message.tree) if leaf is not None] == list(range(len(message.tensors)))
 
     def test_reads_like_a_payload(self):
         two = (TensorSpec("float32", (2, 3)), TensorSpec("int64", ()))

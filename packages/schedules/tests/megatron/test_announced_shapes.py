@@ -13,7 +13,7 @@ from torch import nn
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.megatron.shapes import StageOutputError, expected_shape
+from pipegrid.schedules.megatron.shapes import StageOutputError, sent_shape
 from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
@@ -28,7 +28,7 @@ HIDDEN = 4
 
 
 def expected(config=None, *, tp=None, cp=None, **sizes):
-    return expected_shape(
+    return sent_shape(
         **{"seq_length": 8, "micro_batch_size": 3, "decoder_seq_length": None, **sizes},
         config=config or PipelineConfig(hidden_size=HIDDEN),
         tp_group=tp and Group(tp),

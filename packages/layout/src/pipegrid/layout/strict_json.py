@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 from attrs import fields, has
 
 from pipegrid.layout.errors import nearest
+from pipegrid.layout.fields import shown
 
 if TYPE_CHECKING:
     from cattrs import BaseValidationError
@@ -68,6 +69,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+class _KindError(ValueError):
+    pass
+
+
+def exactly(value: Any, kind: type) -> Any:
+    """A hook of cattrs for integers and strings: ``value``, if it is of that ``kind``; nothing is converted."""
+    if type(value) is not kind:
+        raise _KindError(f"{shown(value)} is not {'an integer' if kind is int else 'a string'}")
+    return value
+
+
 def first_fault(error: BaseValidationError, own: type[Exception]) -> tuple[str, str]:
     """Where a document is not what cattrs was to build of it, such as ``positions[3][2]``, and what is wrong there.
 
@@ -76,7 +88,7 @@ def first_fault(error: BaseValidationError, own: type[Exception]) -> tuple[str, 
     from cattrs import transform_error
 
     def text(fault: BaseException, kind: Any) -> str:
-        return str(fault) if isinstance(fault, own) else _fault_text(fault, kind)
+        return str(fault) if isinstance(fault, (own, _KindError)) else _fault_text(fault, kind)
 
     what, _, path = transform_error(error, path="", format_exception=text)[0].rpartition(" @ ")
     return path.lstrip("."), what

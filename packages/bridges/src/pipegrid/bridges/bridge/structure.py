@@ -22,7 +22,7 @@ from attrs import evolve, field, frozen
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes
 from pipegrid.topology.fields import Index, checked_fields, shown
-from pipegrid.transport.messages.message import Tree, describe, unflatten
+from pipegrid.transport.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any
 """`Axes`, `Whole`, None, or a dict, a list or a tuple of these."""
@@ -220,9 +220,14 @@ class Structure:
     is_tensor = False
 
     def __init__(self, declared: Declared) -> None:
-        found: list[Leaf] = []
-        self._declared, self._tree = declared, _tree(declared, "", found)
-        self.leaves = tuple(found)
+        found, self._tree = flatten(declared, exact=False)
+        paths = [path for path, leaf in places(self._tree) if leaf is not None]
+        for path, leaf in zip(paths, found, strict=True):
+            if not isinstance(leaf, (Axes, Whole, Folded)):
+                raise BridgeError(
+                    f"payload{path} is {shown(leaf)}; declare Axes, Whole, None, or a dict or list of these"
+                )
+        self.leaves = tuple(map(Leaf, paths, found))
         if not self.leaves:
             raise BridgeError(f"payload is {shown(declared)}, without a tensor; declare at least one Axes() or Whole()")
 
@@ -242,48 +247,16 @@ class Structure:
         Raises:
             ShapeError: a leaf that is missing or was not declared, or another kind of container.
         """
-        found: list[Any] = []
-        _match(self._declared, payload, "", found, name)
-        return found
+
+        def mismatch(path: str, tree: Tree, value: Any) -> ShapeError:
+            declared = describe(tree, self.leaves)
+            return ShapeError(f"{name}: payload{path} is {in_words(value)}; the edge declares {declared}")
+
+        return select(self._tree, payload, mismatch)
 
     def payload(self, values: Sequence[Any]) -> Any:
         """The payload with these values at its leaves."""
         return unflatten(self._tree, values)
-
-
-def _tree(declared: Declared, path: str, found: list[Leaf]) -> Tree:
-    """The tree of a declaration; its leaves go to ``found``."""
-    if isinstance(declared, (Axes, Whole, Folded)):
-        found.append(Leaf(path, declared))
-        return len(found) - 1
-    parts = _parts(declared)
-    if parts is None:
-        raise BridgeError(f"payload{path} is {shown(declared)}; declare Axes, Whole, None, or a dict or list of these")
-    children = [(key, _tree(part, f"{path}[{key!r}]", found)) for key, part in parts.items()]
-    if declared is None or isinstance(declared, Mapping):
-        return None if declared is None else ("dict", tuple(children))
-    return "list" if isinstance(declared, list) else "tuple", tuple(child for _, child in children)
-
-
-def _parts(tree: Any) -> Mapping[Any, Any] | None:
-    """What a container holds, by key or index; nothing where it is None, and None where it is no container."""
-    if isinstance(tree, (list, tuple)):
-        return dict(enumerate(tree))
-    return tree if isinstance(tree, Mapping) else {} if tree is None else None
-
-
-def _match(declared: Declared, value: Any, path: str, found: list[Any], name: str) -> None:
-    if isinstance(declared, (Axes, Whole)):
-        found.append(value)
-        return
-    parts, given = _parts(declared) or {}, _parts(value)
-    alike = isinstance(value, Mapping) is isinstance(declared, Mapping) and (value is None) is (declared is None)
-    if not alike or given is None or given.keys() != parts.keys():
-        leaves: list[Leaf] = []
-        tree = _tree(declared, path, leaves)
-        raise ShapeError(f"{name}: payload{path} is {in_words(value)}; the edge declares {describe(tree, leaves)}")
-    for key, part in parts.items():
-        _match(part, given[key], f"{path}[{key!r}]", found, name)
 
 
 def in_words(value: Any) -> str:

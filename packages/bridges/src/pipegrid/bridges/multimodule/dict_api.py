@@ -14,6 +14,7 @@ from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.protocol import Handle, ReceiveHandle
+from pipegrid.transport.trees import mapped_together
 
 Tensors: TypeAlias = dict[str, Any]
 
@@ -108,17 +109,15 @@ def exchanged(
     return received
 
 
-def _added(parts: Sequence[Any]) -> Any:
+def _added(gradients: Sequence[Any]) -> Any:
     """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    first = given[0]
-    if isinstance(first, dict):
-        return {key: _added([part[key] for part in given]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_added(items) for items in zip(*given, strict=True))
-    return sum(part.detach() for part in given)
+    given = [gradient for gradient in gradients if gradient is not None]
+    return mapped_together(_sum, *given) if given else None
+
+
+def _sum(*gradients: torch.Tensor | None) -> Any:
+    given = [gradient.detach() for gradient in gradients if gradient is not None]
+    return sum(given) if given else None
 
 
 def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:

@@ -40,7 +40,7 @@ from pipegrid.schedules.megatron.config import checked_option, config_of, option
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape, announced_shapes, expected_shape
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
@@ -202,7 +202,7 @@ class PreparedStep:
     def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = chunk_numbers(plan, models)
-        expected = None if plan.num_slices > 1 else _expected_shape(call, self.place, config)
+        expected = None if plan.num_slices > 1 else _sent_shape(call, self.place, config)
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
         partial: int | None = option(config, CHECKPOINTS)
         return {
@@ -286,11 +286,11 @@ def _nothing(_: int | str) -> None:
     """A reduction that its hook begins, or that an evaluation does not have."""
 
 
-def _expected_shape(call: StepCall, place: Place, config: Any) -> ExpectedShape | None:
+def _sent_shape(call: StepCall, place: Place, config: Any) -> SentShape | None:
     """The shape that the sizes of ``call`` make all messages of a single module have; None where they do not."""
     if call.seq_length is None or len(place.graph.modules) > 1:
         return None
-    return expected_shape(**_sizes(call, place, config))
+    return sent_shape(**_sizes(call, place, config))
 
 
 def _sizes(call: StepCall, place: Place, config: Any) -> dict[str, Any]:

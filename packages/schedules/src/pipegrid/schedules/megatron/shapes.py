@@ -55,7 +55,7 @@ def _as_shapes(shapes: Any) -> tuple[Shape, ...]:
 
 
 @frozen
-class ExpectedShape:
+class SentShape:
     """Shape of the one tensor that a stage sends: the tokens of a microbatch on this rank, then ``hidden_size``.
 
     Tokens may be on any leading axes: ``(sequence, batch)``, ``(batch, sequence)``, or one. ``exact`` is False where
@@ -90,7 +90,7 @@ class ExpectedShape:
         return share == sequence if self.exact else sequence % share == 0
 
 
-def expected_shape(
+def sent_shape(
     *,
     seq_length: int,
     micro_batch_size: int,
@@ -98,7 +98,7 @@ def expected_shape(
     config: Any,
     tp_group: Any,
     cp_group: Any,
-) -> ExpectedShape | None:
+) -> SentShape | None:
     """The shape of every message, if the config fixes it; else None.
 
     A config fixes it with a ``hidden_size`` and an explicit ``variable_seq_lengths=False``: that of another library may
@@ -115,7 +115,7 @@ def expected_shape(
     lengths = [checked(length, Count, "seq_length", StepArgumentError) for length in lengths]
     if any(length % ranks for length in lengths):
         return None  # uneven shares depend on the model
-    return ExpectedShape(
+    return SentShape(
         tuple(dict.fromkeys(length // ranks for length in lengths)),
         checked(micro_batch_size, Count, "micro_batch_size", StepArgumentError),
         checked(hidden_size, Count, "config.hidden_size", StepArgumentError),

@@ -20,7 +20,7 @@ from pipegrid.schedules.megatron.forward import (
     run_model,
     scaled_loss,
 )
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, ExpectedShape
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
 from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import StageUnits
 from pipegrid.schedules.runtime import Forwarded, Slice
@@ -52,7 +52,7 @@ class StageCall:
     sliced: tuple[torch.nn.Module, ...]
     set_input_tensor: Any
     set_is_first_microbatch: Any
-    shapes: AnnouncedShapes | ExpectedShape | None
+    shapes: AnnouncedShapes | SentShape | None
     context: Callable[[], AbstractContextManager[Any]] | None
 
 
@@ -84,7 +84,7 @@ class MegatronStage:
     cp_group: Any
     forward_only: bool
     collect_non_loss_data: bool
-    expected: ExpectedShape | None
+    expected: SentShape | None
     per_token: bool
     loss_factor: float
     checkpointed: Collection[int] | None
@@ -199,7 +199,7 @@ class MegatronStage:
         return self._with_loss(call, output, loss_func, microbatch, part)
 
     def _passed_on(
-        self, shapes: AnnouncedShapes | ExpectedShape | None, received: Any, output: Any, microbatch: int
+        self, shapes: AnnouncedShapes | SentShape | None, received: Any, output: Any, microbatch: int
     ) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
         if output is None and self._one_module:  # the next stage would read data of its own, as a first stage does

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from pipegrid.layout.strict_json import first_fault, read_json
+from pipegrid.layout.strict_json import exactly, first_fault, read_json
 from pipegrid.schedules.errors import PlanError, PlanSyntaxError
 from pipegrid.schedules.plan.actions import Action, parse_action
 from pipegrid.schedules.plan.header import check_extent, expectation, module_graph
@@ -157,21 +157,14 @@ def _converter() -> Converter:
     converter = Converter(forbid_extra_keys=True)
 
     def action(value: Any, _: Any) -> Action:
-        return parse_action(_exactly(value, str))
+        return parse_action(exactly(value, str))
 
     def step(value: Any, _: Any) -> Step:
         return as_step(converter.structure(value, tuple[Action, ...])) if isinstance(value, list) else action(value, _)
 
-    converter.register_structure_hook(int, _exactly)
-    converter.register_structure_hook(str, _exactly)
+    converter.register_structure_hook(int, exactly)
+    converter.register_structure_hook(str, exactly)
     converter.register_structure_hook(Action, action)
-    converter.register_structure_hook(Edge, lambda value, _: parse_edge(_exactly(value, str)))
+    converter.register_structure_hook(Edge, lambda value, _: parse_edge(exactly(value, str)))
     converter.register_structure_hook_func(lambda kind: kind == Step, step)
     return converter
-
-
-def _exactly(value: Any, kind: type) -> Any:
-    """``value``, which is of ``kind``: nothing is converted."""
-    if type(value) is not kind:
-        raise PlanError(f"{shown(value)} is not {'an integer' if kind is int else 'a string'}")
-    return value

@@ -20,11 +20,11 @@ from pipegrid.training.stages.assignment import Assignment, joined
 from pipegrid.training.stages.torch_compat import (
     TABLES,
     copied,
-    map_tensors,
     memory_of,
     meta_copy,
     on_meta,
     tree_leaves,
+    tree_map_only,
 )
 
 
@@ -124,7 +124,7 @@ class ForeignLayer(Foreign):
         """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
         if self.earlier:
             self.run.entered = True
-            return self.run.received if self.sends else map_tensors(self._stand_in, self.run.received)
+            return self.run.received if self.sends else tree_map_only(Tensor, self._stand_in, self.run.received)
         if self.run.left is None:  # a stage of the embedding alone
             self.run.left = args[0] if args else next(iter(kwargs.values()))
         raise Leave
@@ -142,8 +142,9 @@ class ForeignPart(Foreign):
         if self.run.entered:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         with torch.no_grad():
-            made = self.__dict__["ghost"](*map_tensors(on_meta, args), **map_tensors(on_meta, kwargs))
-        return map_tensors(self._stand_in, made)
+            args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
+            made = self.__dict__["ghost"](*args, **kwargs)
+        return tree_map_only(Tensor, self._stand_in, made)
 
 
 def blank(like: Tensor, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from pipegrid.training.stages.flow import Flow
 from pipegrid.training.stages.proof import Proofs, without
 from pipegrid.training.stages.shell import Run, first_tensor, shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
-from pipegrid.training.stages.torch_compat import adopt, map_tensors
+from pipegrid.training.stages.torch_compat import adopt, tree_map_only
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
@@ -206,7 +206,7 @@ class Stage(nn.Module):
             result = self._output(result)
         elif self._carry:
             result = (result, *carried)
-        result = map_tensors(torch.Tensor.contiguous, result)
+        result = tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
         return result if self.module is None else {self.module: result}
 
     def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map"]
+__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only"]
 
 WeakStorage: Any = reductions.StorageWeakRef
 
@@ -39,7 +39,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on the shapes of its arguments."""
-    args, kwargs = map_tensors(on_meta, (args, dict(kwargs)))
+    args, kwargs = tree_map_only(Tensor, on_meta, (args, dict(kwargs)))
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     return func(*args, **kwargs)
@@ -97,11 +97,6 @@ def stays(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nested value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A nested value with ``function`` of each of its tensors."""
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def named_leaves(value: Any) -> list[tuple[str, Any]]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from attrs import field, frozen
 
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.spec import LaneSpec
-
-Tree: TypeAlias = Any
-"""The structure of a payload: None, the index of a tensor, or ``(kind, children)`` with kind ``"list"``,
-``"tuple"`` or ``"dict"``; the children of a dict are ``(key, tree)``."""
+from pipegrid.transport.trees import Tree, describe
 
 
 def _as_shape(value: Iterable[int]) -> tuple[int, ...]:
@@ -63,42 +60,6 @@ class Signature:
         return marks if any(marks) else (True,) * len(marks)
 
 
-def describe(tree: Tree, tensors: Sequence[object]) -> str:
-    """A tree in words, with these at its leaves."""
-    if tree is None:
-        return "None"
-    if isinstance(tree, int):
-        return str(tensors[tree])
-    kind, children = tree
-    if kind == "dict":
-        return "{" + ", ".join(f"{key!r}: {describe(child, tensors)}" for key, child in children) + "}"
-    inside = ", ".join(describe(child, tensors) for child in children)
-    return f"[{inside}]" if kind == "list" else f"({inside})"
-
-
-def leaves(tree: Tree) -> Iterator[int | None]:
-    """The leaves of a tree, in order: indices of tensors, and None."""
-    if tree is None or isinstance(tree, int):
-        yield tree
-    else:
-        kind, children = tree
-        for child in children:
-            yield from leaves(child[1] if kind == "dict" else child)
-
-
-def unflatten(tree: Tree, values: Sequence[Any]) -> Any:
-    """The payload of a tree, with these values at its leaves."""
-    if isinstance(tree, int):
-        return values[tree]
-    if tree is None:
-        return None
-    kind, children = tree
-    if kind == "dict":
-        return {key: unflatten(child, values) for key, child in children}
-    parts = [unflatten(child, values) for child in children]
-    return parts if kind == "list" else tuple(parts)
-
-
 # ---- Headers
 
 
@@ -121,16 +82,12 @@ def decode(data: bytes) -> tuple[int, bool, tuple[Signature, ...]]:
 
 
 def _signature(tree: Any, tensors: Iterable[Any], note: str) -> Signature:
-    return Signature(_tree(tree), (TensorSpec(*spec) for spec in tensors), note)
+    return Signature(_as_tuples(tree), (TensorSpec(*spec) for spec in tensors), note)
 
 
-def _tree(value: Any) -> Tree:
-    if value is None or isinstance(value, int):
-        return value
-    kind, children = value
-    if kind == "dict":
-        return kind, tuple((key, _tree(child)) for key, child in children)
-    return kind, tuple(_tree(child) for child in children)
+def _as_tuples(value: Any) -> Any:
+    """A value as it was written in JSON, which has tuples as lists."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 # ---- What both ends of a lane know of the messages to come

@@ -12,10 +12,12 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pipegrid.transport import trees
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.messages.message import Signature, TensorSpec, Tree, leaves, unflatten
+from pipegrid.transport.messages.message import Signature, TensorSpec
 from pipegrid.transport.spec import Tally
 from pipegrid.transport.streams import follow
+from pipegrid.transport.trees import Tree, places, unflatten
 
 # Backends send these under their own dtype; the others travel as bytes.
 _WIRE_DTYPES = frozenset({
@@ -25,7 +27,6 @@ _WIRE_DTYPES = frozenset({
 _DTYPE_NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
-_DEEPEST = 100  # levels of a payload; a payload that contains itself has no end
 _SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message
 
 
@@ -41,28 +42,15 @@ def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """
     if isinstance(payload, Tensor):
         return [payload], 0
-    tensors: list[Tensor] = []
-    return tensors, _flatten(payload, tensors, _DEEPEST)
-
-
-def _flatten(payload: Any, tensors: list[Tensor], levels: int) -> Tree:
-    if isinstance(payload, Tensor):
-        tensors.append(payload)
-        return len(tensors) - 1
-    if payload is None:
-        return None
-    if levels == 0:
-        raise P2PUsageError(f"a payload has more than {_DEEPEST} levels, or contains itself")
-    if type(payload) in (list, tuple):
-        kind = "list" if type(payload) is list else "tuple"
-        return kind, tuple(_flatten(part, tensors, levels - 1) for part in payload)
-    if type(payload) is dict and {str, int}.issuperset(map(type, payload)):
-        return "dict", tuple((key, _flatten(part, tensors, levels - 1)) for key, part in payload.items())
-    keys = f" with keys {list(payload)!r:.80}" if type(payload) is dict else ""
-    raise P2PUsageError(
-        f"a payload contains a {type(payload).__name__}{keys}; it must consist of tensors, None, and lists, tuples and "
-        "dicts (not subclasses, keys strings or integers) of them"
-    )
+    tensors, tree = trees.flatten(payload)
+    for one in tensors:
+        if not isinstance(one, Tensor):
+            keys = f" with keys {list(one)!r:.80}" if type(one) is dict else ""
+            raise P2PUsageError(
+                f"a payload contains a {type(one).__name__}{keys}; it must consist of tensors, None, and lists, tuples "
+                "and dicts (not subclasses, keys strings or integers) of them"
+            )
+    return tensors, tree
 
 
 def signature_of(tensors: Sequence[Tensor], tree: Tree, note: str = "") -> Signature:
@@ -328,8 +316,8 @@ def receive_buffers(
         return ReceiveBuffers(signature, signature.tree, device, tally)
     if isinstance(signature.tree, tuple) and signature.tree[0] == "dict":
         return None
-    places = list(leaves(signature.tree))
-    announced = tuple(None if place is None else signature.tensors[place].shape for place in places)
+    leaves = [leaf for _, leaf in places(signature.tree)]
+    announced = tuple(None if leaf is None else signature.tensors[leaf].shape for leaf in leaves)
     if announced != expected.shapes if exact else len(announced) != len(expected.shapes):
         return None
-    return ReceiveBuffers(signature, places[0] if expected.single else ("list", tuple(places)), device, tally)
+    return ReceiveBuffers(signature, leaves[0] if expected.single else ("list", tuple(leaves)), device, tally)

@@ -14,6 +14,7 @@ from attrs import evolve
 from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import ErrorType, shown
+from pipegrid.transport.trees import mapped, parts_of
 
 
 def flatten(payload: Any) -> list[torch.Tensor | None]:
@@ -25,35 +26,29 @@ def flatten(payload: Any) -> list[torch.Tensor | None]:
 
 def _leaves(payload: Any) -> list[Any]:
     """Tensors, None and numbers."""
-    if isinstance(payload, dict):  # made on one rank, and its gradients on another
-        return [leaf for key in sorted(payload, key=str) for leaf in _leaves(payload[key])]
-    if isinstance(payload, (list, tuple)):
-        return [leaf for item in payload for leaf in _leaves(item)]
-    return [payload.tensor if isinstance(payload, Packed) else payload]
+    return [part.tensor if isinstance(part, Packed) else part for part in parts_of(payload)]
 
 
 def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """The payload with ``function`` applied to each tensor; None and numbers stay."""
     if isinstance(payload, torch.Tensor):
         return function(payload)
-    if isinstance(payload, dict):
-        return {key: map_tensors(item, function) for key, item in payload.items()}
-    if isinstance(payload, (list, tuple)):
-        items = [map_tensors(item, function) for item in payload]
-        # A named tuple takes its fields one by one.
-        return type(payload)(*items) if hasattr(payload, "_fields") else type(payload)(items)
-    if isinstance(payload, Packed):
-        return evolve(payload, tensor=function(payload.tensor))
-    return payload if payload is None or isinstance(payload, (int, float)) else function(payload)
+
+    def of(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return function(part)
+        if isinstance(part, Packed):
+            return evolve(part, tensor=function(part.tensor))
+        return part if part is None or isinstance(part, (int, float)) else function(part)
+
+    return mapped(of, payload)
 
 
 def unpacked(payload: Any) -> Any:
     """The payload as a stage receives it: tensors in place of `Packed` ones."""
-    if isinstance(payload, Packed):
-        return payload.tensor
-    if isinstance(payload, dict):
-        return {key: unpacked(item) for key, item in payload.items()}
-    return type(payload)(map(unpacked, payload)) if type(payload) in (list, tuple) else payload
+    if isinstance(payload, torch.Tensor):
+        return payload
+    return mapped(lambda part: part.tensor if isinstance(part, Packed) else part, payload)
 
 
 def tensors_of(name: str, payload: Any, error: ErrorType = StepArgumentError) -> list[torch.Tensor | None]:

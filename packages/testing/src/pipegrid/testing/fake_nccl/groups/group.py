@@ -31,7 +31,7 @@ from pipegrid.testing.fake_nccl.groups.transfers import (
     make_unreadable,
 )
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
-from pipegrid.testing.fake_nccl.torch_compat import GroupBase, tree_map
+from pipegrid.testing.fake_nccl.torch_compat import GroupBase, tree_leaves, tree_map
 
 # Collectives whose first argument is written and never read.
 _WRITES_FIRST = frozenset(
@@ -301,6 +301,4 @@ for _name in (
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

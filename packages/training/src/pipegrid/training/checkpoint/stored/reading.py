@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin
 import cattrs
 from cattrs import BaseValidationError
 
-from pipegrid.layout.strict_json import first_fault, read_json
+from pipegrid.layout.strict_json import exactly, first_fault, read_json
 from pipegrid.topology.fields import checked, shown
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.manifest import FORMAT, Chunk, FileName, Manifest, TensorEntry, checksum
@@ -129,12 +129,6 @@ def _require_apart(chunks: Iterable[Chunk]) -> None:
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter()
-
-    def exactly(value: Any, kind: Any) -> Any:
-        if type(value) is not kind:
-            raise ValueError(f"{shown(value)} is not {'an integer' if kind is int else 'a string'}")
-        return value
-
     converter.register_structure_hook(int, exactly)
     converter.register_structure_hook(str, exactly)
     converter.register_structure_hook_func(_has_rule, lambda value, _: value)  # checked by the class

@@ -22,11 +22,11 @@ from pipegrid.training.stages.torch_compat import (
     extent_of,
     is_random,
     makes_memory,
-    map_tensors,
     memory_of,
     name_of,
     reads_shapes_only,
     tensors_in,
+    tree_map_only,
     written_by,
 )
 
@@ -143,7 +143,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
                 if is_random(func) and result is None:
                     func(*args, **kwargs)  # the generator advances
                 device = torch.device(kwargs.get("device") or known[0].device)
-                return map_tensors(lambda tensor: self._scratch.view(tensor, device), results)
+                return tree_map_only(Tensor, lambda tensor: self._scratch.view(tensor, device), results)
             result = func(*args, **kwargs) if result is None else result
             written = tensors_in(result)
             self._known |= {memory_of(tensor): event for tensor in written}
@@ -169,7 +169,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
         def apart(tensor: Tensor) -> Tensor:
             return tensor.clone() if id(tensor) not in kept and self._scratch.has(tensor) else tensor
 
-        return map_tensors(apart, given)
+        return tree_map_only(Tensor, apart, given)
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:

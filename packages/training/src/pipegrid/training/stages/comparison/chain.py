@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.training.generators import States, restore
-from pipegrid.training.stages.torch_compat import map_tensors, tensors_in
+from pipegrid.training.stages.torch_compat import tensors_in, tree_map_only
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def forwards(
     """
     turns: list[Turn] = []
     for stage in stages:
-        received = map_tensors(_arrived, turns[-1].sent) if turns else None
+        received = tree_map_only(Tensor, _arrived, turns[-1].sent) if turns else None
         if turns:
             stage.set_input_tensor([received])
         given = {name: value for name, value in kwargs.items() if not turns or name not in carry}

@@ -15,7 +15,7 @@ from pipegrid.training.generators import States, capture, generators_as_before, 
 from pipegrid.training.stages.calls import accepted_by, by_name, without_cache
 from pipegrid.training.stages.comparison.chain import Turn, at_layers, forwards, gradients, trained
 from pipegrid.training.stages.proof import CutProof
-from pipegrid.training.stages.torch_compat import map_tensors, named_leaves
+from pipegrid.training.stages.torch_compat import named_leaves, tree_map_only
 
 Loss = Callable[[Any], Tensor]
 _SHOWN = 4  # values per error
@@ -193,7 +193,7 @@ def _placed(whole: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
     def placed(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().to(device, dtype if tensor.is_floating_point() else None)
 
-    return map_tensors(placed, batch)
+    return tree_map_only(Tensor, placed, batch)
 
 
 def _loss_like(output: Any) -> Loss:

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.schedules.gradients.groups import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
+from pipegrid.transport.collectives.extremes import extremes
 
 _SHOWN = 4  # checksums in an error
 
@@ -103,10 +105,8 @@ def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: flo
         if filled:
             local = [local_of(tensors[place]) for place in filled]
             norms[filled] = foreach.norms(local, 2.0).nan_to_num(nan=-1.0)
-        extremes = torch.cat([norms, -norms])
-        all_reduce(extremes, group, dist.ReduceOp.MAX)(waiting)
-        most, least = extremes.chunk(2)
-        apart = most + least  # the largest less the smallest
+        most, least = extremes(norms, lambda both, group=group: all_reduce(both, group, dist.ReduceOp.MAX)(waiting))
+        apart = most - least
         found = [
             f"the {kinds[place % 2]} of {names[place // 2]} by {float(apart[place]):.3g}"
             for place, differs in enumerate((apart > tolerance * most.abs()).tolist())

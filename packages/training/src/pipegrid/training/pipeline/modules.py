@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pipegrid.bridges import EdgeOptions
+from pipegrid.bridges import EdgeOptions, ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
 from pipegrid.schedules.errors import StepArgumentError
@@ -136,9 +136,15 @@ def frozen_edges(
 
 
 def tied_parameters(
-    modules: Mapping[str, PipelineModule], stages: Mapping[str, Sequence[Any]], communicator: Any
+    modules: Mapping[str, PipelineModule],
+    stages: Mapping[str, Sequence[Any]],
+    places: Mapping[str, Sequence[int]],
+    graph: ModuleGraph | None,
 ) -> tuple[TiedParameters, ...]:
-    """The parameters on several stages, of all modules; every rank of the job calls it."""
+    """The parameters on several stages, of all modules of ``graph``; every rank of the job calls it.
+
+    By module, ``stages`` are those of this rank, and ``places`` the pp ranks of all of them.
+    """
     tied: list[TiedParameters] = []
     grids = {name: module.grid for name, module in modules.items()}
     for name, module in modules.items():
@@ -146,11 +152,9 @@ def tied_parameters(
             continue
         own = stages.get(name, [])
         ties = own[0].ties if own else ties_of(module.model, module.layout, names=module.names)
-        places = communicator.stage_placement[name]
-        one_each = len(set(places)) == len(places)
-        tied += tie_stage_parameters(
-            ties, own, grids, graph=communicator.graph, module=name, placement=None if one_each else places
-        )
+        one_each = len(set(places[name])) == len(places[name])
+        placement = None if one_each else places[name]
+        tied += tie_stage_parameters(ties, own, grids, graph=graph, module=name, placement=placement)
     return tuple(tied)
 
 

@@ -17,11 +17,13 @@ from pipegrid.schedules import Monitor, stage_places
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import TiedParameters
 from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
+from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.fields import shown
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.training.stages.assignment import as_layout, pp_size
 
 ModelFactory = Callable[[], nn.Module]
+_STORE_SECONDS = 60.0
 
 
 @frozen(eq=False)
@@ -166,8 +168,9 @@ def monitor_of(monitor: Monitor | bool | None, device: torch.device) -> Monitor 
         raise StepArgumentError(f"monitor is {shown(monitor)}; give True, False or a Monitor, or leave it out")
     if monitor is False or (monitor is None and "TORCHELASTIC_RUN_ID" not in os.environ):
         return None
-    rank = dist.get_rank()
-    made = control_store("pipelines").add(f"made by {rank}", 1)  # so each has keys of its own, the same on all ranks
+    rank, pipelines = dist.get_rank(), control_store("pipelines")
+    # So each has keys of its own, the same on all ranks.
+    made = bounded(pipelines.add, f"made by {rank}", 1, seconds=_STORE_SECONDS)
     return Monitor(
         control_store(f"pipeline {made}"),
         rank=rank,

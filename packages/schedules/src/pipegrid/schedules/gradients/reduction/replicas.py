@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -105,7 +106,7 @@ def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: flo
         if filled:
             local = [local_of(tensors[place]) for place in filled]
             norms[filled] = foreach.norms(local, 2.0).nan_to_num(nan=-1.0)
-        most, least = extremes(norms, lambda both, group=group: all_reduce(both, group, dist.ReduceOp.MAX)(waiting))
+        most, least = extremes(norms, partial(_reduce_max, group, waiting))
         apart = most - least
         found = [
             f"the {kinds[place % 2]} of {names[place // 2]} by {float(apart[place]):.3g}"
@@ -118,6 +119,10 @@ def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: flo
                 f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Mark a gradient "
                 "that is a part on each tp rank (partial_over_tp), or a sharded parameter (tensor_model_parallel)"
             )
+
+
+def _reduce_max(group: dist.ProcessGroup, waiting: Waiting, values: torch.Tensor) -> None:
+    all_reduce(values, group, dist.ReduceOp.MAX)(waiting)
 
 
 def _replicated(

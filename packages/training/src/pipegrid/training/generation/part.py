@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property
 
-from pipegrid.schedules.plan import stages_on
+from pipegrid.schedules.plan import as_placement, module_places
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.edge import Direction, Edge
@@ -24,19 +24,22 @@ class ModulePart(Communicator):
     """
 
     def __init__(self, whole: Communicator, module: str, graph: ModuleGraph) -> None:
-        self._whole = whole
+        self._whole, self._module, self._graph = whole, module, graph
         self.device, self.rank, self.deadline = whole.device, whole.rank, whole.deadline
-        self._first, self._graph = graph.stage(module, 0), ModuleGraph({module: graph.depth(module)})
+        self._first = graph.stage(module, 0)
 
     @cached_property
     def job(self) -> JobTopology:
         """This rank's stages of the module, and the positions of all of them."""
-        whole, count = self._whole.job, self._graph.num_stages
+        whole, name, placement = self._whole.job, self._module, None
+        graph = ModuleGraph({name: self._graph.depth(name)})
         own = [stage - self._first for stage in whole.stages]
+        if whole.placement is not None:
+            placement = as_placement(module_places(self._graph, whole.placement, name))
         return JobTopology(
-            graph=self._graph,
-            stages=tuple(stage for stage in own if 0 <= stage < count),
-            placement=None if whole.placement is None else _renumbered(whole.placement[self._first :][:count]),
+            graph=graph,
+            stages=tuple(stage for stage in own if 0 <= stage < graph.num_stages),
+            placement=placement,
             lanes=whole.lanes,
         )
 
@@ -67,11 +70,3 @@ class ModulePart(Communicator):
     def abort(self, reason: str) -> None:
         """End all lanes of the whole communicator."""
         self._whole.abort(reason)
-
-
-def _renumbered(placement: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Positions that hold the same stages as one, numbered in the order of these stages."""
-    held = sorted({tuple(stages) for stages in stages_on(placement).values()})
-    return tuple(
-        tuple(position for position, stages in enumerate(held) if stage in stages) for stage in range(len(placement))
-    )

@@ -13,7 +13,7 @@ from pipegrid.bridges import BridgeCommunicator
 from pipegrid.bridges.bridge import receive
 from pipegrid.schedules import reduce_gradients
 from pipegrid.schedules.autograd import Offload, run_backward
-from pipegrid.schedules.gradients.all_reduce import Waiting
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, streams
 from pipegrid.transport.backends import NcclTicket, local, staged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -230,6 +231,17 @@ def test_the_signal_to_dump_of_an_attempt_before_is_gone_when_the_first_rank_has
             list(threads.map(start, range(4)))
         assert seen[1] is False
         assert below.get("exception_dump") == b"now"
+
+
+def test_a_launcher_that_does_not_answer_is_an_error_of_the_attempt(monkeypatch):
+    """Its process may be stopped: torch waits for the answer to a connection without a limit."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}
+        for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(TimeoutError, match=f"rank 1 has waited 0.3 s for the launcher's store at 127.0.0.1:{port}"):
+            torchelastic.attempt_store(timeout=0.3)
 
 
 def test_under_another_launcher_there_is_no_store_and_nothing_to_stop(monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 
 from pipegrid.bridges import ModuleGraph
 from pipegrid.schedules import Actor, Plan, schedule_for, stage_places
+from pipegrid.schedules.plan import module_places
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive import Living, PipelineJob, SurviveError
-from pipegrid.training.survive.pipelines import living_traffic, module_positions, places_of
+from pipegrid.training.survive.pipelines import living_traffic, module_positions
 from pipegrid.transport import Direction, Edge
 
 GRAPH = ModuleGraph({"images": 1, "text": 2}, [("images", "text")])
@@ -55,7 +56,7 @@ def test_places_of_stages_come_from_the_plan(name):
     places = stage_places(name, 2)
     graph = ModuleGraph({"images": 1, "text": len(places)}, [("images", "text")])
     plan = plan_of(graph, name, placement=[0, *(1 + place for place in places)])
-    assert places_of(plan, "text") == places
+    assert module_places(graph, plan.placement, "text") == places
     PipelineJob({"images": grid(0, dp=2), "text": grid(2, dp=2, pp=2)}, plan)
 
 

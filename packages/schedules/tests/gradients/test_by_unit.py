@@ -16,8 +16,8 @@ from pipegrid.schedules import (
     forward_backward_no_pipelining,
 )
 from pipegrid.schedules.gradients import accumulate_in_main_grad
-from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction import GradientReduction, UnitGradients
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.plan import Action, ActionKind
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import P2PUsageError

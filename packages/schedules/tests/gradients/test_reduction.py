@@ -10,9 +10,9 @@ from torch import nn
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
+from pipegrid.schedules.monitor.collectives import Waiting
 
 from ..kit.groups import Group, Groups
 

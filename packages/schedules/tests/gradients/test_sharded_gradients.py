@@ -20,9 +20,10 @@ from pipegrid.schedules.gradients import (
     reduce_gradients,
     require_equal_replicas,
 )
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron import PipelineConfig
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import CollectiveFailedError
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.clip import clip_grad_norm_
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
+from pipegrid.schedules.monitor.collectives import Waiting
 
 from ..kit.gradients import assert_same_bits
 from ..kit.groups import Groups

@@ -23,8 +23,8 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.monitor import Control
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.monitor.control import Failure
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
 

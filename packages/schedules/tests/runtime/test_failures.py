@@ -22,7 +22,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.gradients.all_reduce import Waiting
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.transport import streams
 from pipegrid.transport.collectives.waiting import device_collectives
 

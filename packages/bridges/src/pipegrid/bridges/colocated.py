@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,8 @@ from pipegrid.transport.control.opening import resolve_device
 from pipegrid.transport.errors import P2PLaneDeadError
 
 KNOWN_DIMS = ("tp", "cp", "dp", "pp")
+_DEADLINE = 300.0  # seconds of an exchange
+_TASK = "the ranks {} did not exchange their tensors with this one"
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
@@ -104,7 +106,7 @@ class ColocatedBridgeCommunicator:
         check_every: int = 0,
         backend: str | None = None,
         timeout: timedelta | None = None,
-        deadline: float = 300.0,
+        deadline: float = _DEADLINE,
     ) -> None:
         check_every = checked(check_every, Index, "check_every", BridgeError)
         self.src_grid, self.dest_grid = src_grid, dest_grid
@@ -121,8 +123,7 @@ class ColocatedBridgeCommunicator:
         self._agreed: set[tuple[torch.Size, torch.dtype]] = set()
         self._make_groups(backend, timeout, deadline, check_replicated=check_replicated)
         _, device = resolve_device(backend, None)
-        task = "the ranks {} did not exchange their tensors with this one"
-        self._waits = CollectiveWaits(self._label, self._rank, device, deadline, task)
+        self._waits = CollectiveWaits(self._label, self._rank, device, deadline, _TASK)
         self._check = (
             ReplicationCheck(
                 self._src, self._rank, check_every, self._group("check"), self._group("shapes"), self._waits
@@ -325,11 +326,7 @@ class ColocatedBridgeCommunicator:
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.gather_pg is not None
-        waits, group = self._waits, self.gather_pg
-        ranks = dist.get_process_group_ranks(group)
-        return _all_gather_along_batch_dim(
-            tensor, group, self.dim_mapping[BATCH], wait=lambda work: waits.wait(work, ranks, group)
-        )
+        return _all_gather_along_batch_dim(tensor, self.gather_pg, self.dim_mapping[BATCH], waits=self._waits)
 
     def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         axis = self.dim_mapping[BATCH]
@@ -417,13 +414,18 @@ def _all_gather_along_batch_dim(
     group: dist.ProcessGroup,
     batch_dim: int,
     *,
-    wait: Callable[[Any], None] = lambda work: work.wait(),
+    waits: CollectiveWaits | None = None,
 ) -> torch.Tensor:
-    """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0."""
+    """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0.
+
+    ``waits``: of a communicator; by default with the deadline of one.
+    """
+    waits = waits or CollectiveWaits("colocated", dist.get_rank(), tensor.device, _DEADLINE, _TASK)
     tensor = tensor.contiguous()
     parts = (dist.get_world_size(group), *tensor.shape)
     gathered = torch.empty((parts[0] * parts[1], *parts[2:]), dtype=tensor.dtype, device=tensor.device)
-    wait(gather_flat(gathered.view(-1), tensor.view(-1), group, async_op=True))
+    work = gather_flat(gathered.view(-1), tensor.view(-1), group, async_op=True)
+    waits.wait(work, dist.get_process_group_ranks(group), group)
     return gathered if batch_dim == 0 else torch.cat(gathered.view(parts).unbind(0), dim=batch_dim)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from attrs import define, field
@@ -10,6 +12,7 @@ from pipegrid.bridges.collectives import CollectiveWaits
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import Side
 from pipegrid.transport.collectives.checksum import checksums
+from pipegrid.transport.collectives.extremes import extremes
 
 
 @define(eq=False)
@@ -45,21 +48,16 @@ class ReplicationCheck:
             self._compare(tensor, rows)
 
     def _compare(self, tensor: torch.Tensor, rows: int) -> None:
-        found = torch.tensor([0, rows, -rows], dtype=torch.int64, device=tensor.device)
+        own = torch.tensor([0, rows], dtype=torch.int64, device=tensor.device)
         if self.copies is not None:
-            # The largest and the smallest checksum of content and shape, in one all-reduce: the same on every copy.
-            # ~x turns the order round, as -x does but for the least integer.
-            own = checksums([tensor, torch.tensor(tensor.shape)], tensor.device)
-            extremes = torch.stack((own, ~own))
-            self._reduce(extremes, self.copies)
-            if not torch.equal(extremes[0], ~extremes[1]):
-                found[0] = self.side.lane_of(self.rank) + 1
-        self._reduce(found, self.everyone)
-        wrong, most, least = (int(value) for value in found.tolist())
-        if most != -least:
+            sums = checksums([tensor, torch.tensor(tensor.shape)], tensor.device)  # of content and shape
+            if not torch.equal(*extremes(sums, partial(self._reduce, group=self.copies))):
+                own[0] = self.side.lane_of(self.rank) + 1
+        largest, smallest = extremes(own, partial(self._reduce, group=self.everyone))
+        (wrong, most), (_, least) = largest.tolist(), smallest.tolist()
+        if most != least:
             raise BridgeError(
-                f"the replicas of {self.side.name!r} hold between {-least} and {most} rows (here: {rows}), not all "
-                "equal"
+                f"the replicas of {self.side.name!r} hold between {least} and {most} rows (here: {rows}), not all equal"
             )
         if wrong:
             ranks = [rank for rank in self.side.ranks if self.side.lane_of(rank) == wrong - 1]

@@ -9,21 +9,36 @@ import cattrs
 import torch
 import torch.distributed as dist
 
-from pipegrid.transport.collectives.gathering import gather_text
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 
 
 def gather_plain(
     value: Any,
     group: dist.ProcessGroup | None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 -- a constant
+    *,
+    waiting: Waiting = Waiting(what="an exchange of plain data"),  # noqa: B008 -- a constant
 ) -> list[Any]:
     """The values of all ranks of a group, on each: lists, dicts, texts and numbers. None: of this process alone.
 
     Tuples arrive as lists, attrs objects as dicts, also this rank's own. ``device``: of the tensors that the group's
     backend gathers.
+
+    Raises:
+        CollectiveFailedError: a rank of the group has ended, or has not come in time.
+        JobFailedError: with a monitor in ``waiting``: another rank failed, or its deadline passed.
     """
     text = json.dumps(cattrs.unstructure(value))
     if group is None:
         return [json.loads(text)]
-    said = gather_text(text, group, device, lambda work, _: None if work is None else work.wait())
-    return [json.loads(each) for each in said.values()]
+    return [json.loads(each) for each in texts_of_ranks(text, group, device, waiting).values()]
+
+
+def wait_for_all(
+    group: dist.ProcessGroup | None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 -- a constant
+    *,
+    waiting: Waiting,
+) -> None:
+    """Return when all ranks of the group have come; raises as `gather_plain`."""
+    gather_plain(None, group, device, waiting=waiting)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.topology.fields import index_of
+from pipegrid.topology.fields import index_of, shown
 from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
@@ -53,8 +53,9 @@ class AdaptedCommunicator(Communicator):
         return bool(getattr(self.given, "batches", True))
 
     def lacks(self, *verbs: str) -> str | None:
-        """The first of ``verbs`` that the object does not have."""
-        return next((verb for verb in verbs if not callable(getattr(self.given, verb, None))), None)
+        """As the object has them or not."""
+        lacking = next((verb for verb in verbs if not callable(getattr(self.given, verb, None))), None)
+        return None if lacking is None else f"{shown(self.given)}, without {lacking}()"
 
     @property
     def job(self) -> JobTopology:

@@ -1,70 +1,15 @@
-"""All-reduces of gradients: started in place, and waited for up to a deadline or a monitor's."""
+"""All-reduces in place: of gradients, of their norms and counts, of losses."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 
-from pipegrid.transport.collectives.gathering import gather_text
-from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, lost_ranks
-from pipegrid.transport.errors import CollectiveFailedError
+from pipegrid.schedules.monitor.collectives import REDUCTION, Waiting
+from pipegrid.transport.collectives.waiting import device_collectives
 from pipegrid.transport.streams import has_streams
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.monitor import Monitor
-
-_REDUCTION = "a reduction of gradients"
-
-
-@frozen
-class Waiting:
-    """How the host waits for collectives over gradients. On CUDA only the current stream waits, not the host.
-
-    Attributes:
-        deadline: seconds for each collective; None leaves it to the group's own timeout.
-        monitor: of the job, whose deadline and failures then end a wait.
-    """
-
-    deadline: float | None = None
-    monitor: Monitor | None = None
-
-    def wait(
-        self, work: dist.Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False
-    ) -> None:
-        """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``; ``host`` holds the host in any case.
-
-        Raises:
-            CollectiveFailedError: past the deadline; the backend lost a rank of the group; on a device, also that of a
-                collective before.
-            JobFailedError: with a monitor: another rank failed, or its deadline passed.
-        """
-        failed = None if work is None else self._finish(work, group, on_device=has_streams(tensor.device), host=host)
-        if failed is None:
-            return
-        if failed.why == "late":
-            raise CollectiveFailedError(
-                f"{_REDUCTION} did not end within the deadline of {self.deadline:.3g} s: one of the other ranks of "
-                f"{_ranks(group)} has not joined it; rebuild the process groups before the next step"
-            )
-        who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
-        raise CollectiveFailedError(f"{_REDUCTION} failed: {who}({failed.text})") from failed.error
-
-    def _finish(
-        self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool
-    ) -> NotDone | None:
-        earlier = device_collectives.failed()
-        if earlier is not None:
-            _, error = earlier
-            return NotDone.of(error)
-        if self.monitor is not None:
-            return self.monitor.finish(work, group, _REDUCTION, on_device=on_device, host=host)
-        end = None if self.deadline is None else time.monotonic() + self.deadline
-        return finish(work, group, on_device=on_device, host=host, end=end)
 
 
 def all_reduce(
@@ -77,21 +22,6 @@ def all_reduce(
     group = group or dist.group.WORLD
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if dist.is_initialized() else None
     if work is not None and has_streams(tensor.device):
-        device_collectives.add(_REDUCTION, work, group)
+        device_collectives.add(REDUCTION, work, group)
 
     return lambda waiting: waiting.wait(work, tensor, group)
-
-
-def texts_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> dict[int, str]:
-    """What each rank of ``group`` says, by rank of the world; the host waits for it."""
-    return gather_text(text, group, device, lambda work, every: waiting.wait(work, every, group, host=True))
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return list(dist.get_process_group_ranks(group)) if dist.is_initialized() else []
-
-
-def _lost(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> str:
-    """Which ranks of ``group`` are lost, in words."""
-    lost = [] if group is None else lost_ranks(group, tensor.device.type)
-    return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {lost or _ranks(group)}"

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of, mesh_ranks
 from pipegrid.schedules.gradients.groups import device_of, ranks_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology.fields import Rule, checked
 
 

@@ -11,11 +11,12 @@ from attrs import define, field
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import local_of
 from pipegrid.schedules.gradients.groups import device_of
 from pipegrid.schedules.gradients.loss_scale import LossScale, Positive, from_state, to_state, updated
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology.fields import Index, checked, checked_fields
 
 

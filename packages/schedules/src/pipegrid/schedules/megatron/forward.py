@@ -12,8 +12,9 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.runtime import describe, flatten
 
 

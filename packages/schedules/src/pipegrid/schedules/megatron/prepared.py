@@ -17,7 +17,6 @@ import torch
 from attrs import define
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.groups import group_of
 from pipegrid.schedules.gradients.reduction import (
     GradientPolicy,
@@ -51,6 +50,7 @@ from pipegrid.schedules.megatron.units.numbers import (
     units_per_replica,
 )
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.plan import ActionKind
 from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
 from pipegrid.topology.fields import Count, Index, checked

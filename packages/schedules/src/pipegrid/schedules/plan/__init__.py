@@ -20,7 +20,16 @@ from pipegrid.schedules.plan.actions import (
 )
 from pipegrid.schedules.plan.csv import from_csv, to_csv
 from pipegrid.schedules.plan.json import from_json, load_json, to_json
-from pipegrid.schedules.plan.parts import Group, Step, actions_of, as_placement, chain, stages_on, step_text
+from pipegrid.schedules.plan.parts import (
+    Group,
+    Step,
+    actions_of,
+    as_placement,
+    chain,
+    module_places,
+    stages_on,
+    step_text,
+)
 from pipegrid.schedules.plan.plan import (
     Plan,
     compute_plan,
@@ -68,6 +77,7 @@ __all__ = [
     "from_text",
     "input_backward",
     "load_json",
+    "module_places",
     "parse_action",
     "parse_edge",
     "require_graph",

@@ -5,7 +5,7 @@ A *step* is one action, or a batch (a tuple) of messages and collectives that ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -108,6 +108,17 @@ def stages_on(placement: Iterable[Iterable[int]]) -> dict[int, list[int]]:
         for position in positions:
             held.setdefault(position, []).append(stage)
     return held
+
+
+def module_places(graph: ModuleGraph, placement: Sequence[tuple[int, ...]], module: str) -> tuple[int, ...]:
+    """The place in its module's pipeline of each stage of ``module``, numbered as the stages come to them.
+
+    ``placement`` is of all stages of ``graph``.
+    """
+    first = graph.stage(module, 0)
+    held = placement[first : first + graph.depth(module)]
+    order = list(dict.fromkeys(held))
+    return tuple([order.index(positions) for positions in held])
 
 
 def step_text(step: Step) -> str:

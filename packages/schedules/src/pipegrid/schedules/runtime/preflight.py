@@ -14,7 +14,6 @@ from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stages.stage import modules_of
 from pipegrid.schedules.verify import Proof, dataflow_of, verify
 from pipegrid.topology.fields import shown
-from pipegrid.transport.adapted import AdaptedCommunicator
 from pipegrid.transport.sharing import LaneSharing
 
 if TYPE_CHECKING:
@@ -139,15 +138,11 @@ def _require_verbs(plan: Plan, position: int, communicator: Communicator) -> Non
     """Raise for a communicator that cannot send and receive the position's messages, or exchange its collectives."""
     for action in plan.actions(position):
         exchanges = action.kind is ActionKind.COLLECTIVE
-        lacking = None
-        if exchanges and not communicator.exchanges:
-            lacking = "collective"
-        elif action.kind.is_message and isinstance(communicator, AdaptedCommunicator):
-            lacking = communicator.lacks("isend", "irecv", "batch")
+        verbs = ("collective",) if exchanges else ("isend", "irecv", "batch") if action.kind.is_message else ()
+        lacking = communicator.lacks(*verbs)
         if lacking is not None:
-            given = communicator.given if isinstance(communicator, AdaptedCommunicator) else communicator
             raise StepArgumentError(
-                f"position {position} has {action}, and communicator is {shown(given)}, without {lacking}(); "
+                f"position {position} has {action}, and communicator is {lacking}; "
                 f"pass {'a MultiModulePipelineCommunicator' if exchanges else 'P2PCommunicator(pp_group, config)'}"
             )
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.schedules.monitor.slow_ranks import Planned, SlowRank, UnitSeconds, slow_ranks
 from pipegrid.schedules.plan import Action, ActionKind, Actor
 from pipegrid.topology.fields import Count, checked
 from pipegrid.transport import streams
-from pipegrid.transport.collectives.gathering import gather_text
 from pipegrid.transport.control.opening import resolve_device
 
 
@@ -95,11 +95,11 @@ class UnitTimes:
 
         Raises:
             PlanError: as `slow_ranks`.
-            RuntimeError: a rank of the group has ended, or has not come within the group's timeout.
+            CollectiveFailedError: a rank of the group has ended, or has not come within the group's timeout.
         """
         own = json.dumps(cattrs.unstructure(UnitSeconds(dist.get_rank(), self._actor, self.seconds())))
         _, device = resolve_device(None, None, group)
-        said = gather_text(own, group, device, lambda work, _: None if work is None else work.wait())
+        said = texts_of_ranks(own, group, device, Waiting(what="the comparison of the times of units"))
         measured = [cattrs.structure(json.loads(each), UnitSeconds) for each in said.values()]
         if any(len(each.steps) < self._steps for each in measured):
             return ()

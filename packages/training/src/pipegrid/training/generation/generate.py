@@ -110,7 +110,7 @@ def _go_on(
     """From the ``logits`` of the first pass on, a pass over module ``name`` per token, until all rows have ended."""
     texts.append(logits)
     alone = graph is None or len(graph.modules) == 1
-    part = communicator if alone else ModulePart(communicator, name)
+    part = communicator if graph is None or alone else ModulePart(as_communicator(communicator), name, graph)
     with contextlib.nullcontext() if alone else _unmonitored(texts.stages):
         for _ in range(passes):
             if texts.ended:

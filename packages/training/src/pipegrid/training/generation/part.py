@@ -6,33 +6,41 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property
 
-from pipegrid.bridges import ModuleGraph, MultiModulePipelineCommunicator, positions_of
+from pipegrid.schedules.plan import as_placement, module_places
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.graph import ModuleGraph
 from pipegrid.transport.job import JobTopology
 
 
 class ModulePart(Communicator):
-    """The lanes inside ``module``: its stages are numbered from 0, as in a job of this module alone."""
+    """The lanes of ``whole`` inside ``module``: its stages are numbered from 0, as in a job of this module alone.
 
-    def __init__(self, whole: MultiModulePipelineCommunicator, module: str) -> None:
-        self._whole, self._module = whole, module
+    Args:
+        whole: of all modules.
+        module: one of them.
+        graph: of ``whole``.
+    """
+
+    def __init__(self, whole: Communicator, module: str, graph: ModuleGraph) -> None:
+        self._whole, self._module, self._graph = whole, module, graph
         self.device, self.rank, self.deadline = whole.device, whole.rank, whole.deadline
-        self._first = whole.graph.stage(module, 0)
+        self._first = graph.stage(module, 0)
 
     @cached_property
     def job(self) -> JobTopology:
         """This rank's stages of the module, and the positions of all of them."""
-        name, whole = self._module, self._whole
-        graph = ModuleGraph({name: whole.graph.depth(name)})
-        positions = positions_of(graph, {name: whole.module_to_grid_map[name]}, {name: whole.stage_placement[name]})
+        whole, name, placement = self._whole.job, self._module, None
+        graph = ModuleGraph({name: self._graph.depth(name)})
         own = [stage - self._first for stage in whole.stages]
+        if whole.placement is not None:
+            placement = as_placement(module_places(self._graph, whole.placement, name))
         return JobTopology(
             graph=graph,
             stages=tuple(stage for stage in own if 0 <= stage < graph.num_stages),
-            placement=positions.placement,
-            lanes=whole.job.lanes,
+            placement=placement,
+            lanes=whole.lanes,
         )
 
     def _edge(self, edge: Edge) -> Edge:
@@ -43,20 +51,20 @@ class ModulePart(Communicator):
         return self._whole.port(self._edge(edge), direction)
 
     def batch(self) -> AbstractContextManager[None]:
-        """See `MultiModulePipelineCommunicator.batch`."""
+        """See `Communicator.batch`."""
         return self._whole.batch()
 
     @property
     def batches(self) -> bool:
-        """See `MultiModulePipelineCommunicator.batches`."""
+        """See `Communicator.batches`."""
         return self._whole.batches
 
     def in_order(self) -> AbstractContextManager[None]:
-        """See `MultiModulePipelineCommunicator.in_order`."""
+        """See `Communicator.in_order`."""
         return self._whole.in_order()
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """See `MultiModulePipelineCommunicator.neighbours`."""
+    def neighbours(self, edges: Iterable[Edge]) -> Handshake | None:
+        """See `Communicator.neighbours`."""
         return self._whole.neighbours(map(self._edge, edges))
 
     def abort(self, reason: str) -> None:

@@ -11,17 +11,19 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from pipegrid.bridges import EdgeOptions
+from pipegrid.bridges import EdgeOptions, ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import TiedParameters
 from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
+from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.fields import shown
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.training.stages.assignment import as_layout, pp_size
 
 ModelFactory = Callable[[], nn.Module]
+_STORE_SECONDS = 60.0
 
 
 @frozen(eq=False)
@@ -136,9 +138,15 @@ def frozen_edges(
 
 
 def tied_parameters(
-    modules: Mapping[str, PipelineModule], stages: Mapping[str, Sequence[Any]], communicator: Any
+    modules: Mapping[str, PipelineModule],
+    stages: Mapping[str, Sequence[Any]],
+    places: Mapping[str, Sequence[int]],
+    graph: ModuleGraph | None,
 ) -> tuple[TiedParameters, ...]:
-    """The parameters on several stages, of all modules; every rank of the job calls it."""
+    """The parameters on several stages, of all modules of ``graph``; every rank of the job calls it.
+
+    By module, ``stages`` are those of this rank, and ``places`` the pp ranks of all of them.
+    """
     tied: list[TiedParameters] = []
     grids = {name: module.grid for name, module in modules.items()}
     for name, module in modules.items():
@@ -146,11 +154,9 @@ def tied_parameters(
             continue
         own = stages.get(name, [])
         ties = own[0].ties if own else ties_of(module.model, module.layout, names=module.names)
-        places = communicator.stage_placement[name]
-        one_each = len(set(places)) == len(places)
-        tied += tie_stage_parameters(
-            ties, own, grids, graph=communicator.graph, module=name, placement=None if one_each else places
-        )
+        one_each = len(set(places[name])) == len(places[name])
+        placement = None if one_each else places[name]
+        tied += tie_stage_parameters(ties, own, grids, graph=graph, module=name, placement=placement)
     return tuple(tied)
 
 
@@ -162,8 +168,9 @@ def monitor_of(monitor: Monitor | bool | None, device: torch.device) -> Monitor 
         raise StepArgumentError(f"monitor is {shown(monitor)}; give True, False or a Monitor, or leave it out")
     if monitor is False or (monitor is None and "TORCHELASTIC_RUN_ID" not in os.environ):
         return None
-    rank = dist.get_rank()
-    made = control_store("pipelines").add(f"made by {rank}", 1)  # so each has keys of its own, the same on all ranks
+    rank, pipelines = dist.get_rank(), control_store("pipelines")
+    # So each has keys of its own, the same on all ranks.
+    made = bounded(pipelines.add, f"made by {rank}", 1, seconds=_STORE_SECONDS)
     return Monitor(
         control_store(f"pipeline {made}"),
         rank=rank,

@@ -122,10 +122,11 @@ class Pipeline:
             stage_placement=places,
             device=self.device,
         )
+        tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
         self.config: PipelineConfig = attrs.evolve(
             config,
             calculate_per_token_loss=True,
-            tied_parameters=(*config.tied_parameters, *tied_parameters(described, self.stages, self.communicator)),
+            tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device),
         )
         self._steps = Steps(

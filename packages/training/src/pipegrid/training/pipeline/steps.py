@@ -21,18 +21,22 @@ from pipegrid.schedules import (
     Recording,
     Routes,
     get_forward_backward_func,
+    position_of,
     recording_to_json,
     step_plan,
 )
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import tied_stages
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
-from pipegrid.training.gathering import gather_plain
+from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.pipeline.losses import Counted
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.stages import Stage
+from pipegrid.transport.base import Communicator
+from pipegrid.transport.graph import ModuleGraph
 
 
 @frozen(eq=False)
@@ -56,7 +60,7 @@ class Steps:
     stages: Mapping[str, Sequence[Any]]
     groups: Mapping[str, Any]
     shares: Mapping[str, Share]
-    communicator: Any
+    communicator: Communicator
     config: PipelineConfig
     schedule: str
     loss: Callable[[Any, Microbatch], Counted]
@@ -65,6 +69,12 @@ class Steps:
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
+
+    @property
+    def _graph(self) -> ModuleGraph:
+        graph = self.communicator.job.graph
+        assert graph is not None  # a communicator of modules
+        return graph
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
         """What a step function is called with.
@@ -96,7 +106,7 @@ class Steps:
         step = get_forward_backward_func(schedule=self.schedule)
         losses = step(**self.arguments(parts, routes), forward_only=forward_only)
         # Tensor-parallel ranks have the same losses, of which one counts.
-        tp = [groups.tp for name, groups in self.groups.items() if name in self.communicator.graph.sinks]
+        tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
         if losses and not any(group is not None and group.rank() for group in tp):
             sums = torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
         else:
@@ -109,31 +119,32 @@ class Steps:
         cuda = self.device.type == "cuda"
         recorder = Recorder(memory=(lambda: int(torch.cuda.memory_allocated(self.device))) if cuda else None)
         self._set_config(attrs.evolve(self.config, hooks=(*self.config.hooks, recorder)))
+        waiting = Waiting(self.config.deadline, self.config.monitor, "the recording of a step")
         try:
-            dist.barrier()
+            wait_for_all(dist.group.WORLD, self.device, waiting=waiting)
             recorder.start()
             loss = self.run(parts)
         finally:
             self._set_config(self.config)
         plan, rank = self.plan(len(parts)), dist.get_rank()
-        position = next(number for number, ranks in enumerate(self.communicator.positions.ranks) if rank in ranks)
-        own = recorder.track(plan, rank=rank, position=position)
-        tracks = cattrs.structure(gather_plain(own, dist.group.WORLD, self.device), list[Track])
+        own = recorder.track(plan, rank=rank, position=position_of(plan, self.communicator.job.stages))
+        tracks = cattrs.structure(gather_plain(own, dist.group.WORLD, self.device, waiting=waiting), list[Track])
         if rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(recording_to_json(Recording(plan, tracks)), encoding="utf-8")
-        dist.barrier()
+        wait_for_all(dist.group.WORLD, self.device, waiting=waiting)
         return loss
 
     def plan(self, num_microbatches: int) -> Plan:
         """The proved plan of a step."""
+        job = self.communicator.job
         return step_plan(
-            self.communicator.graph,
+            self._graph,
             num_microbatches,
             tied_stages(self.config.tied_parameters),
-            placement=self.communicator.positions.placement,
-            collectives=self.communicator.collective_edges,
-            frozen=self.communicator.frozen_modules,
+            placement=job.placement,
+            collectives=job.collective_edges,
+            frozen=job.frozen_modules,
             schedule=self.schedule,
             shard=self.config.shard,
             prefetch=self.config.prefetch,
@@ -144,7 +155,7 @@ class Steps:
         name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
         forward = self.modules[name].forward
         output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
-        if name in self.communicator.graph.sinks and getattr(stage, "is_last", True):
+        if name in self._graph.sinks and getattr(stage, "is_last", True):
             return output, lambda output: self.loss(output, part)
         return output if isinstance(stage, Stage) else {name: output}, None
 

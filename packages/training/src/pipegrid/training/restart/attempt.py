@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
+from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.monitor.epochs import RankLostError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.fields import Count, Index, Seconds, checked
 from pipegrid.training.errors import RestartError
-from pipegrid.training.gathering import gather_plain
+from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.restart.record import PREEMPTED, AttemptLine, AttemptRecord, read_attempts, reason_to_stop
 from pipegrid.training.restart.signals import StopSignals
@@ -149,6 +151,7 @@ class Attempt:
 
         Raises:
             JobFailedError: another rank failed first, or did not come before the monitor's deadline.
+            CollectiveFailedError: without a monitor: a rank has ended, or did not come within the timeout.
         """
         what = f"the agreement after step {checked(step, Index, 'step', ValueError)}"
         asked = self._agreed(what, lambda group: self._asked(group, what))
@@ -165,12 +168,7 @@ class Attempt:
         """The highest rank that was asked to stop, and by which signal; 0 if none was."""
         received = None if self._signals is None else self._signals.received
         asked = torch.tensor([0 if received is None else (dist.get_rank() << 8) + received])
-        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None
-        if self._monitor is not None:
-            self._monitor.wait(work, what, on_device=False)
-        else:
-            work.wait()
+        all_reduce(asked, group, dist.ReduceOp.MAX)(Waiting(monitor=self._monitor, what=what))
         if self._line is None and dist.get_rank(group) == 0:  # the rank that wrote it is dead
             self._line = AttemptLine.last(self.directory)
         return int(asked.item())
@@ -224,7 +222,8 @@ class Attempt:
         if self._line is not None:
             self._line.close()
         if for_good and self._survivors is None:
-            dist.barrier(group=self._group)  # all ranks ignore torchrun's SIGTERM before one of them causes it
+            # All ranks ignore torchrun's SIGTERM before one of them causes it.
+            wait_for_all(self._group, waiting=Waiting(what="the end of the attempt"))
             if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
                 stop_restarts()
         if self._neighbours is not None:

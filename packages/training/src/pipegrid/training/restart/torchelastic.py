@@ -11,6 +11,8 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pipegrid.topology.bounded_calls import SilentStoreError, bounded
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # public, untyped
 
@@ -51,16 +53,28 @@ def attempt_store(*, timeout: float = 60.0) -> Store | None:
     one then.
 
     Raises:
-        TimeoutError: ranks did not come within ``timeout`` seconds.
+        TimeoutError: ranks did not come within ``timeout`` seconds, or the launcher's store does not answer.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
-    seconds = timedelta(seconds=timeout)
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    name = agree_on_name(PrefixStore("pipegrid/attempts", store), rank, world_size, timeout=timeout)
+
+    def connect() -> Store:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+    def agree() -> str:
+        return agree_on_name(PrefixStore("pipegrid/attempts", store), rank, world_size, timeout=timeout)
+
+    try:  # with a second more than each needs to fail by itself
+        store = bounded(connect, seconds=timeout + 1, name="pipegrid-connect")
+        name = bounded(agree, seconds=timeout + 1, name="pipegrid-attempt")
+    except SilentStoreError:
+        raise TimeoutError(
+            f"rank {rank} has waited {timeout:g} s for the launcher's store at {host}:{port}, which does not answer"
+        ) from None
     made: Store = PrefixStore(f"pipegrid/attempt/{name}", store)
     return made
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import positions_of
 from pipegrid.schedules import Actor, Plan
+from pipegrid.schedules.plan import module_places
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive.errors import SurviveError
 from pipegrid.training.survive.living import Living
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
     from pipegrid.transport.lane_communicator import LaneCommunicator
 
 ModuleGrids: TypeAlias = Mapping[str, HyperCommGrid]
-
-
-def places_of(plan: Plan, module: str) -> tuple[int, ...]:
-    """The place in its module's pipeline of each stage of ``module``, numbered as the stages come to them."""
-    first = plan.graph.stage(module, 0)
-    held = plan.placement[first : first + plan.graph.depth(module)]
-    order = list(dict.fromkeys(held))
-    return tuple([order.index(positions) for positions in held])
 
 
 def module_positions(plan: Plan, grids: ModuleGrids) -> dict[int, int]:
@@ -43,7 +36,7 @@ def module_positions(plan: Plan, grids: ModuleGrids) -> dict[int, int]:
             f"the modules have dp {sizes}; units of a dead rank go to its position in another replica, so each module "
             "has as many replicas"
         )
-    places = {name: places_of(plan, name) for name in grids}
+    places = {name: module_places(graph, plan.placement, name) for name in grids}
     try:
         found = positions_of(graph, grids, places)
     except BridgeError as error:
@@ -74,7 +67,7 @@ def connect_modules(
         grids,
         {name: [other for source, other in graph.edges if source == name] for name in grids},
         config,
-        stage_placement={name: places_of(plan, name) for name in grids},
+        stage_placement={name: module_places(graph, plan.placement, name) for name in grids},
         traffic=living_traffic(plan, living, rank),
         replicas=True,
         **options,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -119,13 +119,22 @@ class NcclTicket:
 
     def hold(self, timeout: timedelta) -> None:
         """See `Ticket.hold`."""
-        end, why = time.monotonic() + timeout.total_seconds(), reason_to_give_up()
+        seconds, why = timeout.total_seconds(), reason_to_give_up()
+        if not self.done_within(seconds, why):
+            reason = why()
+            raise RuntimeError(f"given up: {reason}" if reason else f"not done after {seconds:.3g} s")
+
+    def done_within(self, seconds: float, given_up: Callable[[], str] = str) -> bool:
+        """Whether all is done within ``seconds``, unless ``given_up`` has a text before.
+
+        By polling: past the timeout of a wait NCCL would end the communicator.
+        """
+        end = time.monotonic() + seconds
         while not self.done():
-            if reason := why():
-                raise RuntimeError(f"given up: {reason}")
-            if time.monotonic() > end:
-                raise RuntimeError(f"not done after {timeout.total_seconds():.3g} s")
+            if time.monotonic() >= end or given_up():
+                return False
             time.sleep(_POLL_SECONDS)
+        return True
 
 
 def _raise_failure(work: Any) -> None:

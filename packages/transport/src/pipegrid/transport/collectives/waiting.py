@@ -25,10 +25,11 @@ from pipegrid.transport.waits.aborts import GroupAbortedError, abort_device_grou
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pipegrid.transport.backends import NcclTicket
+
 Label = TypeVar("Label")
 
 _SLICE_SECONDS = 0.05  # of a wait of the host, between two looks whether its user has given up
-_POLL_SECONDS = 0.0001
 _PROBE = 2**29  # a tag of no message
 _LONGEST = 600  # characters of a backend's text, which may pass on the first failure
 
@@ -81,7 +82,7 @@ def finish(
             if late:
                 return NotDone("late")
             left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
-            if _done_in_streams(work, group, left) if in_streams else _done_on_host(work, left):
+            if _ticket(work, group).done_within(left) if in_streams else _done_on_host(work, left):
                 break
             late = end is not None and time.monotonic() >= end
         if reason is None and in_streams:
@@ -122,16 +123,10 @@ def _is_in_streams(group: ProcessGroup | None) -> bool:
     return found is not None and kind_of(backend_of(found, torch.device("cpu")).name()).in_streams
 
 
-def _done_in_streams(work: Any, group: ProcessGroup | None, seconds: float) -> bool:
-    """The same by polling: past the timeout of a wait NCCL would end the communicator."""
+def _ticket(work: Any, group: ProcessGroup | None) -> NcclTicket:
     from pipegrid.transport.backends import NcclTicket  # torch, which a process without collectives need not have
 
-    limit, ticket = time.monotonic() + seconds, NcclTicket((work,), group)
-    while not ticket.done():
-        if time.monotonic() >= limit:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
+    return NcclTicket((work,), group)
 
 
 def lost_ranks(group: ProcessGroup, device: str) -> list[int]:
@@ -171,13 +166,11 @@ class PendingCollectives(Generic[Label]):
         """Forget those that have ended, up to the first that has not; the first that failed, once. Never blocks."""
         if not self._works:
             return None
-        from pipegrid.transport.backends import NcclTicket  # torch, which a process without collectives need not have
-
         with self._lock:
             while self._works:
                 label, work, group = self._works[0]
                 try:
-                    if not NcclTicket((work,), group).done():
+                    if not _ticket(work, group).done():
                         break
                 except RuntimeError as error:
                     self._works.popleft()

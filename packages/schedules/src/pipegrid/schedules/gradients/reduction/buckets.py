@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import (
     local_of,
     partial_groups,
@@ -24,6 +24,7 @@ from pipegrid.schedules.gradients.main_grad import (
     replace_accumulated,
     set_accumulated,
 )
+from pipegrid.schedules.monitor.collectives import Waiting
 
 _AS_IT_IS_BYTES = 2**20  # from here on, a gradient alone in its bucket is not copied
 

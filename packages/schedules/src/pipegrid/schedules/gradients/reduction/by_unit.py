@@ -17,11 +17,11 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.all_reduce import Waiting
 from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, take_gradient
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.plan import Action, ActionKind
 
 Unit: TypeAlias = tuple[int, int]

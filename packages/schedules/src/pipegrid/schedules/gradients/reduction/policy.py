@@ -17,7 +17,6 @@ from attrs import frozen
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
-from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 from pipegrid.schedules.gradients.groups import (
     collection_of,
@@ -31,6 +30,7 @@ from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
 from pipegrid.schedules.gradients.reduction.replicas import require_equal_norms, require_equal_parameters
 from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.collectives.differences import difference

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.groups import collections_by_name, device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules
 from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, used_in
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.schedules.gradients.groups import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
+from pipegrid.transport.collectives.extremes import extremes
 
 _SHOWN = 4  # checksums in an error
 
@@ -103,10 +106,8 @@ def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: flo
         if filled:
             local = [local_of(tensors[place]) for place in filled]
             norms[filled] = foreach.norms(local, 2.0).nan_to_num(nan=-1.0)
-        extremes = torch.cat([norms, -norms])
-        all_reduce(extremes, group, dist.ReduceOp.MAX)(waiting)
-        most, least = extremes.chunk(2)
-        apart = most + least  # the largest less the smallest
+        most, least = extremes(norms, partial(_reduce_max, group, waiting))
+        apart = most - least
         found = [
             f"the {kinds[place % 2]} of {names[place // 2]} by {float(apart[place]):.3g}"
             for place, differs in enumerate((apart > tolerance * most.abs()).tolist())
@@ -118,6 +119,10 @@ def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: flo
                 f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Mark a gradient "
                 "that is a part on each tp rank (partial_over_tp), or a sharded parameter (tensor_model_parallel)"
             )
+
+
+def _reduce_max(group: dist.ProcessGroup, waiting: Waiting, values: torch.Tensor) -> None:
+    all_reduce(values, group, dist.ReduceOp.MAX)(waiting)
 
 
 def _replicated(

@@ -16,11 +16,12 @@ from attrs import evolve, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.all_reduce import Waiting, all_reduce, texts_of_ranks
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor
 from pipegrid.schedules.gradients.layout import TieMark, marks_of
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.schedules.plan import chain
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
@@ -220,7 +221,12 @@ def _of_ranks(tied: TiedParameters, text: str) -> dict[int, str]:
     """What each rank of the group says of its copies."""
     if tied.group is None:
         return {dist.get_rank(): text}
-    return texts_of_ranks(text, tied.group, tied.copies[0].device, Waiting())
+    return texts_of_ranks(text, tied.group, tied.copies[0].device, _comparison(tied))
+
+
+def _comparison(tied: TiedParameters) -> Waiting:
+    """No deadline beside that of the group, which `tie_parameters` is given."""
+    return Waiting(what=f"the comparison of the copies of tied parameter {tied.name!r}")
 
 
 @torch.no_grad()
@@ -231,7 +237,8 @@ def _difference_to_first(tied: TiedParameters) -> float:
     for start in range(0, flats[0].numel(), _CHUNK):
         reference = flats[0][start : start + _CHUNK].clone()
         if tied.group is not None:
-            dist.broadcast(reference, group_src=0, group=tied.group)
+            work = dist.broadcast(reference, group_src=0, group=tied.group, async_op=True)
+            _comparison(tied).wait(work, reference, tied.group, host=True)
         for flat in flats:
             difference = torch.maximum(difference, _difference(flat[start : start + _CHUNK], reference))
     return float(difference.item())

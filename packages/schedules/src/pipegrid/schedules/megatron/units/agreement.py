@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.all_reduce import Waiting, texts_of_ranks
 from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.schedules.plan import Routes
 from pipegrid.topology.fields import Index, Seconds, checked
 from pipegrid.transport.collectives.differences import difference
@@ -64,7 +64,7 @@ def agree_on_routes(
     group = group or dist.group.WORLD
     assert group is not None
     device: torch.device = resolve_device(None, None, group)[1]
-    return merged(texts_of_ranks(own, group, device, Waiting(deadline)))
+    return merged(texts_of_ranks(own, group, device, Waiting(deadline, what="the agreement on routes")))
 
 
 def merged(said: Mapping[int, str]) -> Routes:

@@ -397,6 +397,44 @@ def test_a_hook_on_one_replica_alone_is_a_new_runtime_and_no_new_comparison(rank
     assert torch.equal(gradient(), once)
 
 
+def _freeze_a_layer(model):
+    model.layers[0].requires_grad_(False)
+
+
+def _add_a_layer(model):
+    model.unused = nn.Linear(4, 4).to(model.layers[0].weight)
+
+
+def _train_in_float32(model):
+    model.layers[0].float()
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+    model.layers[0].register_forward_hook(lambda module, inputs, output: output.double())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", [_freeze_a_layer, _add_a_layer, _train_in_float32])
+def test_replicas_compare_again_what_they_train_where_it_has_changed(ranks, change):
+    """On one replica alone it is an error on both: with buffers of two sizes gloo ends a process."""
+    model = model_of(PipelineConfig(deadline=60)).to(ranks.device)
+
+    def step():
+        step_on_a_lane = step_on(ranks.rank, ranks.device)
+        alone(model, forward_step_func=step_on_a_lane, pg_collection=Groups(dp=dist.group.WORLD))
+
+    step()
+    torch.manual_seed(7)
+    change(model)
+    step()
+    model.config = PipelineConfig(deadline=2)
+    if ranks.rank == 1:
+        model.layers[1].requires_grad_(False)
+        with pytest.raises(DisagreementError, match="what rank 1 trains of module 'model'"):
+            step()
+    else:
+        with pytest.raises(PipelineError, match="what rank 1 trains of module 'model'|within the deadline of 2 s"):
+            step()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 def test_buckets_start_in_the_last_backward_that_touches_them(ranks, main_grad, monkeypatch):

@@ -63,12 +63,13 @@ class ModelState:
     """What the prepared steps of one model share.
 
     Attributes:
-        compared: the replicas have compared how they finish gradients. Once for all steps: where one of the replicas
-            alone has prepared another, its comparison would meet a reduction of the others.
+        compared: how this rank finishes gradients, by module, as the replicas have compared it; None before. For all
+            steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
+            others.
         running: inside a step.
     """
 
-    compared: bool = False
+    compared: Mapping[str, object] | None = None
     running: PreparedStep | None = None
 
 

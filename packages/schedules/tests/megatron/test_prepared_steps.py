@@ -292,6 +292,13 @@ def test_gradients_after_a_change_of_the_model_are_those_of_a_new_one(change):
         ("config", {"enable_autocast": True, "autocast_dtype": torch.float64}, "autocast_dtype is torch.float64"),
         ("config", {"overlap_moe_expert_parallel_comm": True}, "which only interleaving has"),
         ("config", {"calculate_per_token_loss": True}, "nothing sums and divides them"),
+        ("config", {"tied_parameters": None}, "config.tied_parameters is None; it must be a list"),
+        ("config", {"hooks": None}, "config.hooks is None; it must be a list"),
+        ("config", {"hooks": (None,)}, r"config.hooks\[0\] is None; it must be a hook with before"),
+        ("config", {"grad_scale_func": 2.0}, "config.grad_scale_func is 2.0; it must be a function"),
+        ("config", {"no_sync_func": [None, "x"]}, "config.no_sync_func is .* it must be a function, a list"),
+        ("config", {"deadline": 9.0, "grad_bucket_bytes": 0}, "config.grad_bucket_bytes is 0; it must be"),
+        ("", {"stage_of_layout": (1, 7)}, "is stage 1 of the 7 of its layout"),
     ],
 )
 def test_what_a_first_call_checks_is_checked_after_a_change(of, values, text):
@@ -300,9 +307,19 @@ def test_what_a_first_call_checks_is_checked_after_a_change(of, values, text):
     alone(model)
     alone(model)
     for name, value in values.items():
-        setattr(attrgetter(of)(model), name, value)
+        setattr(attrgetter(of)(model) if of else model, name, value)
     with pytest.raises(ValueError, match=text):
         alone(model)
+
+
+def test_a_module_compiled_in_place_makes_another_runtime(constructions):
+    """Its first step is then a first step again, with a deadline for the compilation."""
+    model = model_of()
+    alone(model)
+    model.layers[0].compile(backend="eager")
+    alone(model)
+    alone(model)
+    assert constructions["PipelineRuntime"] == 2
 
 
 def test_autocast_is_that_of_the_call():

@@ -339,7 +339,8 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         sharded = has_fsdp(model)
         for _, inner in fsdp_modules(model) if sharded else ():
             found += (id(inner), divide_factor(inner))
-        found += map(id, model.modules())
+        for module in model.modules():
+            found += (id(module), module._compiled_call_impl is None)  # noqa: SLF001 -- no public way to ask
         for parameter in model.parameters():
             found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
     return tuple(found)

@@ -536,7 +536,9 @@ def test_outputs_that_lose_their_graph_later_are_an_error_where_the_model_runs(n
     runtime.step()
     runtime.eval()
     if name in ("detached", "under no_grad"):
-        with pytest.raises(PipelineError, match=r"stage 0 has parameters that require grad \(Linear\.weight\), but none"):
+        with pytest.raises(
+            PipelineError, match=r"stage 0 has parameters that require grad \(Linear\.weight\), but none"
+        ):
             runtime.step()
         return
     runtime.step()

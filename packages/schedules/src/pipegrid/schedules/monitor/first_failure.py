@@ -5,8 +5,8 @@ lane to the rank that failed, and learns it here.
 
 The key outlives a failure, and ranks may go on in the same processes with rebuilt communicators. So each writes its
 failure in place of the one that it saw last: the first to fail again replaces it, and the others find that one. A rank
-numbers its records, since one that is equal to the last would be replaced by the next rank. One that it has not seen may
-still be of an earlier attempt, which failed on other ranks alone: a record has the attempt of its communicator.
+numbers its records, since one that is equal to the last would be replaced by the next rank. One that it has not seen
+may still be of an earlier attempt, which failed on other ranks alone: a record has the attempt of its communicator.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _of_job: WeakKeyDictionary[Any, FirstFailure] = WeakKeyDictionary()
 
 
 def first_failure(text: str, attempt: int = 0) -> str:
-    """Record ``text`` as this rank's failure, and return the first one of the attempt; ``text`` in a job of one rank."""
+    """Record ``text`` as this rank's failure, and return the first of the attempt; ``text`` in a job of one rank."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -292,6 +292,13 @@ def test_gradients_after_a_change_of_the_model_are_those_of_a_new_one(change):
         ("config", {"enable_autocast": True, "autocast_dtype": torch.float64}, "autocast_dtype is torch.float64"),
         ("config", {"overlap_moe_expert_parallel_comm": True}, "which only interleaving has"),
         ("config", {"calculate_per_token_loss": True}, "nothing sums and divides them"),
+        ("config", {"tied_parameters": None}, "config.tied_parameters is None; it must be a list"),
+        ("config", {"hooks": None}, "config.hooks is None; it must be a list"),
+        ("config", {"hooks": (None,)}, r"config.hooks\[0\] is None; it must be a hook with before"),
+        ("config", {"grad_scale_func": 2.0}, "config.grad_scale_func is 2.0; it must be a function"),
+        ("config", {"no_sync_func": [None, "x"]}, "config.no_sync_func is .* it must be a function, a list"),
+        ("config", {"deadline": 9.0, "grad_bucket_bytes": 0}, "config.grad_bucket_bytes is 0; it must be"),
+        ("", {"stage_of_layout": (1, 7)}, "is stage 1 of the 7 of its layout"),
     ],
 )
 def test_what_a_first_call_checks_is_checked_after_a_change(of, values, text):
@@ -300,9 +307,19 @@ def test_what_a_first_call_checks_is_checked_after_a_change(of, values, text):
     alone(model)
     alone(model)
     for name, value in values.items():
-        setattr(attrgetter(of)(model), name, value)
+        setattr(attrgetter(of)(model) if of else model, name, value)
     with pytest.raises(ValueError, match=text):
         alone(model)
+
+
+def test_a_module_compiled_in_place_makes_another_runtime(constructions):
+    """Its first step is then a first step again, with a deadline for the compilation."""
+    model = model_of()
+    alone(model)
+    model.layers[0].compile(backend="eager")
+    alone(model)
+    alone(model)
+    assert constructions["PipelineRuntime"] == 2
 
 
 def test_autocast_is_that_of_the_call():
@@ -395,6 +412,44 @@ def test_a_hook_on_one_replica_alone_is_a_new_runtime_and_no_new_comparison(rank
     once = gradient()
     model.config = PipelineConfig(deadline=20, hooks=(Recorder(),) if ranks.rank == 0 else ())
     assert torch.equal(gradient(), once)
+
+
+def _freeze_a_layer(model):
+    model.layers[0].requires_grad_(False)
+
+
+def _add_a_layer(model):
+    model.unused = nn.Linear(4, 4).to(model.layers[0].weight)
+
+
+def _train_in_float32(model):
+    model.layers[0].float()
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+    model.layers[0].register_forward_hook(lambda module, inputs, output: output.double())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", [_freeze_a_layer, _add_a_layer, _train_in_float32])
+def test_replicas_compare_again_what_they_train_where_it_has_changed(ranks, change):
+    """On one replica alone it is an error on both: with buffers of two sizes gloo ends a process."""
+    model = model_of(PipelineConfig(deadline=60)).to(ranks.device)
+
+    def step():
+        step_on_a_lane = step_on(ranks.rank, ranks.device)
+        alone(model, forward_step_func=step_on_a_lane, pg_collection=Groups(dp=dist.group.WORLD))
+
+    step()
+    torch.manual_seed(7)
+    change(model)
+    step()
+    model.config = PipelineConfig(deadline=2)
+    if ranks.rank == 1:
+        model.layers[1].requires_grad_(False)
+        with pytest.raises(DisagreementError, match="what rank 1 trains of module 'model'"):
+            step()
+    else:
+        with pytest.raises(PipelineError, match="what rank 1 trains of module 'model'|within the deadline of 2 s"):
+            step()
 
 
 @pytest.mark.ranks(2)

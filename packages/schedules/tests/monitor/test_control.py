@@ -75,6 +75,14 @@ def test_without_a_monitor_each_attempt_has_a_first_failure_of_its_own():
         assert told == [text] * 3
 
 
+def test_a_failure_that_one_rank_alone_recorded_is_over_in_the_next_attempt():
+    """The others had left before their step, and see its record when they fail."""
+    ranks = [FirstFailure(rank, store) for store in [dict_store()] for rank in range(4)]
+    assert ranks[1].record("rank 0 left", 0) == "rank 0 left"
+    assert [ranks[rank].record(f"rank {rank} failed", 1) for rank in (0, 1, 2)] == ["rank 0 failed"] * 3
+    assert ranks[3].record("rank 3 was late, in the attempt before", 0) == "rank 0 failed"
+
+
 def test_positions_are_last_words_or_the_last_that_was_heard(store):
     controls = [Control(store, rank, range(3)) for rank in range(3)]
     controls[0].publish("step 3", last=True)

@@ -23,7 +23,7 @@ from pipegrid.schedules import (
     one_f_one_b,
 )
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.transport import streams
+from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 from pipegrid.transport.collectives.waiting import device_collectives
 
 from ..kit.stages import Scale, raising
@@ -322,6 +322,23 @@ def test_a_real_reduction_ends_when_a_rank_of_it_has_failed(ranks):
     if ranks.rank == 1:
         dist.all_reduce(total)  # so that the other's ends, too
     monitor.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_that_one_rank_alone_met_is_not_the_cause_of_the_next(ranks):
+    """Rank 0 leaves before its step, so rank 1 alone records a failure; then rank 0 is the first to fail."""
+    plan = lower(gpipe(2, 2))
+    for leaves, cause in (True, "rank 0 leaves"), (False, "boom on rank 0"):
+        communicator = P2PCommunicator(config=P2PConfig(pipeline_dtype=torch.float64, deadline=30.0))
+        stage = Scale(plan, 0, raising(ValueError(cause))) if ranks.rank == 0 else Scale(plan, 1)
+        if leaves and ranks.rank == 0:
+            communicator.abort(cause)
+        else:
+            text, _ = failed(PipelineRuntime(plan, {ranks.rank: stage}, communicator))
+            assert cause in text.splitlines()[0]
+            assert leaves or "leaves" not in text
+        communicator.close()
+        ranks.barrier()
 
 
 # Collectives beside the plan, on a device

@@ -515,6 +515,39 @@ def test_an_output_without_a_graph_may_be_right(payload, network):
     assert (model.weight.grad is not None) == (payload == "one with a graph")
 
 
+NO_IMAGES = {
+    "zeros": lambda model, x: torch.zeros(2, WIDTH),
+    "nothing": lambda model, x: torch.zeros(0, WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", [*LOST, *NO_IMAGES])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_outputs_that_lose_their_graph_later_are_an_error_where_the_model_runs(name):
+    """Not where it does not run: whole steps may have no image for an encoder."""
+    plan = lower(interleaved_1f1b(1, 3, num_chunks=2))
+    model, way = nn.Linear(WIDTH, WIDTH), [torch.nn.Module.__call__]
+    weight = torch.ones((), requires_grad=True)
+    first = Function(plan.graph, 0, lambda m: way[0](model, torch.ones(2, WIDTH)), model=model)
+    last = Function(plan.graph, 1, lambda m, x: weight * x.sum())
+    runtime = PipelineRuntime(plan, {0: first, 1: last}, None)
+    runtime.step()
+    way[0] = (LOST | NO_IMAGES)[name]
+    runtime.step()
+    runtime.eval()
+    if name in ("detached", "under no_grad"):
+        with pytest.raises(
+            PipelineError, match=r"stage 0 has parameters that require grad \(Linear\.weight\), but none"
+        ):
+            runtime.step()
+        return
+    runtime.step()
+    way[0] = torch.nn.Module.__call__
+    model.zero_grad()
+    runtime.step()
+    assert model.weight.grad is not None
+
+
 # How many sends are under way
 
 HEARS = SimpleNamespace(completed=lambda action: None)

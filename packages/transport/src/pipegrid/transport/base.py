@@ -78,6 +78,11 @@ class Communicator:
         """The job's stages and this rank's. A `PipelineRuntime` needs none of them, a step function does."""
         return JobTopology()
 
+    @property
+    def attempt(self) -> int:
+        """Grows where the ranks of a job rebuild their communicators: the failure of an earlier one is then over."""
+        return 0
+
     # ---- Messages
 
     def port(self, edge: Edge, direction: Direction) -> Port:

@@ -34,6 +34,11 @@ class LaneCommunicator(Communicator):
     lanes: Lanes
     across: WaysAcross | None = None
 
+    @property
+    def attempt(self) -> int:
+        """How often this rank and its peers had opened lanes before."""
+        return self.lanes.turn
+
     def batch(self) -> AbstractContextManager[None]:
         """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
         return self.lanes.batch()

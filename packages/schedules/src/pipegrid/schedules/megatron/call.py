@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
-from pipegrid.schedules.megatron.config import config_of, option
+from pipegrid.schedules.megatron.config import config_of, option, unwrapped_attribute
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
@@ -54,6 +54,7 @@ class StepKey(NamedTuple):
         models: those of the call, flat, and ``nesting``, how they are nested in it.
         options: see `options_of`; and whether all models have one config.
         groups: the process groups in ``pg_collection``.
+        places: ``stage_of_layout`` of each model.
         marks: what the gradient policy reads off the parameters (`observed`).
     """
 
@@ -69,6 +70,7 @@ class StepKey(NamedTuple):
     models: tuple[weakref.ref[torch.nn.Module], ...]
     options: tuple[object, ...]
     groups: tuple[object, ...]
+    places: tuple[object, ...]
     marks: tuple[object, ...]
 
 
@@ -93,6 +95,7 @@ def step_key(kind: object, call: StepCall) -> StepKey:
         tuple(map(weakref.ref, models)),
         (have_one_config(models), *options_of(config)),
         _groups(call.pg_collection),
+        tuple([unwrapped_attribute(model, "stage_of_layout") for model in models]),
         observed(models),
     )
 

@@ -28,6 +28,19 @@ def _functions(value: Any) -> Any:
 
 _FUNCTIONS = Rule(_functions, "a function, a list with one for each chunk, or None")
 
+
+def _with(*names: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if not all(hasattr(value, name) for name in names):
+            raise ValueError
+        return value
+
+    return convert
+
+
+_Hook: TypeAlias = Annotated[Any, Rule(_with("before", "after"), "a hook with before(action) and after(action)")]
+_Tie: TypeAlias = Annotated[Any, Rule(_with("name", "stages", "copies"), "a TiedParameters")]
+
 _Function: TypeAlias = Annotated[Callable[..., Any], instance(Callable, "a function or None")]
 _NoSync: TypeAlias = Callable[[], AbstractContextManager[Any]]
 _Sync: TypeAlias = Callable[[Any], None]
@@ -114,7 +127,7 @@ class PipelineConfig(P2PConfig):
     grad_sync_func: _Syncs = None
     param_sync_func: _Syncs = None
     finalize_model_grads_func: _Function | None = None
-    tied_parameters: tuple[Any, ...] = field(default=(), converter=_as_tuple)
+    tied_parameters: tuple[_Tie, ...] = field(default=(), converter=_as_tuple)
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: Index = 0
     microbatch_group_size_per_vp_stage: Count | None = None
@@ -122,7 +135,7 @@ class PipelineConfig(P2PConfig):
     shard: Any = None
     prefetch: Index = 1
     job_group: Any = None
-    hooks: tuple[Any, ...] = field(default=(), converter=_as_tuple)
+    hooks: tuple[_Hook, ...] = field(default=(), converter=_as_tuple)
     monitor: Any = None
     failure_dir: Any = None
     overlap_grad_reduce: bool = True
@@ -144,6 +157,29 @@ def option(config: Any, name: str) -> Any:
 def checked_option(config: Any, name: str) -> Any:
     """`option`, with the check that a `PipelineConfig` makes when it is made, for a config of another class."""
     return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PUsageError)
+
+
+_READ_LATE = (
+    "finalize_model_grads_func",
+    "grad_bucket_bytes",
+    "grad_scale_func",
+    "grad_sync_func",
+    "hooks",
+    "no_sync_func",
+    "param_sync_func",
+    "tied_parameters",
+    "wgrad_deferral_limit",
+)
+
+
+def require_options(config: Any) -> None:
+    """Check what a step reads of a config of another class only when it runs, as `checked_option` does.
+
+    Raises:
+        P2PUsageError: a value breaks its rule.
+    """
+    for name in _READ_LATE:
+        checked_option(config, name)
 
 
 def config_of(model: Any) -> Any:

@@ -35,7 +35,7 @@ from pipegrid.schedules.megatron.checks import (
     require_in_place,
     require_sliced,
 )
-from pipegrid.schedules.megatron.config import checked_option, config_of, option
+from pipegrid.schedules.megatron.config import checked_option, config_of, option, require_options
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
@@ -63,12 +63,13 @@ class ModelState:
     """What the prepared steps of one model share.
 
     Attributes:
-        compared: the replicas have compared how they finish gradients. Once for all steps: where one of the replicas
-            alone has prepared another, its comparison would meet a reduction of the others.
+        compared: how this rank finishes gradients, by module, as the replicas have compared it; None before. For all
+            steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
+            others.
         running: inside a step.
     """
 
-    compared: bool = False
+    compared: Mapping[str, object] | None = None
     running: PreparedStep | None = None
 
 
@@ -84,7 +85,11 @@ def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
     first = next(iter(flat(call.model)[1]), None)
     kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
     if kept:
-        key = step_key(kind, call)
+        try:
+            key = step_key(kind, call)
+        except TypeError:
+            require_options(config_of(first))
+            raise
         for prepared in kept:
             if prepared.key == key:
                 kept.remove(prepared)
@@ -126,6 +131,7 @@ class PreparedStep:
         self.place.by_stage(call.data_iterator, "data_iterator")
         self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         config = config_of(next(iter(models.values())))
+        require_options(config)
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
         rule = Count if routes is None else Index
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)

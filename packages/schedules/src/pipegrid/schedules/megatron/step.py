@@ -77,9 +77,7 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
 
     def compare() -> None:
-        if not prepared.state.compared:
-            gradients.compare()
-            prepared.state.compared = True
+        prepared.state.compared = gradients.compare(prepared.state.compared)
         if call.routes is not None:
             held = {gradients.policy.names[stage]: model for stage, model in models.items()}
             require_equal_routes(call.pg_collection, held, call.routes, prepared.waiting)
@@ -95,7 +93,7 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
 
     with fresh_gradients({} if reduction is None else reduction.layout.modules):
         prepared.runtime.step(
-            start=None if prepared.state.compared and call.routes is None else compare,
+            start=compare,
             finish=finish,
             agree=gradients.policy.agreement,
         )

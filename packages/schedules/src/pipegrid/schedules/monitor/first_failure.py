@@ -5,7 +5,8 @@ lane to the rank that failed, and learns it here.
 
 The key outlives a failure, and ranks may go on in the same processes with rebuilt communicators. So each writes its
 failure in place of the one that it saw last: the first to fail again replaces it, and the others find that one. A rank
-numbers its records, since one that is equal to the last would be replaced by the next rank.
+numbers its records, since one that is equal to the last would be replaced by the next rank. One that it has not seen
+may still be of an earlier attempt, which failed on other ranks alone: a record has the attempt of its communicator.
 """
 
 from __future__ import annotations
@@ -40,22 +41,25 @@ class FirstFailure:
     _seen: str = field(default="", init=False)
     _count: int = field(default=0, init=False)
 
-    def record(self, text: str) -> str:
+    def record(self, text: str, attempt: int = 0) -> str:
         """Record ``text`` as this rank's failure; that of the rank that failed first, which may be this one.
 
+        ``attempt``: that of the communicator.
         ``text`` where the store does not answer within half a second, or its process has ended.
         """
         try:
-            return bounded(self._record, text, seconds=_SECONDS, name="pipegrid-failure", patience=0.0)
+            return bounded(self._record, text, attempt, seconds=_SECONDS, name="pipegrid-failure", patience=0.0)
         except RuntimeError:
             return text
 
-    def _record(self, text: str) -> str:
+    def _record(self, text: str, attempt: int) -> str:
         if self._store is None:
             self._store = control_store("first failure")
         self._count += 1
-        mine = json.dumps([self.rank, text[:_LONGEST], self._count])
+        mine = json.dumps([self.rank, text[:_LONGEST], self._count, attempt])
         self._seen = self._store.compare_set(_KEY, self._seen, mine).decode()
+        if json.loads(self._seen)[-1] < attempt:
+            self._seen = self._store.compare_set(_KEY, self._seen, mine).decode()
         return text if self._seen == mine else str(json.loads(self._seen)[1])
 
 
@@ -63,8 +67,8 @@ class FirstFailure:
 _of_job: WeakKeyDictionary[Any, FirstFailure] = WeakKeyDictionary()
 
 
-def first_failure(text: str) -> str:
-    """Record ``text`` as this rank's failure, and return the job's first one; ``text`` in a job of one rank."""
+def first_failure(text: str, attempt: int = 0) -> str:
+    """Record ``text`` as this rank's failure, and return the first of the attempt; ``text`` in a job of one rank."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -72,4 +76,4 @@ def first_failure(text: str) -> str:
     world = dist.group.WORLD
     if world not in _of_job:
         _of_job[world] = FirstFailure(dist.get_rank())
-    return _of_job[world].record(text)
+    return _of_job[world].record(text, attempt)

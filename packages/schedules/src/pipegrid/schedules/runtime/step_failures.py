@@ -91,7 +91,8 @@ class StepFailures:
             report = self.monitor.failed(failure)
             first = report.first.text
         else:
-            first = first_failure(failure)  # before the abort, so that ranks which it reaches find it
+            # Before the abort, so that ranks which it reaches find it.
+            first = first_failure(failure, self.position.communicator.attempt)
             self.abort(first.splitlines()[0])
         if first != failure and not isinstance(error, DisagreementError):
             failure = f"{first.splitlines()[0]}\n  {here} stopped at {place}: {without(stopped)}"

@@ -64,10 +64,12 @@ class Connector:
 
     Attributes:
         groups: all that were made.
+        turn: how often lanes between this rank and one of its peers had been opened before; their number is the same.
     """
 
     def __init__(self, rank: int, *, backend: str, device: torch.device, config: P2PConfig) -> None:
         self.groups: list[Any] = []
+        self.turn = 0
         self._rank, self._device, self._config = rank, device, config
         self._on_device = kind_of(backend).in_streams and not config.staged
         self._staged = not self._on_device and (config.staged or device.type != "cpu")
@@ -137,6 +139,7 @@ class Connector:
         }
         peer, name = sum(pair) - rank, "-".join(map(str, pair))
         turn = meet(self._store, name, ranks=pair, rank=rank, label=f"lanes {name}", timeout=self._timeout)
+        self.turn = max(self.turn, turn)
 
         def exchange() -> Any:
             self._store.set(f"{name}/{turn}/{rank}", json.dumps(here))

@@ -41,11 +41,12 @@ class Lanes(dict[LaneSpec, Lane]):
     Attributes:
         submitter: starts the transfers of all of them.
         on_device: whether messages complete in stream order, so that the order of their launches matters.
+        turn: how often this rank and its peers had opened lanes before.
     """
 
-    def __init__(self, submitter: Submitter) -> None:
+    def __init__(self, submitter: Submitter, turn: int = 0) -> None:
         super().__init__()
-        self.submitter = submitter
+        self.submitter, self.turn = submitter, turn
         self.on_device = False
         self._ends: list[LaneTransfers] = []
         self._watchers: list[BackgroundThread] = []

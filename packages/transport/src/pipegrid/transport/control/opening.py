@@ -103,7 +103,7 @@ def open_lanes(
     except BaseException:
         discard_groups(connector.groups)
         raise
-    every_lane = Lanes(submitter) if beside is None else beside
+    every_lane = Lanes(submitter, connector.turn) if beside is None else beside
     every_lane.join({spec: lanes[spec] for spec in mine}, connector.groups)
     return every_lane
 

@@ -28,7 +28,7 @@ from pipegrid.schedules.gradients.groups import (
 )
 from pipegrid.schedules.gradients.layout import marks_of
 from pipegrid.schedules.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
-from pipegrid.schedules.gradients.reduction.replicas import require_equal_norms, require_equal_parameters
+from pipegrid.schedules.gradients.reduction.replicas import meet_replicas, require_equal_norms, require_equal_parameters
 from pipegrid.schedules.monitor import DisagreementError
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.topology.torch_compat import is_dry
@@ -108,42 +108,75 @@ class StepGradients:
     waiting: Waiting
     reduction: GradientReduction | None
 
-    def compare(self) -> None:
+    @property
+    def forms(self) -> dict[str, object]:
+        """By module with several replicas what this rank does to finish its gradients: who, and in which buckets."""
+        found: dict[str, object] = {}
+        for name in dict.fromkeys(self.policy.names.values()) if dist.is_initialized() and not is_dry() else ():
+            if self._replicas(name) is not None:
+                buckets = () if self.reduction is None else self.reduction.form_of(name)
+                found[name] = self._finisher(name), buckets
+        return found
+
+    def compare(self, known: Mapping[str, object] | None) -> Mapping[str, object]:
         """Raise on all replicas of a module where one of them finishes its gradients otherwise than another.
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
         all-gather per module, before the first step; then the parameters of replicas, unless the config has
         ``check_replicas=None``. Skipped in a dry run, which has one rank.
 
+        Later once more for a module whose form has changed here. A replica without that change goes on to the
+        reduction, where gloo ends a process at a buffer of another size, so those with it meet at a store first.
+
+        Args:
+            known: the forms that were compared before; None before the first step.
+
+        Returns:
+            the forms of this step, which are compared now.
+
         Raises:
-            DisagreementError: the replicas differ in what they would do.
+            DisagreementError: the replicas differ in what they would do, or this one alone has changed.
             ReplicaError: parameters of replicas differ.
         """
-        if not dist.is_initialized() or is_dry():
-            return
+        forms = self.forms
+        if forms == known:
+            return forms
         compared = getattr(self.config, "check_replicas", False) is not None
         held: dict[str, list[torch.nn.Module]] = {}
         for stage, name in self.policy.names.items():
             held.setdefault(name, []).append(self.models[stage])
-        for name, modules in held.items():
-            group = None if self.pg_collection is None else replica_group(self.pg_collection, name)
-            if group is None or group.size() == 1:
+        for name, form in forms.items():
+            group = self._replicas(name)
+            if group is None or (known is not None and known.get(name) == form):
                 continue
-            finisher = "reduce_gradients" if name in self.policy.reduced else "what wraps the model"
-            finisher = "a finalize_model_grads_func" if self.policy.by_hand else finisher
-            elements, form = (0, 0) if self.reduction is None else self.reduction.summed_over(group)
-            summed = f" of {elements} elements (checksum {form:08x})" if elements else ""
-            unchecked = "" if compared else ", and check_replicas=None"
-            added = " by unit" if getattr(self.config, "grad_add", "") == "by_unit" else ""
-            own = f"{self.policy.losses} losses and {finisher}{summed}{added}{unchecked}"
-            found = difference(texts_of_ranks(own, group, device_of(modules, group), self.waiting))
+            if known is not None:
+                meet_replicas(name, group, self.waiting)
+            elements, checksum = (0, 0) if self.reduction is None else self.reduction.summed_over(group)
+            summed = f" of {elements} elements (checksum {checksum:08x})" if elements else ""
+            own = f"{self._finisher(name)}{summed}{'' if compared else ', and check_replicas=None'}"
+            found = difference(texts_of_ranks(own, group, device_of(held[name], group), self.waiting))
             if found is not None:
                 raise DisagreementError(
                     f"the replicas of module {name!r} do not finish their gradients alike: {found}. Give them one "
                     "config, and the same parameters to train"
                 )
-        if compared and self.pg_collection is not None:
+            if compared and known is not None:  # over the replicas alone, which have come; tp ranks may have no change
+                require_equal_parameters({name: held[name]}, self.pg_collection, waiting=self.waiting, over=group)
+        if compared and known is None and self.pg_collection is not None and dist.is_initialized() and not is_dry():
             require_equal_parameters(held, self.pg_collection, waiting=self.waiting)
+        return forms
+
+    def _replicas(self, name: str) -> dist.ProcessGroup | None:
+        """The group of a module's replicas; None where there is one."""
+        group = None if self.pg_collection is None else replica_group(self.pg_collection, name)
+        return None if group is None or group.size() == 1 else group
+
+    def _finisher(self, name: str) -> str:
+        """The losses of a module, and who finishes its gradients."""
+        finisher = "reduce_gradients" if name in self.policy.reduced else "what wraps the model"
+        finisher = "a finalize_model_grads_func" if self.policy.by_hand else finisher
+        added = " by unit" if getattr(self.config, "grad_add", "") == "by_unit" else ""
+        return f"{self.policy.losses} losses and {finisher}{added}"
 
     def finish(self, counted: Counted) -> None:
         """After the last backward: the user's finalizer, or what is left of the reduction."""
@@ -306,7 +339,8 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         sharded = has_fsdp(model)
         for _, inner in fsdp_modules(model) if sharded else ():
             found += (id(inner), divide_factor(inner))
-        found += map(id, model.modules())
+        for module in model.modules():
+            found += (id(module), module._compiled_call_impl is None)  # noqa: SLF001 -- no public way to ask
         for parameter in model.parameters():
             found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
     return tuple(found)

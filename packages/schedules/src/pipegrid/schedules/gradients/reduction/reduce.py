@@ -132,6 +132,11 @@ class GradientReduction:
         forms = [[(places[id(each)], each.parameter.shape, each.dtype) for each in bucket] for bucket in summed]
         return sum(each.parameter.numel() for bucket in summed for each in bucket), zlib.crc32(repr(forms).encode())
 
+    def form_of(self, module: str) -> tuple[object, ...]:
+        """What is summed over the replicas of ``module``, bucket by bucket: shapes and dtypes. For this rank alone."""
+        own = [bucket.layouts for bucket in self.buckets if bucket.replicas and bucket.layouts[0].module == module]
+        return tuple([tuple([(each.parameter.shape, each.dtype) for each in bucket]) for bucket in own])
+
     def ready(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """The gradients of ``parameters`` are whole; start the buckets of which that holds for all.
 

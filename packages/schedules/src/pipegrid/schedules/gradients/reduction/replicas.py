@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +18,65 @@ from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
 from pipegrid.schedules.gradients.groups import device_of, ranks_of, size_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
+from pipegrid.schedules.monitor import DisagreementError, JobFailedError
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
+from pipegrid.topology import GroupCreationTimeoutError, control_store
+from pipegrid.topology.bounded_calls import giving_up
+from pipegrid.topology.rendezvous import meet
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
 from pipegrid.transport.collectives.extremes import extremes
 
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor import Monitor
+
 _SHOWN = 4  # checksums in an error
+_DEADLINE = 300.0  # seconds, where none is set
+_PART = 0.9  # of the deadline: before that of a reduction in which a replica without the change waits
 
 
 class ReplicaError(RuntimeError):
     """Replicas of a parameter, or of its gradient, differ: made with other seeds, or reduced on some ranks alone."""
 
 
+def meet_replicas(module: str, group: dist.ProcessGroup, waiting: Waiting) -> None:
+    """Return when all replicas of a module have come to compare it again, past the first step.
+
+    Raises:
+        DisagreementError: some have not come within the deadline, or the job has failed meanwhile.
+    """
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    monitor, seconds = waiting.monitor, _PART * (waiting.deadline or _DEADLINE)
+    try:
+        with giving_up(str if monitor is None else partial(_failure_of, monitor)):
+            meet(
+                control_store("replicas"),
+                f"{module} {ranks}",
+                ranks=ranks,
+                rank=rank,
+                label=f"replicas of {module}",
+                timeout=timedelta(seconds=seconds),
+                step="come to compare what they train",
+            )
+    except GroupCreationTimeoutError as error:
+        raise DisagreementError(
+            f"what rank {rank} trains of module {module!r}, or how it finishes the gradients, has changed since the "
+            f"replicas compared it, and not on all of the ranks {ranks} in this step; change all replicas alike"
+        ) from error
+
+
+def _failure_of(monitor: Monitor) -> str:
+    try:
+        monitor.check()
+    except JobFailedError as error:
+        return str(error)
+    return ""
+
+
 @torch.no_grad()
-def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Waiting | None = None) -> None:
+def require_equal_parameters(
+    modules: Modules, collections: Any, *, waiting: Waiting | None = None, over: dist.ProcessGroup | None = None
+) -> None:
     """Raise where replicas of a parameter, trained or not, differ in a bit.
 
     Over replicas those that each holds whole, or the same shards of; over tp, and over dims of a DTensor's mesh,
@@ -44,6 +90,8 @@ def require_equal_parameters(modules: Modules, collections: Any, *, waiting: Wai
     waiting = waiting or Waiting()
     differing = []
     for (module, group), held in _replicated(GradientLayout.of(modules, collections), _known_whole).items():
+        if over not in (None, group):
+            continue
         device = device_of(modules, group)
         sums = checksums([local_of(parameter) for parameter in held.values()], device)
         # Names and forms beside the bytes: parameters in another order are other parameters.

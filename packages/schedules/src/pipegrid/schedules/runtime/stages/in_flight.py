@@ -69,6 +69,8 @@ class ActivationsInFlight:
         halves: what ``I`` leaves for ``W``, by piece.
         offloads: what is on the host or on its way, by piece.
         kept: what the slices of each microbatch have kept for the later ones.
+        suspected: an earlier step had outputs with a graph, and the last one none: its next forward is watched, and
+            ``ran`` is a parameter to train of a module that runs there.
     """
 
     number: int
@@ -82,13 +84,16 @@ class ActivationsInFlight:
     halves: dict[int, WeightHalf] = field(factory=dict, init=False)
     offloads: dict[int, Offload] = field(factory=dict, init=False)
     kept: dict[int, Kept] = field(factory=dict, init=False)
+    suspected: bool = field(default=False, init=False)
+    ran: str | None = field(default=None, init=False)
     _looked_at: bool = field(default=False, init=False)
-    _rooted: bool = field(default=False, init=False)
+    _rooted: bool = field(default=False, init=False)  # in this step
+    _was_rooted: bool = field(default=False, init=False)  # in any step
     _rootless: int = field(default=0, init=False)
 
     def begin(self) -> None:
         """Forget what an earlier step left."""
-        self._rootless = 0
+        self._rootless, self._rooted, self.ran = 0, False, None
         self.live.clear()
         self.halves.clear()
         self.offloads.clear()
@@ -161,16 +166,20 @@ class ActivationsInFlight:
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
     def _require_root(self, live: InFlight, answered: Sequence[Payload]) -> None:
-        """Raise if no output of the first step has a graph, although the stage has parameters to train.
+        """Raise if no output of a step has a graph, although the stage has parameters to train.
 
-        Judged at the last forward: one microbatch alone may well need no gradient (a text without images).
+        Judged at the last forward: one microbatch alone may well need no gradient (a text without images). So may a
+        later step, unless modules with such parameters run in the one behind it.
         """
         if live.loss is not None or any(root is not None for part in live.roots for root in part):
-            self._rooted = True
+            self._rooted, self._was_rooted, self.suspected = True, True, False
             return
         sent = flatten(list(answered))
-        self._rootless += any(tensor is not None for tensor in sent)
-        if self._rootless == self.num_pieces and (name := trainable(self.stage)) is not None:
+        self._rootless += any(tensor is not None and tensor.numel() > 0 for tensor in sent)
+        if self._rootless < self.num_pieces:
+            return
+        self.suspected = self._was_rooted
+        if (name := self.ran if self._was_rooted else trainable(self.stage)) is not None:
             edges = ", ".join(map(str, self.gradient_edges))
             raise StageOutputError(
                 f"stage {self.number} has parameters that require grad ({name}), but none of the outputs of its "

@@ -25,25 +25,32 @@ _FORWARD = CheckpointFunction.forward.__code__
 
 
 @contextmanager
-def reentrant_trap(number: int, stage: Any) -> Iterator[None]:
+def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
     """Raise for a module with parameters to train inside such a region, in the forwards of this thread.
 
     Not where modules are compiled: they would be compiled anew without the hook that looks.
+
+    Returns:
+        a list, in which a parameter to train of the first module that has one and runs comes.
 
     Raises:
         StageOutputError: names the module's class and a parameter.
     """
     if compiled_modules(getattr(stage, "model", None)):
-        yield
+        yield []
         return
     thread = threading.get_ident()
+    ran: list[str] = []
 
     def look(module: torch.nn.Module, args: Any) -> None:
         del args
-        if torch.is_grad_enabled() or threading.get_ident() != thread:
+        if (ran and torch.is_grad_enabled()) or threading.get_ident() != thread:
             return
         name = next((name for name, own in module.named_parameters(recurse=False) if own.requires_grad), None)
-        region = None if name is None else _region(sys._getframe())  # noqa: SLF001 -- documented, for such uses
+        if name is None:
+            return
+        ran.append(f"{type(module).__name__}.{name}")
+        region = None if torch.is_grad_enabled() else _region(sys._getframe())  # noqa: SLF001 -- documented, for this
         if region is not None and not any(isinstance(one, torch.Tensor) and one.requires_grad for one in region):
             raise StageOutputError(
                 f"stage {number}: {type(module).__name__} (its parameter {name!r} requires grad) is checkpointed with "
@@ -53,7 +60,7 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[None]:
 
     handle = register_module_forward_pre_hook(look)
     try:
-        yield
+        yield ran
     finally:
         handle.remove()
 

@@ -106,6 +106,7 @@ class StageRunner:
         """Forget what an earlier step left."""
         self.training = training and self.trains
         self.flight.begin()
+        self._trapped = self._trapped and not self.flight.suspected
         if self.deallocation is not None:
             self.deallocation.begin()
 
@@ -130,8 +131,9 @@ class StageRunner:
         try:
             if self.training and not self._trapped:
                 self._trapped = True
-                with reentrant_trap(self.number, self.stage):
+                with reentrant_trap(self.number, self.stage) as ran:
                     produced = forward(*arguments)
+                self.flight.ran = next(iter(ran), self.flight.ran)
             elif self.training == torch.is_grad_enabled():
                 produced = forward(*arguments)
             else:  # a stage that runs no backward keeps no graph

@@ -41,11 +41,6 @@ class Streams(StreamWork):
         """A new event."""
         return VirtualEvent(self, **options)
 
-    def default_stream(self, device: Any = None) -> VirtualStream:
-        """The default stream."""
-        del device
-        return self._default
-
     def device(self, device: Any) -> AbstractContextManager[None]:
         """The one device is always the current one."""
         del device

@@ -6,7 +6,6 @@ No torch until a group is created.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -206,19 +205,17 @@ def create_each(
 
 
 def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
-    """A group of ``ranks`` that this one makes alone: for the places of its members, some of which may be dead.
+    """A group of ``ranks`` that this one makes without the others, some of which may be dead.
 
-    It connects to none of them until something is sent, which nothing should be.
+    It says which rank has which place. It connects to none of them until something is sent, which nothing should be.
     """
     from pipegrid.topology import torch_compat as compat
 
     options = group_options()
-    name = f"pipegrid/places/{label} from rank {ranks[0]}"
-    sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
     with compat.unconnected():
         return compat.make_group(
             ranks=ranks,
-            name=f"{name}#{sequence}",
+            name=compat.free_name(f"pipegrid/places/{label} from rank {ranks[0]}"),
             backend=options.backend,
             timeout=options.timeout,
             creation_timeout=options.creation_timeout,
@@ -244,8 +241,6 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
     """Meet the other members, connect, and return when all of them are connected."""
     from pipegrid.topology import torch_compat as compat
 
-    name = _name(spec, options)
-
     def meet_members(key: str, step: str) -> int:
         return meet(
             compat.default_store(),
@@ -258,15 +253,13 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
         )
 
     alone = compat.is_fake(options.backend)  # a fake group has no peers, and its store cannot count
-    if alone:
-        sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
-    else:
-        sequence = meet_members(name, "come")
-    connected = f"{name}#{sequence}/connected"
+    name = _name(spec, options)
+    name = compat.free_name(name) if alone else f"{name}#{meet_members(name, 'come')}"
+    connected = f"{name}/connected"
     try:
         group = compat.make_group(
             ranks=spec.ranks,
-            name=f"{name}#{sequence}",
+            name=name,
             backend=options.backend,
             timeout=options.timeout,
             creation_timeout=options.creation_timeout,

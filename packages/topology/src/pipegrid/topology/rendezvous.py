@@ -32,7 +32,7 @@ def _abbreviated(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def named_errors(label: str, ranks: Sequence[int], rank: int) -> Iterator[None]:
-    """Errors of torch in the creation of a group, which know keys and addresses, with the names of group and ranks."""
+    """Give errors of torch in the block, which name keys and addresses, the label and the ranks of the group."""
     try:
         yield
     except GroupCreationTimeoutError:

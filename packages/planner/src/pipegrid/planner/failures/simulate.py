@@ -112,7 +112,7 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     joins at the end of a step, if what it adds in the mean time between failures is more than the stop takes; else at
     the next failure.
     """
-    run = _Run(scenario, policy, every)
+    run = _SimulatedRun(scenario, policy, every)
     for time, back, node in scenario.failures.events:
         run.until(time)
         if back:
@@ -126,7 +126,7 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
 
 
 @define
-class _Run:
+class _SimulatedRun:
     """The state of a run: it trains (``stretch``; until ``due`` if a node joins then), stops until ``due``, or waits.
 
     ``training`` and ``idle``: the nodes that are up. ``intact``: they hold the state of training, which else is in the

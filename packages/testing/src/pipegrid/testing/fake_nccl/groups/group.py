@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
-from pipegrid.testing.fake_nccl.entries import Entry, Operation
+from pipegrid.testing.fake_nccl.entries import Entry, TransferRecord
 from pipegrid.testing.fake_nccl.groups.ending import Ending
 from pipegrid.testing.fake_nccl.groups.meeting import Meeting, global_ranks
 from pipegrid.testing.fake_nccl.groups.splits import split_source
@@ -142,7 +142,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     def _launch_transfers(self, batch: Sequence[tuple[PostedTransfer, Tensor]], *, batched: bool) -> FakeWork:
         transfers, late, hidden = [transfer for transfer, _ in batch], self._runs_later(), self._connect()
         operations = tuple(
-            Operation("send" if each.sending else "recv", self._ranks[each.peer], each.copy.nbytes)
+            TransferRecord("send" if each.sending else "recv", self._ranks[each.peer], each.copy.nbytes)
             for each in transfers
         )
 
@@ -186,7 +186,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     def _launch(
         self,
         kind: str,
-        operations: tuple[Operation, ...],
+        operations: tuple[TransferRecord, ...],
         run: Callable[[], None],
         *,
         reads: Sequence[Tensor],
@@ -263,11 +263,10 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             return self
         return split_source(self)  # only splits ask by the device that a group is bound to
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the group's operations."""
+    def _set_default_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout.total_seconds()
 
-    _set_default_timeout = set_timeout
+    set_timeout = _set_default_timeout
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's trampoline calls it so)
         """The backend's name."""

@@ -180,7 +180,7 @@ class Nccl2Group(FakeGroup):
         self._ended.set()
 
     def kill(self, cause: str) -> None:
-        """Torch ends the process."""
+        """Report that torch would end the process."""
         if self.rules.handling and not self.aborted:
             self.device.violations.append(f"the process was ended by nccl2's watchdog: {cause}")
 

@@ -111,7 +111,8 @@ def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[An
         zeros: dict[int, Tensor] = {id(tensor): torch.zeros_like(tensor) for tensor in given}
         places = {id(zeros[id(tensor)]): _Argument(place) for place, tensor in enumerate(given)}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            made = operation(*tree_map(lambda each: zeros.get(id(each), each), args), **_replaced(kwargs, zeros))
+            zero_args, zero_kwargs = tree_map(lambda each: zeros.get(id(each), each), (args, kwargs))
+            made = operation(*zero_args, **zero_kwargs)
         known[key] = tree_map(lambda each: places.get(id(each)) or _shape_of(each), made)
 
     def result_of(found: Any) -> Any:
@@ -136,11 +137,6 @@ class _Argument:
 
 def _shape_of(value: Any) -> Any:
     return _TensorShape(value.size(), value.stride(), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _replaced(kwargs: dict[str, Any], zeros: dict[int, Tensor]) -> dict[str, Any]:
-    replaced: dict[str, Any] = tree_map(lambda each: zeros.get(id(each), each), kwargs)
-    return replaced
 
 
 def computation(operation: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> Callable[[], None]:

@@ -46,14 +46,6 @@ class Streams(StreamWork):
         del device
         return nullcontext()
 
-    def is_initialized(self) -> bool:
-        """The device is in use."""
-        return True
-
-    def current_device(self) -> int:
-        """The number of the one device."""
-        return 0
-
     def synchronize(self, device: Any = None) -> None:
         """Wait on the host for every stream, those of groups with their entries."""
         del device

@@ -65,11 +65,11 @@ class StreamWork(Order):
                 self.late.grow(memory.nbytes)
 
     def keep(self, stream: VirtualStream, clock: Clock) -> None:
-        """A library keeps the memory of its piece of work on ``stream`` until `let_go`, or for good."""
+        """Note that a library keeps the memory of its piece of work on ``stream``, until `let_go` or for good."""
         self._kept.add((stream.stream_id, clock[stream.stream_id]))
 
     def let_go(self, stream: VirtualStream, clock: Clock) -> None:
-        """The library has ordered a stream after the work, and relies on it from now on."""
+        """Note that the library has ordered a stream after the work, and relies on that from now on."""
         self._kept.discard((stream.stream_id, clock[stream.stream_id]))
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class StreamWork(Order):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations of this thread are the fake's own, and no work."""
+        """Inside, operations of this thread are the fake's own, and are not noted as work."""
         was = self.is_paused
         self._local.paused = True
         try:

@@ -41,7 +41,7 @@ def giving_up(why: Callable[[], str]) -> Iterator[None]:
 
 
 def reason_to_give_up() -> Callable[[], str]:
-    """What `giving_up` asks in this thread; outside of it `str`, which has no text."""
+    """The ``why`` of `giving_up` in this thread; outside of it `str`, which gives an empty text."""
     why: Callable[[], str] = getattr(_here, "why", str)
     return why
 

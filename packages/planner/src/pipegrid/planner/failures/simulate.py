@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from attrs import define, evolve, field, frozen
 
@@ -16,9 +16,9 @@ from pipegrid.planner.failures.throughput import Throughput, by_nodes
 from pipegrid.topology.fields import Index, Rule, checked_fields, instance
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
-POLICIES: tuple[Policy, ...] = ("restart", "re-plan", "spare")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 Cause: TypeAlias = Literal["redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares"]
-CAUSES: tuple[Cause, ...] = ("redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares")
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def _restart(value: Any) -> float | tuple[tuple[int, float], ...]:

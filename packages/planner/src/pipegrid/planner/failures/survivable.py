@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from itertools import combinations, groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import frozen
 
@@ -18,7 +18,7 @@ Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
 """What the ranks of a dp x cp group divide among them: nothing, the optimizer's states, or these and the parameters."""
 
 What: TypeAlias = Literal["parameters", "optimizer"]
-PIECES: tuple[What, ...] = ("parameters", "optimizer")
+PIECES: tuple[What, ...] = get_args(What)
 
 MOST_PAIRS = 500_000
 """Pairs that are examined one by one, at most."""

@@ -182,7 +182,7 @@ class HyperCommGrid:
             view: the view they belong to; None is the grid itself.
             timeout: of the creation and of the group's operations; None is the backend's default.
             pg_options: the backend's options.
-            group_desc: description in torch's logs.
+            group_desc: description in torch's logs; None describes a group by its dims and grid.
 
         Raises:
             GridKeyError: the grid has these groups already.
@@ -303,9 +303,9 @@ def create_grid_groups(
 
     Args:
         requests: per grid the groups to create: dims (a name, or several) or, for a view, a `GroupRequest`.
-        timeout: of the creation and of the groups' operations; None is the backend's default.
-        pg_options: the backend's options; one object serves all groups.
-        group_desc: description in torch's logs; None describes each group by its dims and grid.
+        timeout: as in `HyperCommGrid.create_pg`.
+        pg_options: as in `HyperCommGrid.create_pg`; one object serves all groups.
+        group_desc: as in `HyperCommGrid.create_pg`.
 
     Raises:
         GridKeyError: a grid has one of the groups already, or a request occurs twice.

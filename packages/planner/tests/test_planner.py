@@ -34,7 +34,7 @@ from pipegrid.planner.grids import arrangements
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.report import results_table, to_json, why_slower
 from pipegrid.planner.script import training_script
-from pipegrid.planner.search import _Search
+from pipegrid.planner.search import _JobSearch
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import (
     PlanError,
@@ -174,7 +174,7 @@ def test_a_bound_is_never_above_the_step_it_bounds(frozen):
 def test_memory_that_is_called_too_little_is_too_little(frozen):
     """Candidates are left out by bounds of their memory, which are never above what they need."""
     job = small_job(encoder=2, decoder=2, batch=4, flops=0.1, activations=4e9, frozen=frozen, schedules=("1f1b",))
-    search = _Search(CostModel(job), 4, 80e9, 30)
+    search = _JobSearch(CostModel(job), 4, 80e9, 30)
     for arrangement in arrangements(job, 4):
         for candidate in search.candidates(arrangement):
             made, live = search.planned(candidate)
@@ -214,8 +214,8 @@ def test_positions_are_those_of_the_bridges():
                 continue
             shape = Shape(model, arrangement, places)
             each = {part.module: tuple(range(part.pp)) for part in arrangement.parts} | {main_part.module: places}
-            found = positions_of(shape.wiring.graph, arrangement.grids, each)
-            assert found.placement == shape.wiring.placement
+            found = positions_of(shape.placed.graph, arrangement.grids, each)
+            assert found.placement == shape.placed.placement
 
 
 def test_a_v_has_one_placement():
@@ -393,13 +393,13 @@ def test_the_package_works_with_torch_blocked():
 def test_the_public_names_are_pinned():
     assert set(pipegrid.planner.__all__) == {
         "Device", "Job", "JobError", "Layers", "Measured", "ModuleCosts", "Network", "NoFitError", "Training",
-        "dry_run", "goodput", "plan", "read_job", "refined", "survivable", "what_if",
+        "dry_run", "plan", "read_job", "refined", "what_if",
     }  # fmt: skip
     assert pipegrid.planner.Module is ModuleCosts
     further = (
         "Choice", "DryRun", "Failures", "Goodput", "Memory", "Outage", "Outcome", "Planned", "Scenario", "Survival",
-        "Throughput", "WhatIf", "count_survivable", "layer_costs", "layers_toml", "parse_job", "planned_throughput",
-        "random_failures", "read_failures", "rerouted_throughput",
+        "Throughput", "WhatIf", "count_survivable", "goodput", "layer_costs", "layers_toml", "parse_job",
+        "planned_throughput", "random_failures", "read_failures", "rerouted_throughput", "survivable",
     )  # fmt: skip
     for name in further:  # imported from it as well
         assert getattr(pipegrid.planner, name).__name__ == name

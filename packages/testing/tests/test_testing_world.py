@@ -2,27 +2,18 @@
 
 import ctypes
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipegrid.testing import world
-from pipegrid.testing.messages import Job
+from pipegrid.testing.messages import RunTest, Settings
 
-job = partial(
-    Job,
-    path="",
-    name="",
-    rank=0,
-    world_size=2,
-    deadline=1.0,
-    strict_sends=False,
-    fake_nccl="streams",
-    directory="",
-    largest_world=4,
-)
+
+def job(backend, *, rank=0, world_size=2, largest_world=4):
+    settings = Settings(world_size, backend, deadline=1.0, strict_sends=False, fake_nccl="streams")
+    return RunTest("", "", rank, settings, "", largest_world)
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from pipegrid.topology import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError, control_store
 from pipegrid.topology.bounded_calls import giving_up, reason_to_give_up
-from pipegrid.topology.rendezvous import meet
+from pipegrid.topology.rendezvous import Rendezvous
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
 
 
 def member(store, rank, ranks, *, timeout=LONG, label="lane"):
-    return meet(PrefixStore("world", store), "pair", ranks=ranks, rank=rank, label=label, timeout=timeout)
+    return Rendezvous(PrefixStore("world", store), ranks, rank, label, timeout).meet("pair")
 
 
 def all_meet(store, ranks):
@@ -104,8 +104,8 @@ class LateStore(HashStore):
 
 def test_a_deadline_that_meets_the_last_arrival_lets_all_members_go_on():
     store, results = LateStore(), []
-    store.last_member = lambda: results.append(meet(store, "k", ranks=[0, 1], rank=1, label="a", timeout=LONG))
-    results.append(meet(store, "k", ranks=[0, 1], rank=0, label="a", timeout=SHORT))
+    store.last_member = lambda: results.append(Rendezvous(store, [0, 1], 1, "a", LONG).meet("k"))
+    results.append(Rendezvous(store, [0, 1], 0, "a", SHORT).meet("k"))
     assert results == [0, 0]
     assert store.add("k/0/count", 0) == 2
 
@@ -119,7 +119,7 @@ class LostStore(HashStore):
 
 def test_a_lost_store_is_not_a_missing_member():
     with pytest.raises(RuntimeError, match="connection reset by peer") as lost:
-        meet(LostStore(), "k", ranks=[0, 1], rank=0, label="a", timeout=LONG)
+        Rendezvous(LostStore(), [0, 1], 0, "a", LONG).meet("k")
     assert lost.value.__notes__ == ["rank 0 was creating group 'a' of ranks [0, 1]"]
 
 
@@ -141,7 +141,7 @@ def test_a_store_whose_host_has_stopped_is_an_error_at_the_deadline():
         host.send_signal(signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(GroupStoreError, match=r"group 'a' of ranks \[0, 1\], and the store .* did not answer"):
-            meet(store, "k", ranks=[0, 1], rank=0, label="a", timeout=timedelta(seconds=0.5))
+            Rendezvous(store, [0, 1], 0, "a", timedelta(seconds=0.5)).meet("k")
         assert time.monotonic() - start < 0.5 + 2
     finally:
         host.kill()
@@ -185,16 +185,12 @@ def test_the_cost_does_not_grow_with_the_group():
     def operations(size):
         store, calls[:] = HashStore(), []
         others = [
-            threading.Thread(
-                target=meet,
-                args=(store, "k"),
-                kwargs={"ranks": range(size), "rank": rank, "label": "a", "timeout": LONG},
-            )
+            threading.Thread(target=Rendezvous(store, range(size), rank, "a", LONG).meet, args=("k",))
             for rank in range(1, size)
         ]
         for other in others:
             other.start()
-        meet(CountingStore(store), "k", ranks=range(size), rank=0, label="a", timeout=LONG)
+        Rendezvous(CountingStore(store), range(size), 0, "a", LONG).meet("k")
         for other in others:
             other.join()
         return len(calls)

@@ -201,7 +201,7 @@ def compare(*, batch: int, steps: int) -> str:
     rows = []
     for case, seconds, own in measured:
         choice = case.choice(of)
-        replicas = [choice.shape.stages[stages[-1]].part.dp for stages in choice.shape.wiring.held]
+        replicas = [choice.shape.stages[stages[-1]].part.dp for stages in choice.shape.placed.held]
         work = sum(busy * ranks for busy, ranks in zip(choice.simulation.busy, replicas, strict=True))
         shared = f"{1e3 * work / cores:.1f}" if case.ranks > cores else ""
         name = f"{choice.arrangement}, {', '.join(choice.layouts.values())}"

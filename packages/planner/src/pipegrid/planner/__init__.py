@@ -1,6 +1,6 @@
 """The best grids, layout, schedule and microbatch size of a job, searched by prediction and proved. No torch.
 
-Names outside ``__all__`` (results, the inputs of `goodput`) are imported from here as well.
+Names outside ``__all__`` (results, failures and what survives them) are imported from here as well.
 """
 
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
@@ -15,12 +15,12 @@ from pipegrid.planner.failures import (
     Survival as Survival,
     Throughput as Throughput,
     count_survivable as count_survivable,
-    goodput,
+    goodput as goodput,
     planned_throughput as planned_throughput,
     random_failures as random_failures,
     read_failures as read_failures,
     rerouted_throughput as rerouted_throughput,
-    survivable,
+    survivable as survivable,
     survivable_table as survivable_table,
 )
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
@@ -41,10 +41,8 @@ __all__ = [
     "NoFitError",
     "Training",
     "dry_run",
-    "goodput",
     "plan",
     "read_job",
     "refined",
-    "survivable",
     "what_if",
 ]

@@ -95,15 +95,15 @@ class Candidate:
     def named_plan(self) -> Plan:
         """The schedule's plan of computes; `PlanError` where the schedule is not for this candidate."""
         return schedule_for(
-            self.shape.wiring.graph,
+            self.shape.placed.graph,
             self.schedule,
             self.num_microbatches,
-            placement=self.shape.wiring.placement,
+            placement=self.shape.placed.placement,
             forward_only=[module.name for module in self.shape.job.modules if module.frozen],
         )
 
     def least_seconds(self) -> float:
-        """Seconds that no plan of the candidate is faster than, with backwards whole or split as its schedule has them.
+        """Lower bound of the seconds of a step, with backwards whole or split as in the schedule.
 
         A position begins when the forwards before it are done, and does all its work; after its last backward come
         those of the stages before it. With split backwards, its weight halves may come later.
@@ -118,13 +118,13 @@ class Candidate:
         return bound + self.shape.reduction
 
     def least_in_flight(self) -> tuple[int, ...]:
-        """Per stage, microbatches that it holds at once, at least: of the schedule on a chain of a few microbatches.
+        """Lower bound, per stage, of the microbatches that it holds at once, from the schedule on a short chain.
 
         A frozen module frees each at the end of its forward.
         """
         shape, main, microbatches = self.shape, self.shape.parts[-1], self.num_microbatches
         if self.schedule == "1f1b":
-            held = tuple(min(microbatches, distance + 1) for distance in shape.wiring.graph.distance_to_sink)
+            held = tuple(min(microbatches, distance + 1) for distance in shape.placed.graph.distance_to_sink)
         else:
             chain = _chain_in_flight(self.schedule, main.pp, shape.chunks, min(microbatches, main.pp, FEW))
             before = microbatches if self.arrangement.colocated else 1  # an encoder on these ranks runs before
@@ -132,11 +132,11 @@ class Candidate:
         return tuple(live if trained else 1 for live, trained in zip(held, shape.trained, strict=True))
 
     def least_memory(self, live: Sequence[int]) -> float:
-        """Bytes of the fullest rank at least, with ``live`` microbatches per stage: one stage's activations."""
+        """Lower bound of the bytes of the fullest rank, with ``live`` microbatches in one of its stages."""
         shape = self.shape
         each = (
             sum(static) + max(live[s] * shape.stages[s].activations for s in stages) * self.microbatch
-            for static, stages in zip(shape.static, shape.wiring.held, strict=True)
+            for static, stages in zip(shape.static, shape.placed.held, strict=True)
         )
         return max(each) + shape.job.device.reserved
 
@@ -147,7 +147,7 @@ class Candidate:
         for edge in shape.collectives:
             once[edge.source] += links.latency
         each = list(zip(shape.times, once, shape.trained, strict=True))
-        edges = shape.wiring.graph.stage_edges
+        edges = shape.placed.graph.stage_edges
         return Costs(
             F=tuple(f * microbatch + latency for (f, _, _), latency, _ in each),
             I=tuple(i * microbatch + latency * trained for (_, i, _), latency, trained in each),
@@ -163,7 +163,7 @@ class Candidate:
         """Per position, bytes of a rank's communicators, and of two messages on each of its lanes."""
         shape, found = self.shape, []
         buffer = shape.job.device.communicator
-        for stages in shape.wiring.held:
+        for stages in shape.placed.held:
             parts = {shape.stages[s].part for s in stages}
             found.append(buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts))
         for flow in dataflow_of(plan).crossing:

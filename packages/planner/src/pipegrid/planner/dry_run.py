@@ -65,9 +65,9 @@ def dry_run(choice: GivenChoice) -> DryRun:
     tile what each rank needs, forward and back; the plan is proved with its communication.
     """
     shape, grids = choice.shape, choice.arrangement.grids
-    positions = positions_of(shape.wiring.graph, grids, shape.stage_places)
-    if positions.placement != shape.wiring.placement:
-        raise JobError(f"the grids have positions {positions.placement}, the plan {shape.wiring.placement}")
+    positions = positions_of(shape.placed.graph, grids, shape.stage_places)
+    if positions.placement != shape.placed.placement:
+        raise JobError(f"the grids have positions {positions.placement}, the plan {shape.placed.placement}")
     lowered = lower(choice.plan, collectives=shape.collectives)
     groups = [
         ranks for grid in grids.values() for dim in grid.dim_names for ranks in grid.groups(dim) if len(ranks) > 1
@@ -95,7 +95,7 @@ _Traffic: TypeAlias = Sequence[tuple[Edge, Direction]]
 
 def _lanes_of_modules(choice: Choice, used: _Traffic) -> Iterator[tuple[int, ...]]:
     """The ranks of each lane inside a module."""
-    shape, graph = choice.shape, choice.shape.wiring.graph
+    shape, graph = choice.shape, choice.shape.placed.graph
     for part in shape.parts:
         first = graph.stage(part.module, 0)
         own = range(first, graph.stage(part.module, -1) + 1)
@@ -110,7 +110,7 @@ def _lanes_of_modules(choice: Choice, used: _Traffic) -> Iterator[tuple[int, ...
 
 
 @frozen
-class _Boundary:
+class _BoundaryTraffic:
     """One direction between two modules: the lanes, the groups, and the messages of a microbatch."""
 
     lanes: Collection[tuple[int, int]]
@@ -118,13 +118,13 @@ class _Boundary:
     messages: int
 
 
-def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_Boundary]:
+def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_BoundaryTraffic]:
     """The boundaries that ``used`` crosses; that of modules that share ranks has groups alone, once for both ways."""
     for edge, source, destination in choice.shape.sides():
         collective = edge in choice.shape.collectives
         if collective:
             all_of_it = tuple(sorted({*source.ranks, *destination.ranks}))
-            yield _Boundary((), (all_of_it, *_copies(source), *_copies(destination)), 0)
+            yield _BoundaryTraffic((), (all_of_it, *_copies(source), *_copies(destination)), 0)
         for direction in (direction for other, direction in used if other == edge):
             backward = direction is Direction.BACKWARD
             plan = plan_reshard(source, destination, _sizes(choice), backward=backward)
@@ -132,7 +132,7 @@ def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_Boundary]:
             messages = sum(message.source != message.destination for message in plan.messages)
             lanes = () if collective else routes(source, destination, _AXES, backward=backward)
             groups = () if collective else _copies(source if backward else destination)
-            yield _Boundary(lanes, tuple(groups), messages)
+            yield _BoundaryTraffic(lanes, tuple(groups), messages)
 
 
 def _copies(side: Side) -> Iterator[tuple[int, ...]]:

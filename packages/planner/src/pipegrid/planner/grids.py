@@ -74,14 +74,11 @@ def _sizes(most: int) -> list[int]:
     )
 
 
-def _divisors(value: int, most: int) -> list[int]:
-    return [size for size in range(1, min(value, most) + 1) if value % size == 0]
-
-
 def _parts_of(job: Job, module: ModuleCosts, gpus: int) -> Iterator[Part]:
     """The grids of ``module`` with at most ``gpus`` ranks; its dp divides the global batch."""
     depth = len(module.each)
-    dps = [dp for dp in module.dp or _divisors(job.global_batch, gpus) if job.global_batch % dp == 0]
+    batch = job.global_batch
+    dps = [dp for dp in module.dp or range(1, min(batch, gpus) + 1) if batch % dp == 0]
     pps = [pp for pp in module.pp or _sizes(min(depth, gpus)) if pp <= depth]
     for tp, cp, dp, pp in itertools.product(module.tp, module.cp, dps, pps):
         if tp * cp * dp * pp <= gpus:

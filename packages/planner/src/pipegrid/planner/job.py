@@ -41,7 +41,7 @@ Placing: TypeAlias = Literal["any", "apart", "colocated"]
 MOST_LAYERS = 10_000
 """Layers of a module, at most."""
 
-SEARCHED = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
+DEFAULT_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 """The schedules of a search that names none."""
 
 _WHOLE = [one.name for one in SCHEDULES.values() if one.trains and not one.sliced and one.name != "u_shape"]
@@ -187,14 +187,14 @@ class Training:
     ``sharding``: ``"optimizer"`` divides the optimizer's states among the dp and cp ranks (Rajbhandari et al. 2020,
     stage 1); ``"none"`` keeps them whole. ``schedules``: names, of any but the U and those with slices. ``chunks``:
     stages per position, where a schedule runs any number. ``microbatch``: samples over all replicas; by default 1 to
-    4 for each lane.
+    4 for each replica.
     """
 
     parameter_bytes: Amount = 2.0
     gradient_bytes: Amount = 4.0
     optimizer_bytes: Amount = 12.0
     sharding: Sharding = "optimizer"
-    schedules: tuple[ScheduleName, ...] = SEARCHED
+    schedules: tuple[ScheduleName, ...] = DEFAULT_SCHEDULES
     chunks: tuple[Count, ...] = (2,)
     microbatch: tuple[Count, ...] = ()
 

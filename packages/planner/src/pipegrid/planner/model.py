@@ -21,7 +21,7 @@ Times = tuple[float, float, float]
 
 
 @frozen
-class Stage:
+class StageCosts:
     """A stage of a module on its grid.
 
     ``times`` and ``activations``: seconds, and bytes of a rank, for each sample of a microbatch. ``parameters``: their
@@ -115,7 +115,7 @@ class CostModel:
         except LayoutInfeasibleError:
             return None
 
-    def _stages(self, part: Part, layout: PipelineParallelLayerLayout) -> tuple[Stage, ...]:
+    def _stages(self, part: Part, layout: PipelineParallelLayerLayout) -> tuple[StageCosts, ...]:
         """The stages of a layout."""
         module, times = self.job.module(part.module), self.layer_times(part.module, part.tp, part.cp)
         ends = accumulate((len(stage) for stage in layout.stages), initial=0)
@@ -125,7 +125,7 @@ class CostModel:
             forward, inputs, weights = (sum(layer[kind] for layer in own) / part.dp for kind in range(3))
             activations = sum(layer.activations for layer in layers) / (part.tp * part.cp) / part.dp
             parameters = sum(layer.parameters for layer in layers) / part.tp
-            stages.append(Stage(part, (forward, inputs, weights), activations, parameters))
+            stages.append(StageCosts(part, (forward, inputs, weights), activations, parameters))
         return tuple(stages)
 
     def parameter_bytes(self, part: Part) -> tuple[float, float, float]:
@@ -136,7 +136,7 @@ class CostModel:
         replicas = part.dp * part.cp if training.sharding == "optimizer" else 1
         return training.parameter_bytes, training.gradient_bytes, training.optimizer_bytes / replicas
 
-    def reduction(self, stage: Stage) -> float:
+    def reduction(self, stage: StageCosts) -> float:
         """Seconds after the last backward: gradients of the parameters summed, and sharded parameters gathered."""
         part = stage.part
         replicas = part.dp * part.cp
@@ -148,7 +148,7 @@ class CostModel:
         return moved / group_bandwidth(links, stride=part.tp, size=replicas) + 2 * links.latency
 
     def least_seconds(self, arrangement: Arrangement) -> float:
-        """Seconds of a step at least: the computes of the busiest position, which has the mean of its module's."""
+        """Lower bound of the seconds of a step: the busiest position computes the mean of its module, or more."""
         each = [
             self.total(part.module, part.tp, part.cp) * self.job.global_batch / (part.dp * part.pp)
             for part in arrangement.parts
@@ -156,7 +156,7 @@ class CostModel:
         return sum(each) if arrangement.colocated else max(each)
 
     def least_memory(self, arrangement: Arrangement) -> float:
-        """Bytes of the fullest rank at least: the mean of its module's, with one microbatch of the fewest samples."""
+        """Lower bound of the bytes of the fullest rank: the mean of its module, with one microbatch, the smallest."""
         samples = math.lcm(*(part.dp for part in arrangement.parts))
         fixed, trained, running = [], [], []
         for part in arrangement.parts:

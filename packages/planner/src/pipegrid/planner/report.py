@@ -131,7 +131,7 @@ def _rooms(choice: Choice) -> Iterator[tuple[int, int, float]]:
     Those that the dead held at once, shared by the replicas that are left.
     """
     live, stages = in_flight(choice.plan), choice.shape.stages
-    for position, held in enumerate(choice.shape.wiring.held):
+    for position, held in enumerate(choice.shape.placed.held):
         shares = {s: -(-live[s] // (stages[s].part.dp - 1)) for s in held if stages[s].part.dp > 1}
         bytes_more = sum(more * stages[s].activations * choice.microbatch for s, more in shares.items())
         yield max(shares.values(), default=0), position, bytes_more

@@ -20,7 +20,7 @@ from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.grids import Arrangement, Part, arrangements
 from pipegrid.planner.job import GivenBytes, Job
 from pipegrid.planner.model import CostModel
-from pipegrid.planner.stages import Shape, Wiring
+from pipegrid.planner.stages import PlacedGraph, Shape
 from pipegrid.schedules import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
 from pipegrid.schedules.verify import Proof
 from pipegrid.topology.fields import Count, checked_arguments, instance
@@ -80,16 +80,16 @@ def plan(job: GivenJob, *, gpus: Count, memory: GivenBytes | None = None, limit:
     capacity = job.device.memory if memory is None else memory
     if capacity is None:
         raise JobError("device.memory is missing; give it in the job, or memory=")
-    return _Search(CostModel(job), gpus, float(capacity), limit).run()
+    return _JobSearch(CostModel(job), gpus, float(capacity), limit).run()
 
 
 @define
-class _Search:
+class _JobSearch:
     model: CostModel
     gpus: int
     capacity: float
     limit: int
-    plans: dict[tuple[Wiring, str, int], tuple[Plan, tuple[int, ...]] | None] = field(factory=dict)
+    plans: dict[tuple[PlacedGraph, str, int], tuple[Plan, tuple[int, ...]] | None] = field(factory=dict)
 
     @property
     def job(self) -> Job:
@@ -156,7 +156,7 @@ class _Search:
 
     def planned(self, candidate: Candidate) -> tuple[Plan, tuple[int, ...]] | None:
         """The plan of a candidate and its microbatches in flight; None where the schedule is not for it."""
-        key = (candidate.shape.wiring, candidate.schedule, candidate.microbatch)
+        key = (candidate.shape.placed, candidate.schedule, candidate.microbatch)
         if key not in self.plans:
             try:
                 made = candidate.named_plan()

@@ -11,13 +11,13 @@ from pipegrid.bridges import ModuleGraph, Side, boundary_side, collective_edges,
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.job import Job
-from pipegrid.planner.model import CostModel, Stage, Times, bandwidth
+from pipegrid.planner.model import CostModel, StageCosts, Times, bandwidth
 from pipegrid.schedules.plan import stages_on
 from pipegrid.transport.edge import Edge
 
 
 @frozen
-class Wiring:
+class PlacedGraph:
     """The graph of modules cut to depth, and the positions of its stages: all that a plan depends on.
 
     ``held``: per position, its stages.
@@ -29,10 +29,10 @@ class Wiring:
 
 
 @cache
-def wiring(
+def placed_graph(
     modules: tuple[tuple[str, tuple[int, ...]], ...], edges: tuple[tuple[str, str], ...], *, colocated: bool
-) -> Wiring:
-    """The wiring of modules (name, pp ranks of its stages) in the order of the graph.
+) -> PlacedGraph:
+    """The graph of modules (name, pp ranks of its stages) in their order, and the positions of its stages.
 
     Other dims than pp do not matter, so the positions are those of the smallest grids with these stages.
     """
@@ -44,7 +44,7 @@ def wiring(
     ]
     placement = positions_of(graph, Arrangement(tuple(parts), colocated).grids, dict(modules)).placement
     held = stages_on(placement)
-    return Wiring(graph, placement, tuple(tuple(held[position]) for position in sorted(held)))
+    return PlacedGraph(graph, placement, tuple(tuple(held[position]) for position in sorted(held)))
 
 
 @frozen(slots=False, eq=False)
@@ -86,12 +86,12 @@ class Shape:
         return {part.module: tuple(range(part.pp)) for part in self.parts[:-1]} | {self.parts[-1].module: self.places}
 
     @cached_property
-    def wiring(self) -> Wiring:
+    def placed(self) -> PlacedGraph:
         """The graph of stages and their positions; the same object for all shapes with equal ones."""
-        return wiring(tuple(self.stage_places.items()), self.job.edges, colocated=self.arrangement.colocated)
+        return placed_graph(tuple(self.stage_places.items()), self.job.edges, colocated=self.arrangement.colocated)
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StageCosts, ...]:
         """The stages of all modules, in the order of the graph."""
         cut = zip(self.parts, self.layouts, strict=True)
         return tuple(stage for part, layout in cut for stage in self.model.stages(part, layout))
@@ -127,7 +127,7 @@ class Shape:
     @cached_property
     def boundaries(self) -> dict[Edge, tuple[str, str]]:
         """The edges between modules, each with its source and its destination."""
-        graph = self.wiring.graph
+        graph = self.placed.graph
         return {
             Edge(graph.stage(source, -1), graph.stage(destination, 0)): (source, destination)
             for source, destination in self.job.edges
@@ -148,7 +148,7 @@ class Shape:
         """Seconds per sample of each boundary that is a collective: some ranks are on both of its sides."""
         if not self.arrangement.colocated:
             return {}
-        graph, grids = self.wiring.graph, self.arrangement.grids
+        graph, grids = self.placed.graph, self.arrangement.grids
         named = [(here.name, there.name, here, there) for _, here, there in self.sides()]
         edges = collective_edges(graph, positions_of(graph, grids, self.stage_places), named)
         ranks = grids[self.parts[-1].module].ranks
@@ -184,23 +184,23 @@ class Shape:
     def reduction(self) -> float:
         """Seconds of the slowest position's sums of gradients."""
         each = [self.model.reduction(stage) for stage in self.stages]
-        return max(sum(each[s] for s in stages) for stages in self.wiring.held)
+        return max(sum(each[s] for s in stages) for stages in self.placed.held)
 
     @cached_property
     def position_bounds(self) -> list[tuple[float, float, float, float, float]]:
-        """What the step of any plan has, per position: seconds around its computes, and of them.
+        """Per position, seconds that the step of any plan takes before, after and in its computes.
 
         For each sample of a microbatch the forwards before its first compute, the backwards after its last, and the I
         of those alone; for the batch F, I and W together, and F and I.
         """
         head, tail, tail_inputs = ([0.0] * len(self.stages) for _ in range(3))
-        for edge in sorted(self.wiring.graph.stage_edges, key=lambda edge: edge.destination):
+        for edge in sorted(self.placed.graph.stage_edges, key=lambda edge: edge.destination):
             (f, i, w), s, d = self.times[edge.source], edge.source, edge.destination
             head[d] = max(head[d], head[s] + f)
             tail[d] = max(tail[d], tail[s] + i + w)
             tail_inputs[d] = max(tail_inputs[d], tail_inputs[s] + i)
         batch, found = self.job.global_batch, []
-        for stages in self.wiring.held:
+        for stages in self.placed.held:
             f, i, w = (sum(self.times[s][kind] for s in stages) * batch for kind in range(3))
             first, last, last_inputs = (min(of[s] for s in stages) for of in (head, tail, tail_inputs))
             found.append((first, last, last_inputs, f + i + w, f + i))
@@ -211,7 +211,7 @@ class Shape:
         """Per position, bytes of parameters, gradients and optimizer states of a rank."""
         sizes = {part: self.model.parameter_bytes(part) for part in self.parts}
         found = []
-        for stages in self.wiring.held:
+        for stages in self.placed.held:
             rows = [[self.stages[s].parameters * size for size in sizes[self.stages[s].part]] for s in stages]
             found.append((sum(r[0] for r in rows), sum(r[1] for r in rows), sum(r[2] for r in rows)))
         return found

@@ -26,7 +26,7 @@ _NEVER_SENT = 2**30 + 1  # a tag
 
 
 @define(eq=False)
-class _Wait:
+class _TorchWait:
     """A wait under way: of which work, since when, and how long at most, in seconds of the moved clock."""
 
     work: Any
@@ -46,7 +46,7 @@ class MovedClock:
 
     passed: float = 0.0
     ended: list[str] = field(factory=list)
-    _waits: dict[int, _Wait] = field(factory=dict)
+    _waits: dict[int, _TorchWait] = field(factory=dict)
     _transfers: weakref.WeakKeyDictionary[Any, tuple[Callable[..., Any], int]] = field(
         factory=weakref.WeakKeyDictionary
     )
@@ -71,8 +71,8 @@ class MovedClock:
                     _wait(receive([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT), timedelta(milliseconds=1))
 
     @contextmanager
-    def _noting(self, work: Any, bound: float) -> Iterator[_Wait]:
-        wait = _Wait(work, time.monotonic(), bound)
+    def _noting(self, work: Any, bound: float) -> Iterator[_TorchWait]:
+        wait = _TorchWait(work, time.monotonic(), bound)
         with self._lock:
             self._waits[id(wait)] = wait
         try:

@@ -1,4 +1,4 @@
-"""One test on its ranks, followed by the pytest process: messages in, a `Run` out."""
+"""One test on its ranks, followed by the pytest process: messages in, a `RankedRun` out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from enum import Enum
 
 from attrs import define, evolve, field
 
+from pipegrid.testing.faults import Fault
 from pipegrid.testing.messages import (
     AskStacks,
     Cleaned,
@@ -18,8 +19,8 @@ from pipegrid.testing.messages import (
     FaultFired,
     FaultPlanned,
     Finished,
-    Job,
-    Position,
+    PositionReport,
+    RunTest,
     Stacks,
     Started,
     Stopped,
@@ -36,7 +37,7 @@ _CLEAN_LIMIT = 10.0
 _DUMP_PAUSE = 0.1
 
 
-class State(Enum):
+class ProcessState(Enum):
     """Where a rank's process is."""
 
     STARTING = "starting"
@@ -52,14 +53,14 @@ class RankRecord:
 
     rank: int
     worker: Worker = field(repr=False)
-    state: State = State.STARTING
+    state: ProcessState = ProcessState.STARTING
     position: str | None = None
     position_at: float = 0.0
     finished: Finished | None = None
     exit_code: int | None = None
     stacks: str | None = None
     output: str = ""
-    fault: FaultFired | None = None
+    fault: Fault | None = None
     ended_at: float | None = None
     suspended: bool = False
     cleaned: str | None = None
@@ -68,7 +69,7 @@ class RankRecord:
     @property
     def open(self) -> bool:
         """The rank's test has neither ended nor been stopped."""
-        return self.state in (State.STARTING, State.RUNNING)
+        return self.state in (ProcessState.STARTING, ProcessState.RUNNING)
 
     @property
     def expected_end(self) -> bool:
@@ -78,7 +79,7 @@ class RankRecord:
         if self.fault.kind == "kill":
             return self.exit_code == -signal.SIGKILL
         if self.fault.kind == "stop":
-            return self.state is State.STOPPED
+            return self.state is ProcessState.STOPPED
         return self.fault.kind == "raise" and self.finished is not None and self.finished.injected
 
     @property
@@ -86,7 +87,7 @@ class RankRecord:
         """The rank ended, neither passed nor as its planned fault requires."""
         if self.expected_end:
             return False
-        if self.state is State.DEAD:
+        if self.state is ProcessState.DEAD:
             return True
         return self.finished is not None and self.finished.outcome != "passed"
 
@@ -97,21 +98,21 @@ class _Timed:
 
     at: float
     record: RankRecord
-    plan: FaultPlanned
+    fault: Fault
     resume: bool = False
 
 
 @define(eq=False)
-class Run:
+class RankedRun:
     """Record of one test on its ranks: the result of `run_test`."""
 
-    job: Job
+    test: RunTest
     records: list[RankRecord]
     began: float | None = None
     seconds: float = 0.0
     ended_at: float = 0.0
     timed_out: str | None = None
-    unfired: list[FaultPlanned] = field(factory=list)
+    unfired: list[Fault] = field(factory=list)
 
     def first_failure(self) -> RankRecord | None:
         """The failed rank whose end was seen first."""
@@ -119,13 +120,13 @@ class Run:
         return min(failed, key=lambda record: record.ended_at or 0.0, default=None)
 
 
-def run_test(pool: Pool, job: Job) -> Run:
-    """Run ``job`` on ``job.world_size`` workers and follow them to the end, a failure or the deadline.
+def run_test(pool: Pool, test: RunTest) -> RankedRun:
+    """Run ``test`` on a worker for each rank and follow them to the end, a failure or the deadline.
 
     Workers that end the test cleanly go back into the pool; all those of a test with a failure or a fault are killed.
     """
-    workers = pool.take(job.world_size)
-    run = Run(job=job, records=[RankRecord(rank=rank, worker=worker) for rank, worker in enumerate(workers)])
+    workers = pool.take(test.settings.world_size)
+    run = RankedRun(test=test, records=[RankRecord(rank=rank, worker=worker) for rank, worker in enumerate(workers)])
     reusable: list[Worker] = []
     try:
         with selectors.DefaultSelector() as selector:
@@ -134,7 +135,7 @@ def run_test(pool: Pool, job: Job) -> Run:
             for record in run.records:
                 record.worker.new_output()  # what the end of an earlier test left
                 selector.register(record.worker.channel.socket, selectors.EVENT_READ, record)
-                follower.tell(record, evolve(job, rank=record.rank))
+                follower.tell(record, evolve(test, rank=record.rank))
             follower.to_the_end()
             reusable = follower.clean_up()
             for record in run.records:
@@ -142,14 +143,14 @@ def run_test(pool: Pool, job: Job) -> Run:
     finally:
         pool.discard([worker for worker in workers if worker not in reusable])
         pool.give_back(reusable)
-        shutil.rmtree(job.directory, ignore_errors=True)  # the rest, if any, goes with the session's directory
+        shutil.rmtree(test.directory, ignore_errors=True)  # the rest, if any, goes with the session's directory
     return run
 
 
 @define(eq=False)
 class _Follower:
     pool: Pool
-    run: Run
+    run: RankedRun
     selector: selectors.BaseSelector
     timed: list[_Timed] = field(factory=list)
 
@@ -159,10 +160,10 @@ class _Follower:
         limit = time.monotonic() + START_LIMIT
         why = f"not every rank had started after {START_LIMIT:.0f} s"
         while any(record.open for record in run.records):
-            if run.began is None and not any(record.state is State.STARTING for record in run.records):
+            if run.began is None and not any(record.state is ProcessState.STARTING for record in run.records):
                 run.began = time.monotonic()
-                limit = run.began + run.job.deadline
-                why = f"the deadline of {run.job.deadline:g} s passed"
+                limit = run.began + run.test.settings.deadline
+                why = f"the deadline of {run.test.settings.deadline:g} s passed"
             first = run.first_failure()
             if first is not None and first.ended_at is not None and first.ended_at + GRACE < limit:
                 limit = first.ended_at + GRACE
@@ -176,7 +177,7 @@ class _Follower:
             self._fire_timed(now)
             self._step(min([limit, *(timed.at for timed in self.timed)]) - now)
         run.seconds = time.monotonic() - (run.began or time.monotonic())
-        run.unfired += [timed.plan for timed in self.timed if not timed.resume]
+        run.unfired += [timed.fault for timed in self.timed if not timed.resume]
 
     def clean_up(self) -> list[Worker]:
         """After a test that passed, have every rank destroy its groups; the workers that left nothing behind."""
@@ -189,7 +190,7 @@ class _Follower:
         for record in records:
             self.tell(record, CleanUp())
         limit = time.monotonic() + _CLEAN_LIMIT
-        while any(record.cleaned is None and record.state is State.FINISHED for record in records):
+        while any(record.cleaned is None and record.state is ProcessState.FINISHED for record in records):
             now = time.monotonic()
             if now >= limit:
                 break
@@ -242,13 +243,13 @@ class _Follower:
 
     def _end(self, record: RankRecord, news: Exited | Stopped) -> None:
         if isinstance(news, Exited):
-            record.state = State.DEAD
+            record.state = ProcessState.DEAD
             record.exit_code = news.code
             record.ended_at = record.ended_at or time.monotonic()
         elif record.fault is None:
             record.suspended = True  # not our doing: a failure, once the deadline passes
-        elif record.fault.kind == "stop" and record.state is State.RUNNING:
-            record.state = State.STOPPED
+        elif record.fault.kind == "stop" and record.state is ProcessState.RUNNING:
+            record.state = ProcessState.STOPPED
 
     def _hear(self, record: RankRecord) -> None:
         messages, gone = record.worker.channel.ready()
@@ -257,16 +258,17 @@ class _Follower:
             self.selector.unregister(record.worker.channel.socket)  # the template reports how it ended
         for message in messages:
             match message:
-                case Position():
+                case PositionReport():
                     record.position, record.position_at = message.text, time.monotonic()
                 case Started():
-                    record.state = State.RUNNING
+                    record.state = ProcessState.RUNNING
                 case FaultPlanned():
-                    self.timed.append(_Timed(at=time.monotonic() + message.after, record=record, plan=message))
+                    at = time.monotonic() + (message.fault.after or 0.0)
+                    self.timed.append(_Timed(at, record, message.fault))
                 case FaultFired():
-                    record.fault = message
+                    record.fault = message.fault
                 case Finished():
-                    record.state, record.finished, record.ended_at = State.FINISHED, message, time.monotonic()
+                    record.state, record.finished, record.ended_at = ProcessState.FINISHED, message, time.monotonic()
                 case Stacks():
                     record.stacks = message.text
                 case Cleaned():
@@ -284,13 +286,11 @@ class _Follower:
             if timed.resume:
                 self.pool.signal(timed.record.worker, signal.SIGCONT)
                 continue
-            plan = timed.plan
-            if not timed.record.open:
-                self.run.unfired.append(plan)
+            record, fault = timed.record, timed.fault
+            if not record.open:
+                self.run.unfired.append(fault)
                 continue
-            timed.record.fault = FaultFired(
-                kind=plan.kind, text=f"{plan.kind} on rank {timed.record.rank} after {plan.after} s"
-            )
-            self.pool.signal(timed.record.worker, signal.SIGKILL if plan.kind == "kill" else signal.SIGSTOP)
-            if plan.seconds is not None:
-                self.timed.append(_Timed(at=now + plan.seconds, record=timed.record, plan=plan, resume=True))
+            record.fault = fault
+            self.pool.signal(record.worker, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+            if fault.seconds is not None:
+                self.timed.append(_Timed(now + fault.seconds, record, fault, resume=True))

@@ -13,6 +13,8 @@ import threading
 
 from attrs import field, frozen
 
+from pipegrid.testing.faults import Fault
+
 _HEADER = struct.Struct("!I")
 _READ = 1 << 16
 
@@ -26,7 +28,7 @@ class Fork:
 
 
 @frozen
-class Signal:
+class SendSignal:
     """Send ``signal`` to the process group of worker ``pid``, if it still lives."""
 
     pid: int
@@ -77,8 +79,19 @@ class Hello:
 
 
 @frozen
-class Job:
-    """One test on one rank: ``name`` in the file ``path``.
+class Settings:
+    """Settings of one test on ranks."""
+
+    world_size: int
+    backend: str
+    deadline: float
+    strict_sends: bool
+    fake_nccl: str
+
+
+@frozen
+class RunTest:
+    """Run one test as one rank: ``name`` in the file ``path``.
 
     ``directory`` is shared by the ranks of this test and removed after it; ``largest_world`` is the most ranks that any
     test of the session has.
@@ -87,11 +100,7 @@ class Job:
     path: str
     name: str
     rank: int
-    world_size: int
-    backend: str
-    deadline: float
-    strict_sends: bool
-    fake_nccl: str
+    settings: Settings
     directory: str
     largest_world: int
 
@@ -115,7 +124,7 @@ class Started:
 
 
 @frozen
-class Position:
+class PositionReport:
     """The rank's position, as reported by the code under test."""
 
     text: str
@@ -125,17 +134,14 @@ class Position:
 class FaultPlanned:
     """A fault by time, planned by the test's body; the pytest process carries it out."""
 
-    kind: str
-    after: float
-    seconds: float | None
+    fault: Fault
 
 
 @frozen
 class FaultFired:
     """A planned fault happens right after this message."""
 
-    kind: str
-    text: str
+    fault: Fault
 
 
 @frozen

@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from attrs import define, evolve, field
 
-from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Hello, Ready, Signal, Stopped, frame
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Hello, Ready, SendSignal, Stopped, frame
 
 _M = TypeVar("_M")
 
@@ -98,7 +98,7 @@ class Pool:
         self._tests = 0
         self._workers = 0
         self._template: _Template | None = None
-        self._mail: list[object] = []
+        self._unread: list[object] = []
         # Process groups of workers that are not known to have ended: the kernel ends the workers of a template that is
         # killed, but not what they started.
         self._groups: set[int] = set()
@@ -175,7 +175,7 @@ class Pool:
         if self._template is not None:
             # Without a template there are no workers; `news` raises.
             with contextlib.suppress(ConnectionError):
-                self._template.channel.send(Signal(pid=worker.pid, signal=number))
+                self._template.channel.send(SendSignal(pid=worker.pid, signal=number))
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Have ``selector`` wake up for `news`."""
@@ -183,9 +183,9 @@ class Pool:
 
     def news(self) -> list[Exited | Stopped]:
         """Workers that ended or were stopped since the last call."""
-        self._collect_mail(self._started)
-        news = [message for message in self._mail if isinstance(message, Exited | Stopped)]
-        self._mail.clear()
+        self._collect(self._started)
+        news = [message for message in self._unread if isinstance(message, Exited | Stopped)]
+        self._unread.clear()
         return news
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Pool:
                         os.killpg(group, signal.SIGKILL)
             template.log.close()
             shutil.rmtree(template.directory, ignore_errors=True)
-        self._mail.clear()
+        self._unread.clear()
         self._groups.clear()
 
     def _answers(self, worker: Worker) -> bool:
@@ -247,12 +247,12 @@ class Pool:
         return template
 
     def _receive(self, kind: type[_M], template: _Template) -> _M:
-        """The next message of ``kind`` from the template; what else arrives stays in the mail for `news`."""
+        """The next message of ``kind`` from the template; what else arrives stays unread for `news`."""
         until = time.monotonic() + START_LIMIT
         while True:
-            for message in self._mail:
+            for message in self._unread:
                 if isinstance(message, kind):
-                    self._mail.remove(message)
+                    self._unread.remove(message)
                     return message
             with selectors.DefaultSelector() as selector:
                 selector.register(template.channel.socket, selectors.EVENT_READ)
@@ -260,11 +260,11 @@ class Pool:
                     error = PoolError(f"the template process did not answer in {START_LIMIT:.0f} s{template.printed()}")
                     self.close()
                     raise error
-            self._collect_mail(template)
+            self._collect(template)
 
-    def _collect_mail(self, template: _Template) -> None:
+    def _collect(self, template: _Template) -> None:
         messages, gone = template.channel.ready()
-        self._mail.extend(messages)
+        self._unread.extend(messages)
         self._groups.difference_update(message.pid for message in messages if isinstance(message, Exited))
         if gone and not messages:
             error = PoolError(f"the template process, which forks the ranks, is gone{template.printed()}")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipegrid.testing.follow import GRACE, RankRecord, Run, State, run_test
-from pipegrid.testing.messages import Hello, Job, Warned, is_plain
+from pipegrid.testing.follow import GRACE, ProcessState, RankedRun, RankRecord, run_test
+from pipegrid.testing.messages import Hello, RunTest, Warned, is_plain
 from pipegrid.testing.pool import Pool
 from pipegrid.testing.settings import name_in_file, settings_of
 
@@ -48,19 +48,14 @@ class RankedFunction(pytest.Function):
 
     def runtest(self) -> None:
         """Run the test on its ranks and make their outcomes one."""
-        settings = settings_of(self)
         pool = pool_of(self.config)
         run = run_test(
             pool,
-            Job(
+            RunTest(
                 path=str(self.path),
                 name=name_in_file(self),
                 rank=0,
-                world_size=settings.world_size,
-                backend=settings.backend,
-                deadline=settings.deadline,
-                strict_sends=settings.strict_sends,
-                fake_nccl=settings.fake_nccl,
+                settings=settings_of(self),
                 directory=str(pool.directory()),
                 largest_world=_largest_world(self.session),
             ),
@@ -71,7 +66,7 @@ class RankedFunction(pytest.Function):
             pytest.fail(text, pytrace=False)
         _verdict(run)
 
-    def _take_over(self, run: Run) -> None:
+    def _take_over(self, run: RankedRun) -> None:
         """Show what the ranks printed and warned of as this test's own."""
         seen: set[Warned] = set()
         for record in run.records:
@@ -133,7 +128,7 @@ def _hello(config: pytest.Config) -> Hello:
     )
 
 
-def _verdict(run: Run) -> None:
+def _verdict(run: RankedRun) -> None:
     """Skip or xfail if the ranks did."""
     ended = [
         (record.rank, record.finished.outcome, record.finished.text)
@@ -165,13 +160,13 @@ def _show(item: pytest.Item, warned: Warned) -> None:
     )
 
 
-def failure_text(run: Run) -> str | None:
+def failure_text(run: RankedRun) -> str | None:
     """Report of a failed test, rank by rank, the first failure first; ``None`` if the test did not fail."""
     given_up = ("skipped", "xfailed")
     broken = [record for record in run.records if record.failed and _outcome(record) not in given_up]
     never = [
-        f"planned fault '{plan.kind}' after {plan.after} s never happened: the test took {run.seconds:.2f} s"
-        for plan in run.unfired
+        f"planned fault '{fault.kind}' after {fault.after} s never happened: the test took {run.seconds:.2f} s"
+        for fault in run.unfired
     ]
     if any(_outcome(record) in given_up for record in run.records):
         never = []  # only a test that passed can have missed a fault
@@ -184,19 +179,19 @@ def failure_text(run: Run) -> str | None:
     return "\n".join(lines)
 
 
-def _headline(run: Run, broken: list[RankRecord], never: list[str]) -> str:
-    world = f"{run.job.world_size} ranks"
+def _headline(run: RankedRun, broken: list[RankRecord], never: list[str]) -> str:
+    world = f"{run.test.settings.world_size} ranks"
     if run.timed_out is not None:
         waiting = ", ".join(str(record.rank) for record in run.records if record.open)
         return f"{world}: {run.timed_out}; unfinished: rank {waiting}"
     if broken:
         first = min(broken, key=lambda record: record.ended_at or 0.0)
-        how = "died" if first.state is State.DEAD else "failed"
+        how = "died" if first.state is ProcessState.DEAD else "failed"
         return f"{world}: rank {first.rank} {how}{' first' if len(broken) > 1 else ''}: {_summary(first)}"
     return f"{world}: " + "; ".join(never)
 
 
-def _rank_lines(run: Run, record: RankRecord) -> Iterator[str]:
+def _rank_lines(run: RankedRun, record: RankRecord) -> Iterator[str]:
     position = "" if record.position is None else f", at position '{record.position}'"
     if record.position is not None and record.open:
         position += f" for {max(0.0, run.ended_at - record.position_at):.1f} s"
@@ -207,15 +202,15 @@ def _rank_lines(run: Run, record: RankRecord) -> Iterator[str]:
         yield record.stacks.rstrip()
 
 
-def _state(run: Run, record: RankRecord) -> str:
-    planned = "" if record.fault is None else f" (planned fault: {record.fault.text})"
-    if record.state is State.DEAD:
+def _state(run: RankedRun, record: RankRecord) -> str:
+    planned = "" if record.fault is None else f" (planned fault: {record.fault})"
+    if record.state is ProcessState.DEAD:
         return f"died, {exit_text(record.exit_code)}{planned}"
     if record.finished is not None:
         return f"{record.finished.outcome}{planned}"
-    if record.state is State.STOPPED:
+    if record.state is ProcessState.STOPPED:
         return f"stopped{planned}"
-    if record.state is State.STARTING:
+    if record.state is ProcessState.STARTING:
         return "still starting"
     if record.suspended:
         return "suspended by a signal"

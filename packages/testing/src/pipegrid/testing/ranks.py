@@ -10,10 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from pipegrid.testing.faults import Fault, InjectedFault, check_rank
-from pipegrid.testing.messages import Channel, FaultFired, FaultPlanned, Position
+from pipegrid.testing.messages import Channel, FaultFired, FaultPlanned, PositionReport
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class Ranks:
 
     def report_position(self, position: object) -> None:
         """Report this rank's position; a failure or a passed deadline prints the last one of each rank."""
-        self._channel.send(Position(text=str(position)))
+        self._channel.send(PositionReport(text=str(position)))
 
     def reach(self, point: object) -> None:
         """Report ``point`` as this rank's position, and carry out the faults planned there.
@@ -98,16 +98,17 @@ class Ranks:
         if fault.after is None:
             self._faults.append(fault)
         elif fault.kind == "raise":
-            self._faults.append(_postponed(fault, time.monotonic() - self._began))
+            # Counted from the test's start from here on.
+            self._faults.append(evolve(fault, after=fault.after + time.monotonic() - self._began))
         else:
-            self._channel.send(FaultPlanned(kind=fault.kind, after=fault.after, seconds=fault.seconds))
+            self._channel.send(FaultPlanned(fault))
 
     def pending_faults(self) -> tuple[Fault, ...]:
         """The faults of this rank that have not happened yet, those by time that the pytest process holds excepted."""
         return tuple(self._faults)
 
     def _carry_out(self, fault: Fault, point: str) -> None:
-        self._channel.send(FaultFired(kind=fault.kind, text=str(fault)))
+        self._channel.send(FaultFired(fault))
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":
@@ -116,8 +117,3 @@ class Ranks:
             time.sleep(fault.seconds)
         else:
             raise InjectedFault(f"injected fault: {fault}, raised at {point!r}")
-
-
-def _postponed(fault: Fault, elapsed: float) -> Fault:
-    """``fault`` with its time counted from the test's start instead of from now."""
-    return Fault(fault.kind, rank=fault.rank, after=(fault.after or 0.0) + elapsed)

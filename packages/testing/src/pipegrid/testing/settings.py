@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attrs import frozen
 
 from pipegrid.testing.faults import Fault, FaultError, check_rank
+from pipegrid.testing.messages import Settings
 
 BACKENDS = ("gloo", "nccl", "fake_nccl", "staged")
 # How the fake NCCL plays its entries: a stream for each group, or one for the rank; or by the rules of nccl-legacy, of
@@ -18,17 +18,6 @@ WORLD_SIZE = "_pipegrid_testing_world_size"
 
 # Longer than any test, and short enough for every clock and poll that is given it.
 _LONGEST = 7 * 24 * 3600.0
-
-
-@frozen
-class Settings:
-    """Settings of one test on ranks."""
-
-    world_size: int
-    backend: str
-    deadline: float
-    strict_sends: bool
-    fake_nccl: str
 
 
 def settings_of(item: pytest.Item) -> Settings:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Ready, Signal, Stopped
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Ready, SendSignal, Stopped
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,7 +39,7 @@ def end_with_parent(parent: int, number: int) -> bool:
 
 
 def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
-    """Serve `Fork` and `Signal` requests on descriptor ``control`` until its other end closes."""
+    """Serve `Fork` and `SendSignal` requests on descriptor ``control`` until its other end closes."""
     children: set[int] = set()
     try:
         # The parent's end is not answered by SIGKILL here: there are workers and a directory to clean away first.
@@ -101,7 +101,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
                 return
             descriptors += received
             for request in channel.feed(data):
-                if isinstance(request, Signal) and request.pid in children:
+                if isinstance(request, SendSignal) and request.pid in children:
                     _signal_group(request.pid, request.signal)
                 elif isinstance(request, Fork):
                     pid = _fork_worker(template, (wake_read, wake_write, channel.socket), descriptors, work)
@@ -129,7 +129,7 @@ def _fork_worker(
 
 
 def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:
-    """In the child: own process group, own output file, then serve jobs until the end."""
+    """In the child: own process group, own output file, then serve tests until the end."""
     code = 1
     try:
         _own_group(0)

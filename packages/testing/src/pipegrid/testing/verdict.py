@@ -18,7 +18,7 @@ from pipegrid.testing.messages import Finished, Warned, is_plain
 
 
 @frozen
-class _Failure:
+class _PhaseFailure:
     """One failure of the test on this rank. ``when`` is the phase: setup, call, teardown, or the world around them."""
 
     when: str
@@ -31,7 +31,7 @@ class RankTest:
     """The test on this rank so far: failures, warnings, captured output."""
 
     def __init__(self) -> None:
-        self.failures: list[_Failure] = []
+        self.failures: list[_PhaseFailure] = []
         self.warnings: list[Warned] = []
         self._sections: dict[str, str] = {}
         self._properties: tuple[tuple[str, object], ...] = ()
@@ -49,7 +49,7 @@ class RankTest:
             return  # the pytest process decides on an xpass, once all ranks have ended
         if report.failed:
             self.failures.append(
-                _Failure(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
+                _PhaseFailure(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
             )
         elif hasattr(report, "wasxfail"):
             self._xfailed = report.wasxfail.removeprefix("reason: ")
@@ -61,20 +61,20 @@ class RankTest:
         """Note an exception from outside the test's phases."""
         formatted = traceback.TracebackException.from_exception(error)
         formatted.stack = of_the_test(formatted.stack)
-        self.failures.append(_Failure("world", "".join(formatted.format()), _summary(error)))
+        self.failures.append(_PhaseFailure("world", "".join(formatted.format()), _summary(error)))
 
     def check_faults(self, pending: tuple[Fault, ...]) -> None:
         """Fail a test that passed although faults planned for it never happened."""
         if pending and not self.failures and self._skipped is None and self._xfailed is None:
             names = "; ".join(map(str, pending))
             text = f"FaultError: planned, but the test ended without reaching it: {names}"
-            self.failures.append(_Failure("faults", text, text))
+            self.failures.append(_PhaseFailure("faults", text, text))
 
     def check_rules(self, violations: list[str]) -> None:
         """Fail a test that broke rules of the fake NCCL."""
         if violations:
             text = "the fake NCCL saw:\n" + "\n".join(f"- {violation}" for violation in violations)
-            self.failures.append(_Failure("fake_nccl", text, f"fake NCCL: {violations[0]}"))
+            self.failures.append(_PhaseFailure("fake_nccl", text, f"fake NCCL: {violations[0]}"))
 
     def finished(self) -> Finished:
         """The test's end on this rank."""

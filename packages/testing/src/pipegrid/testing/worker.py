@@ -31,7 +31,7 @@ from pipegrid.testing.messages import (
     Cleaned,
     Finished,
     Hello,
-    Job,
+    RunTest,
     Stacks,
     Started,
     Warned,
@@ -72,7 +72,7 @@ _PRELOADED = "ignore:Module already imported so cannot be rewritten:pytest.Pytes
 
 
 def main(channel: Channel, stacks_file: int) -> None:
-    """Serve jobs from ``channel``; the process is killed when its other end closes.
+    """Serve tests from ``channel``; the process is killed when its other end closes.
 
     ``stacks_file`` is the descriptor that a signal has the stacks written to.
     """
@@ -168,13 +168,13 @@ class RankSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run jobs until the process is killed."""
+        """Run tests until the process is killed."""
         modules = 0
         while True:
-            job: Job = self._inbox.get()
+            test: RunTest = self._inbox.get()
             left: list[str] = []
             with watch_leaks(left):
-                self._channel.send(self._run(session, job))
+                self._channel.send(self._run(session, test))
                 self._inbox.get()  # `CleanUp`: every rank has ended the test
                 ranks, self.ranks = self.ranks, None
                 end_world(ranks)
@@ -222,15 +222,15 @@ class RankSession:
                 )
             )
 
-    def _run(self, session: pytest.Session, job: Job) -> Finished:
+    def _run(self, session: pytest.Session, test: RunTest) -> Finished:
         self._test = RankTest()
         try:
-            item = self._find(session, job)
+            item = self._find(session, test)
             self._channel.send(Started())
-            self.ranks = make_world(job, self._channel)
+            self.ranks = make_world(test, self._channel)
             for fault in faults_of(item):
                 self.ranks.plan_fault(fault)
-            _seed(f"{Path(job.path).name}::{job.name}")
+            _seed(f"{Path(test.path).name}::{test.name}")
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         except pytest.skip.Exception as skipped:
             return Finished(outcome="skipped", text=str(skipped))
@@ -242,19 +242,19 @@ class RankSession:
                 self._test.check_rules(self.ranks.fake_device.violations)
         return self._test.finished()
 
-    def _find(self, session: pytest.Session, job: Job) -> pytest.Item:
-        if job.path not in self._items:
+    def _find(self, session: pytest.Session, test: RunTest) -> pytest.Item:
+        if test.path not in self._items:
             self._collect_errors.clear()
-            self._wanted = [Path(job.path)]
+            self._wanted = [Path(test.path)]
             if not self._items:
                 self._wanted += _conftest_directories(session)
             items = session.perform_collect([argument_for(str(path), self._directory) for path in self._wanted])
             if self._collect_errors:
                 raise pytest.UsageError("this rank could not collect the test:\n" + "\n".join(self._collect_errors))
-            self._items[job.path] = {name_in_file(item): item for item in items}
+            self._items[test.path] = {name_in_file(item): item for item in items}
         try:
-            return self._items[job.path][job.name]
+            return self._items[test.path][test.name]
         except KeyError:
-            known = "\n".join(self._items[job.path])
-            text = f"this rank does not find {job.name} in {job.path}, whose ids must be the same in every process:"
+            known = "\n".join(self._items[test.path])
+            text = f"this rank does not find {test.name} in {test.path}, whose ids must be the same in every process:"
             raise pytest.UsageError(f"{text}\n{known}") from None

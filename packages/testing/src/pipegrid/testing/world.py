@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from pipegrid.testing.fake_nccl import FakeDevice, Nccl2Rules, register
-from pipegrid.testing.messages import Channel, Job
+from pipegrid.testing.messages import Channel, RunTest
 from pipegrid.testing.ranks import Ranks
 
 # Several ranks on one GPU: an error of NCCL before 2.30, broken before this version (nccl#2257).
@@ -37,27 +37,27 @@ def loopback_only() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
-def make_world(job: Job, channel: Channel) -> Ranks:
-    """Make the default group of ``job`` and this rank's view of it."""
-    device = device_of(job)
-    directory = Path(job.directory)
-    store = FileStore(str(directory / "store"), job.world_size)
+def make_world(test: RunTest, channel: Channel) -> Ranks:
+    """Make the default group of ``test`` and this rank's view of it."""
+    device, settings = device_of(test), test.settings
+    directory = Path(test.directory)
+    store = FileStore(str(directory / "store"), settings.world_size)
     fake_device = None
-    if job.backend == "fake_nccl":
-        mode = job.fake_nccl
+    if settings.backend == "fake_nccl":
+        mode = settings.fake_nccl
         nccl2 = Nccl2Rules() if mode in ("nccl2", "lazy") else None
         fake_device = FakeDevice(serial=mode == "serial", nccl2=nccl2, lazy=mode in ("legacy", "lazy"))
         fake_device.watchdog.store = store
         register(fake_device)
-    backend = _BACKENDS.get(job.backend, job.backend)
-    dist.init_process_group(backend, store=PrefixStore("world", store), rank=job.rank, world_size=job.world_size)
+    backend = _BACKENDS.get(settings.backend, settings.backend)
+    dist.init_process_group(backend, store=PrefixStore("world", store), rank=test.rank, world_size=settings.world_size)
     ranks = Ranks(
-        rank=job.rank,
-        world_size=job.world_size,
-        backend=job.backend,
+        rank=test.rank,
+        world_size=settings.world_size,
+        backend=settings.backend,
         device=device,
-        deadline=job.deadline,
-        strict_sends=job.strict_sends,
+        deadline=settings.deadline,
+        strict_sends=settings.strict_sends,
         shared_path=directory / "shared",
         store=PrefixStore("test", store),
         fake_device=fake_device,
@@ -78,23 +78,24 @@ def end_world(ranks: Ranks | None) -> None:
     gc.collect()
 
 
-def device_of(job: Job) -> torch.device:
+def device_of(test: RunTest) -> torch.device:
     """The rank's device: the CPU, or a GPU, which several ranks share where there are fewer GPUs than ranks."""
-    count = torch.cuda.device_count() if job.backend in ("nccl", "staged") else 0
+    backend, world_size = test.settings.backend, test.settings.world_size
+    count = torch.cuda.device_count() if backend in ("nccl", "staged") else 0
     if count == 0:
-        if job.backend == "nccl":
+        if backend == "nccl":
             raise pytest.UsageError("backend 'nccl' needs a GPU and torch sees none; use --backend gloo")
         return torch.device("cpu")
-    if job.backend == "nccl" and job.largest_world > count and nccl_version() >= _NCCL_SHARED_GPU:
+    if backend == "nccl" and test.largest_world > count and nccl_version() >= _NCCL_SHARED_GPU:
         for name, value in _SHARED_GPU_SETTINGS.items():
             os.environ.setdefault(name, value)
-    elif job.backend == "nccl" and job.world_size > count:
+    elif backend == "nccl" and world_size > count:
         shown, needed = (".".join(map(str, version)) for version in (nccl_version(), _NCCL_SHARED_GPU))
         pytest.skip(
-            f"{job.world_size} ranks on {count} GPUs: NCCL {shown} is loaded, sharing a GPU needs {needed}; "
+            f"{world_size} ranks on {count} GPUs: NCCL {shown} is loaded, sharing a GPU needs {needed}; "
             "preload one, or use --backend staged"
         )
-    device = torch.device("cuda", job.rank % count)
+    device = torch.device("cuda", test.rank % count)
     torch.cuda.set_device(device)
     return device
 

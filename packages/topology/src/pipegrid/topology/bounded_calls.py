@@ -1,6 +1,6 @@
-"""Blocking calls with a deadline, of a store: one whose process is stopped never answers, and its client waits on.
+"""Calls of a store with a deadline.
 
-torch's timeouts do not end such a call. No torch.
+A store whose process is stopped never answers, and torch's timeouts do not end the call of its client. No torch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def giving_up(why: Callable[[], str]) -> Iterator[None]:
 
 
 def reason_to_give_up() -> Callable[[], str]:
-    """What `giving_up` asks in this thread; outside of it `str`, which has no text."""
+    """The ``why`` of `giving_up` in this thread; outside of it `str`, which gives an empty text."""
     why: Callable[[], str] = getattr(_here, "why", str)
     return why
 
 
 @define(eq=False)
-class _Call:
+class _BoundedCall:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     done: threading.Lock = field(factory=threading.Lock)
@@ -69,9 +69,9 @@ class BoundedCalls:
 
     def __init__(self, name: str = "pipegrid-store", *, patience: float = 1.0) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_BoundedCall | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._silent: _Call | None = None
+        self._silent: _BoundedCall | None = None
         self._finalizer = weakref.finalize(self, _end, self._calls, self._threads, patience)
 
     @property
@@ -107,7 +107,7 @@ class BoundedCalls:
         if not self._threads:
             self._threads.append(threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True))
             self._threads[0].start()
-        call = _Call(function, arguments)
+        call = _BoundedCall(function, arguments)
         call.done.acquire()
         self._calls.put(call)
         end = time.monotonic() + seconds
@@ -146,7 +146,7 @@ def bounded(
         calls.close()
 
 
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+def _serve(calls: queue.SimpleQueue[_BoundedCall | None]) -> None:
     while (call := calls.get()) is not None:
         if not call.given_up:
             try:
@@ -157,7 +157,7 @@ def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
         del call  # it may hold the object whose end ends this thread
 
 
-def _end(calls: queue.SimpleQueue[_Call | None], threads: list[threading.Thread], patience: float) -> None:
+def _end(calls: queue.SimpleQueue[_BoundedCall | None], threads: list[threading.Thread], patience: float) -> None:
     calls.put(None)
     for thread in threads:
         if thread is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""Groups of a grid as a `DeviceMesh`, and a `DeviceMesh` as a box of ranks; neither makes groups."""
+"""Groups of a grid as a `DeviceMesh`, and a `DeviceMesh` as a grid; neither makes groups."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipegrid.topology.errors import GridError
 from pipegrid.topology.grid import Grid
+from pipegrid.topology.torch_compat import accelerator_of, backends_by_device
 
 
 def mesh_over(
@@ -25,19 +26,13 @@ def mesh_over(
         groups: this rank's group of each dim.
         kind: type of the devices, such as ``cpu``; None is the device that the groups' backend serves.
     """
-    device_type = torch.device(kind).type if kind else _device_type(groups[0])
+    if kind is None:
+        kind = accelerator_of(backends_by_device(dist.get_backend_config(groups[0]))) or "cpu"
     mesh = torch.tensor(list(ranks), dtype=torch.int).reshape(list(sizes))
-    return DeviceMesh.from_group(list(groups), device_type, mesh, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(list(groups), torch.device(kind).type, mesh, mesh_dim_names=tuple(names))
 
 
-def _device_type(group: ProcessGroup) -> str:
-    """The accelerator that the group serves by a backend of its own, else the CPU."""
-    served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    own = [device for device, backend in served.items() if device != "cpu" and backend != served.get("cpu")]
-    return own[0] if own else "cpu"
-
-
-def box_of(mesh: DeviceMesh) -> Grid:
+def grid_of(mesh: DeviceMesh) -> Grid:
     """The mesh's ranks as a grid, the dims in reverse."""
     names = mesh.mesh_dim_names
     if names is None:

@@ -49,7 +49,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
 
 @attrs.frozen
 class Rule:
-    """What a value must be: `convert` returns it in its one form or raises ValueError; `text` completes an error.
+    """What a value must be: `convert` returns it normalized or raises ValueError; `text` completes an error.
 
     ``choices``: the names that a value may be, for a suggestion.
     """
@@ -143,7 +143,7 @@ Name: TypeAlias = Annotated[str, Rule(_name, "a string that is not empty")]
 
 
 def checked(value: Any, annotation: Any, what: str, error: ErrorType) -> Any:
-    """``value`` in its one form, by the rule of ``annotation``.
+    """Validate ``value`` against ``annotation``; returns the normalized value.
 
     Raises:
         error: the value breaks the rule; the text says what, the value and the rule.
@@ -173,7 +173,7 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
 
 
 def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """A decorator that brings the arguments of a function into their one form, by the rules of its annotations.
+    """A decorator that validates and normalizes the arguments of a function by its annotations.
 
     Raises (from the function):
         error: an argument breaks its rule: "num_positions is 0; it must be an integer of at least 1".

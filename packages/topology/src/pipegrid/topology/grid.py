@@ -1,4 +1,4 @@
-"""`Grid`, a box of ranks with named dims, as arithmetic; its views, and the relation of two grids. No torch."""
+"""`Grid`, consecutive ranks with named dims, as arithmetic; its views, and the relation of two grids. No torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ No torch until a group is created.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -18,7 +17,7 @@ from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
 from pipegrid.topology.fields import Index, Name, Rule, checked, checked_fields
-from pipegrid.topology.rendezvous import meet, named_errors, not_connected
+from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.topology.world import require_default_group
 
 if TYPE_CHECKING:
@@ -181,6 +180,8 @@ def create_each(
     The order is `creation_order` with ties broken by the options, so it is total here as well.
     """
     here, world_size = require_default_group()
+    from pipegrid.topology.torch_compat import default_store
+
     ordered = sorted(wanted, key=lambda item: (item[0].order_key, item[1].text))
     for spec, _ in ordered:
         if max(spec.ranks) >= world_size:
@@ -194,8 +195,9 @@ def create_each(
                 continue
             group = shared.get((spec.ranks, options.text)) if spec.shared else None
             if group is None:
-                with named_errors(spec.label, spec.ranks, here):
-                    group = _create(spec, options, here)
+                members = Rendezvous(default_store(), spec.ranks, here, spec.label, options.creation_timeout)
+                with members.named_errors():
+                    group = _create(spec, options, members)
             if spec.shared:
                 shared[spec.ranks, options.text] = group
             made[spec, options.text] = group
@@ -206,19 +208,17 @@ def create_each(
 
 
 def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
-    """A group of ``ranks`` that this one makes alone: for the places of its members, some of which may be dead.
+    """A group of ``ranks`` that this one makes without the others, some of which may be dead.
 
-    It connects to none of them until something is sent, which nothing should be.
+    It says which rank has which place. It connects to none of them until something is sent, which nothing should be.
     """
     from pipegrid.topology import torch_compat as compat
 
     options = group_options()
-    name = f"pipegrid/places/{label} from rank {ranks[0]}"
-    sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
     with compat.unconnected():
         return compat.make_group(
             ranks=ranks,
-            name=f"{name}#{sequence}",
+            name=compat.free_name(f"pipegrid/places/{label} from rank {ranks[0]}"),
             backend=options.backend,
             timeout=options.timeout,
             creation_timeout=options.creation_timeout,
@@ -240,33 +240,18 @@ def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
             )
 
 
-def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
+def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> ProcessGroup:
     """Meet the other members, connect, and return when all of them are connected."""
     from pipegrid.topology import torch_compat as compat
 
-    name = _name(spec, options)
-
-    def meet_members(key: str, step: str) -> int:
-        return meet(
-            compat.default_store(),
-            key,
-            ranks=spec.ranks,
-            rank=rank,
-            label=spec.label,
-            timeout=options.creation_timeout,
-            step=step,
-        )
-
     alone = compat.is_fake(options.backend)  # a fake group has no peers, and its store cannot count
-    if alone:
-        sequence = next(number for number in itertools.count() if not compat.is_name_taken(f"{name}#{number}"))
-    else:
-        sequence = meet_members(name, "come")
-    connected = f"{name}#{sequence}/connected"
+    name = _name(spec, options)
+    name = compat.free_name(name) if alone else f"{name}#{members.meet(name)}"
+    connected = f"{name}/connected"
     try:
         group = compat.make_group(
             ranks=spec.ranks,
-            name=f"{name}#{sequence}",
+            name=name,
             backend=options.backend,
             timeout=options.timeout,
             creation_timeout=options.creation_timeout,
@@ -275,19 +260,12 @@ def _create(spec: GroupSpec, options: GroupOptions, rank: int) -> ProcessGroup:
         )
     except SilentStoreError:
         if reason := reason_to_give_up()():
-            raise GroupConnectionError(f"rank {rank} gave up group {spec.label!r}: {reason}") from None
-        raise not_connected(
-            compat.default_store(),
-            connected,
-            ranks=spec.ranks,
-            rank=rank,
-            label=spec.label,
-            timeout=options.creation_timeout,
-        ) from None
+            raise GroupConnectionError(f"rank {members.rank} gave up group {spec.label!r}: {reason}") from None
+        raise members.not_connected(connected) from None
     if len(spec.ranks) > 1 and not alone:
         try:
             # A member that went on and destroyed the group would cut off those that still connect to it.
-            meet_members(connected, "connect")
+            members.meet(connected, step="connect")
         except BaseException:
             discard_groups([group])
             raise

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HyperCommGrid:
-    """A box of consecutive ranks with named dims, the first varying fastest, with its views and process groups.
+    """Consecutive ranks with named dims, the first varying fastest, with their views and process groups.
 
     ``rank = rank_offset + sum_i coord_i * prod_{j<i} shape_j``. Arithmetic needs no torch and no other rank; only
     groups do. A job with several grids creates all its groups in one call of `create_grid_groups`.
@@ -182,7 +182,7 @@ class HyperCommGrid:
             view: the view they belong to; None is the grid itself.
             timeout: of the creation and of the group's operations; None is the backend's default.
             pg_options: the backend's options.
-            group_desc: description in torch's logs.
+            group_desc: description in torch's logs; None describes a group by its dims and grid.
 
         Raises:
             GridKeyError: the grid has these groups already.
@@ -272,12 +272,12 @@ class HyperCommGrid:
         Raises:
             GridError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
         """
-        from pipegrid.topology.device_mesh import box_of
+        from pipegrid.topology.device_mesh import grid_of
 
-        box = box_of(mesh)
-        grid = cls(box.shape, box.dim_names, box.rank_offset)
+        base = grid_of(mesh)
+        grid = cls(base.shape, base.dim_names, base.rank_offset)
         if grid.is_current_rank_in_grid():
-            for name in box.dim_names:
+            for name in base.dim_names:
                 grid._groups.adopt(GroupRequest(name), mesh.get_group(name), grid.group_ranks(name))
         return grid
 
@@ -303,9 +303,9 @@ def create_grid_groups(
 
     Args:
         requests: per grid the groups to create: dims (a name, or several) or, for a view, a `GroupRequest`.
-        timeout: of the creation and of the groups' operations; None is the backend's default.
-        pg_options: the backend's options; one object serves all groups.
-        group_desc: description in torch's logs; None describes each group by its dims and grid.
+        timeout: as in `HyperCommGrid.create_pg`.
+        pg_options: as in `HyperCommGrid.create_pg`; one object serves all groups.
+        group_desc: as in `HyperCommGrid.create_pg`.
 
     Raises:
         GridKeyError: a grid has one of the groups already, or a request occurs twice.

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from attrs import frozen
+
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 
@@ -25,120 +27,131 @@ _SHOWN = 16  # ranks of a group that an error lists
 _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a FileStore takes one more than asked
 
 
-def _abbreviated(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return f"[{shown}]" if len(ranks) <= _SHOWN else f"[{shown}, ... {len(ranks)} in all]"
+@frozen
+class Rendezvous:
+    """The members of a group, which meet at a store, as one of them sees them.
 
-
-@contextmanager
-def named_errors(label: str, ranks: Sequence[int], rank: int) -> Iterator[None]:
-    """Errors of torch in the creation of a group, which know keys and addresses, with the names of group and ranks."""
-    try:
-        yield
-    except GroupCreationTimeoutError:
-        raise
-    except RuntimeError as error:
-        raise GroupConnectionError(
-            f"rank {rank} could not create group {label!r} of ranks {_abbreviated(ranks)}: "
-            f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has ended, look there"
-        ) from error
-
-
-def meet(
-    store: Store,
-    key: str,
-    *,
-    ranks: Sequence[int],
-    rank: int,
-    label: str,
-    timeout: timedelta,
-    step: str = "come",
-) -> int:
-    """Return, when all ``ranks`` have come, how often they had met under ``key`` before.
-
-    Four short store operations per member, whatever the size of the group. They run in a thread of their own: a store
-    whose host has stopped answers no operation, and torch's timeouts do not end the call then.
-
-    Args:
+    Attributes:
         store: of the world.
-        key: of the meeting.
         ranks: of the group.
         rank: this one.
         label: of the group, for errors.
-        timeout: deadline of the meeting.
-        step: the verb of the error: what the missing ranks did not do.
-
-    Raises:
-        GroupCreationTimeoutError: some members did not come in time, which it names, or `giving_up` has a reason; the
-            meeting is withdrawn from then, so the same members can try again.
-        GroupStoreError: the store did not answer.
+        timeout: deadline of each meeting.
     """
-    limit = timeout.total_seconds() + _GRACE
-    name, why = f"pipegrid meeting {label}", reason_to_give_up()
-    try:
-        arguments = store, key, ranks, rank, label, timeout, step, why
-        return bounded(_meet, *arguments, seconds=limit, name=name, patience=0.0)
-    except SilentStoreError as error:
-        raise GroupStoreError(
-            f"rank {rank} waited {limit:g} s to create group {label!r} of ranks {_abbreviated(ranks)}, and the store "
-            "of the default process group did not answer"
-        ) from error
-    except GroupCreationTimeoutError:
-        raise
-    except BaseException as error:
-        error.add_note(f"rank {rank} was creating group {label!r} of ranks {_abbreviated(ranks)}")
-        raise
 
+    store: Store
+    ranks: Sequence[int]
+    rank: int
+    label: str
+    timeout: timedelta
 
-def _meet(
-    store: Store,
-    key: str,
-    ranks: Sequence[int],
-    rank: int,
-    label: str,
-    timeout: timedelta,
-    step: str,
-    why: Callable[[], str],
-) -> int:
-    sequence = store.add(f"{key}/sequence", 0)
-    here = f"{key}/{sequence}"
-    arrived = f"{here}/arrived/{rank}"
-    store.set(arrived, "1")
-    if store.add(f"{here}/count", 1) == len(ranks):
-        # Before any member goes on: the next meeting of these members must find the new number.
-        store.add(f"{key}/sequence", 1)
-        store.set(f"{here}/complete", "1")
-        return sequence
-    start = time.monotonic()
-    try:
-        _wait(store, f"{here}/complete", timeout, why)
-    except RuntimeError as error:
-        reason = why()
-        # Stores differ in the error they raise at the deadline; an earlier one is about the store itself.
-        if not reason and time.monotonic() - start < 0.9 * timeout.total_seconds():
+    def __str__(self) -> str:
+        return f"group {self.label!r} of ranks {_abbreviated(self.ranks)}"
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Give errors of torch in the block, which name keys and addresses, the label and the ranks of the group."""
+        try:
+            yield
+        except GroupCreationTimeoutError:
             raise
-        # The counter decides who was too late, so that either all members go on or none does.
-        if store.add(f"{here}/count", -1) + 1 < len(ranks):
-            absent = [other for other in ranks if not store.check([f"{here}/arrived/{other}"])]
-            gone = [other for other in absent if store.check([f"{here}/gone/{other}"])]
-            missing = [other for other in absent if other not in set(gone)]
-            store.set(f"{here}/gone/{rank}", "1")
-            store.delete_key(arrived)
-            if reason:
-                raise GroupCreationTimeoutError(
-                    f"rank {rank} gave up group {label!r} of ranks {_abbreviated(ranks)}: {reason}"
-                ) from error
-            late = f"ranks {_abbreviated(gone)} came and gave up before"
-            also = f" ({late})" if gone else ""
-            fault = f"ranks {_abbreviated(missing)} did not {step}{also}" if missing else late
-            raise GroupCreationTimeoutError(
-                f"rank {rank} waited {timeout.total_seconds():g} s to create group {label!r} of ranks "
-                f"{_abbreviated(ranks)}, but {fault}. Every member must create the group with the same label and "
-                "options, and all ranks must create their groups in creation_order"
+        except RuntimeError as error:
+            raise GroupConnectionError(
+                f"rank {self.rank} could not create {self}: {(str(error).splitlines() or [''])[0]}. Where a member or "
+                "the process of the store has ended, look there"
             ) from error
-        store.add(f"{here}/count", 1)
-        store.wait([f"{here}/complete"], timeout)
-    return sequence
+
+    def meet(self, key: str, *, step: str = "come") -> int:
+        """Return, when all members have come, how often they had met under ``key`` before.
+
+        Four short store operations per member, whatever the size of the group. They run in a thread of their own: a
+        store whose host has stopped answers no operation, and torch's timeouts do not end the call then.
+
+        Args:
+            key: of the meeting.
+            step: the verb of the error: what the missing ranks did not do.
+
+        Raises:
+            GroupCreationTimeoutError: some members did not come in time, which it names, or `giving_up` has a reason;
+                the meeting is withdrawn from then, so the same members can try again.
+            GroupStoreError: the store did not answer.
+        """
+        limit = self.timeout.total_seconds() + _GRACE
+        name, why = f"pipegrid meeting {self.label}", reason_to_give_up()
+        try:
+            return bounded(self._meet, key, step, why, seconds=limit, name=name, patience=0.0)
+        except SilentStoreError as error:
+            raise GroupStoreError(
+                f"rank {self.rank} waited {limit:g} s to create {self}, and the store of the default process group did "
+                "not answer"
+            ) from error
+        except GroupCreationTimeoutError:
+            raise
+        except BaseException as error:
+            error.add_note(f"rank {self.rank} was creating {self}")
+            raise
+
+    def _meet(self, key: str, step: str, why: Callable[[], str]) -> int:
+        store, ranks, timeout = self.store, self.ranks, self.timeout
+        sequence = store.add(f"{key}/sequence", 0)
+        here = f"{key}/{sequence}"
+        arrived = f"{here}/arrived/{self.rank}"
+        store.set(arrived, "1")
+        if store.add(f"{here}/count", 1) == len(ranks):
+            # Before any member goes on: the next meeting of these members must find the new number.
+            store.add(f"{key}/sequence", 1)
+            store.set(f"{here}/complete", "1")
+            return sequence
+        start = time.monotonic()
+        try:
+            _wait(store, f"{here}/complete", timeout, why)
+        except RuntimeError as error:
+            reason = why()
+            # Stores differ in the error they raise at the deadline; an earlier one is about the store itself.
+            if not reason and time.monotonic() - start < 0.9 * timeout.total_seconds():
+                raise
+            # The counter decides who was too late, so that either all members go on or none does.
+            if store.add(f"{here}/count", -1) + 1 < len(ranks):
+                absent = [other for other in ranks if not store.check([f"{here}/arrived/{other}"])]
+                gone = [other for other in absent if store.check([f"{here}/gone/{other}"])]
+                missing = [other for other in absent if other not in set(gone)]
+                store.set(f"{here}/gone/{self.rank}", "1")
+                store.delete_key(arrived)
+                if reason:
+                    raise GroupCreationTimeoutError(f"rank {self.rank} gave up {self}: {reason}") from error
+                late = f"ranks {_abbreviated(gone)} came and gave up before"
+                also = f" ({late})" if gone else ""
+                fault = f"ranks {_abbreviated(missing)} did not {step}{also}" if missing else late
+                raise GroupCreationTimeoutError(
+                    f"rank {self.rank} waited {timeout.total_seconds():g} s to create {self}, but {fault}. Every "
+                    "member must create the group with the same label and options, and all ranks must create their "
+                    "groups in creation_order"
+                ) from error
+            store.add(f"{here}/count", 1)
+            store.wait([f"{here}/complete"], timeout)
+        return sequence
+
+    def not_connected(self, key: str) -> GroupCreationTimeoutError:
+        """The error where all members came and did not all connect; those that did have met under ``key``."""
+
+        def look() -> list[int]:
+            return [other for other in self.ranks if self.store.check([f"{key}/0/arrived/{other}"])]
+
+        try:
+            found = bounded(look, seconds=_GRACE, name=f"pipegrid meeting {self.label}", patience=0.0)
+            said = f"ranks {_abbreviated(found)} have connected" if found else "none has connected"
+        except RuntimeError:
+            said = "the store does not answer"
+        return GroupCreationTimeoutError(
+            f"rank {self.rank} waited {self.timeout.total_seconds():g} s for the backend to connect {self}; all of "
+            f"them had come, {said}. A rank that has died, or hangs in its driver, holds up the others there; look at "
+            "the output of each"
+        )
+
+
+def _abbreviated(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"[{shown}]" if len(ranks) <= _SHOWN else f"[{shown}, ... {len(ranks)} in all]"
 
 
 def _wait(store: Store, key: str, timeout: timedelta, why: Callable[[], str]) -> None:
@@ -154,23 +167,3 @@ def _wait(store: Store, key: str, timeout: timedelta, why: Callable[[], str]) ->
                 raise
         else:
             return
-
-
-def not_connected(
-    store: Store, key: str, *, ranks: Sequence[int], rank: int, label: str, timeout: timedelta
-) -> GroupCreationTimeoutError:
-    """The error for a group whose members all came and did not all connect; those that did have met under ``key``."""
-
-    def look() -> list[int]:
-        return [other for other in ranks if store.check([f"{key}/0/arrived/{other}"])]
-
-    try:
-        found = bounded(look, seconds=_GRACE, name=f"pipegrid meeting {label}", patience=0.0)
-        said = f"ranks {_abbreviated(found)} have connected" if found else "none has connected"
-    except RuntimeError:
-        said = "the store does not answer"
-    return GroupCreationTimeoutError(
-        f"rank {rank} waited {timeout.total_seconds():g} s for the backend to connect group {label!r} of ranks "
-        f"{_abbreviated(ranks)}; all of them had come, {said}. A rank that has died, or hangs in its driver, holds up "
-        "the others there; look at the output of each"
-    )

@@ -8,6 +8,7 @@ each other under different names. `_new_process_group_helper`, which `new_group`
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -100,8 +101,8 @@ def aborts_of(groups: Iterable[ProcessGroup], host_backends: Collection[str]) ->
     for group in groups:
         if not is_alive(group):
             continue
-        parts = [part.split(":") for part in dist.get_backend_config(group).split(",")]
-        kinds = {name: kind for kind, name in parts if name not in host_backends}
+        served = backends_by_device(dist.get_backend_config(group))
+        kinds = {name: kind for kind, name in served.items() if name not in host_backends}
         backends = [group._get_backend(torch.device(kind)) for kind in kinds.values()]  # noqa: SLF001
         if backends:
             found[group] = partial(_abort_all, backends)
@@ -116,6 +117,11 @@ def _abort_all(backends: Iterable[Any]) -> None:
 def is_name_taken(name: str) -> bool:
     """Whether a group of that name is alive in this process."""
     return name in _c10d._world.pg_names.values()  # noqa: SLF001
+
+
+def free_name(name: str) -> str:
+    """``name`` with the first number that no group of this process has."""
+    return next(free for number in itertools.count() if not is_name_taken(free := f"{name}#{number}"))
 
 
 def is_destroying() -> bool:

@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 
 import attrs
 
-from pipegrid.layout.balancing.branch_and_bound import Found, RankLimit, overdrafts, own_caps, search
+from pipegrid.layout.balancing.branch_and_bound import RankLimit, SearchResult, overdrafts, own_caps, search
 from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
 from pipegrid.layout.balancing.partition import Chain, best_partition, rightmost
-from pipegrid.layout.balancing.profile import Costs, Memories, Memory, Profile, model_layers, read_profile
+from pipegrid.layout.balancing.profile import Costs, ExactMemory, Memories, Profile, model_layers, read_profile
 from pipegrid.layout.balancing.report import LayoutReport, measure
 from pipegrid.layout.errors import LayoutInfeasibleError
 from pipegrid.layout.fields import integer, sizes_of_pipeline
@@ -100,7 +100,7 @@ def balance(
     ranks: list[RankLimit] = []
     if sizes.limits is None:
         partition = best_partition(chain, [{}] * stages)
-        found = Found(partition, partition.bottleneck if partition else None, optimal=True)
+        found = SearchResult(partition, partition.bottleneck if partition else None, optimal=True)
     else:
         ranks = [RankLimit(most, rank) for most, rank in zip(sizes.limits, peaks, strict=True)]
         found = search(chain, ranks, nodes=nodes)
@@ -115,10 +115,12 @@ def balance(
     return Balance(layout, measure(layout, profile, peaks), found.bottleneck_bound / profile.unit, found.optimal)
 
 
-def _chain(profile: Profile, places: Sequence[int], low: Sequence[int], high: Sequence[int]) -> tuple[Chain, Memory]:
-    """What is cut, by the places where it may be, and the memory of its layers (0 where there is no limit)."""
+def _chain(
+    profile: Profile, places: Sequence[int], low: Sequence[int], high: Sequence[int]
+) -> tuple[Chain, ExactMemory]:
+    """The layers summed up between legal places of cuts, and the memory of each (0 where there is no limit)."""
     nothing = [0] * len(profile.cost)
-    sizes = profile.memory or Memory(nothing, nothing, None, 1)
+    sizes = profile.memory or ExactMemory(nothing, nothing, None, 1)
     costs, fixed, moving = (_cumulate(each, places) for each in (profile.cost, sizes.fixed, sizes.moving))
     return Chain(costs, fixed, moving, low, high), sizes
 
@@ -156,7 +158,7 @@ def _bounds(kinds: Sequence[str], places: Sequence[int], pp: int, vpp: int) -> t
 
 
 def _infeasible(
-    chain: Chain, ranks: Sequence[RankLimit], found: Found, *, text: Callable[[int, int], str], unit: int
+    chain: Chain, ranks: Sequence[RankLimit], found: SearchResult, *, text: Callable[[int, int], str], unit: int
 ) -> LayoutInfeasibleError:
     """The error: the tightest stage, the memory it lacks, and its microbatches in flight."""
     if found.closest is None:

@@ -49,7 +49,7 @@ class RankLimit:
 
 
 @attrs.frozen
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -82,7 +82,7 @@ def own_caps(ranks: Sequence[RankLimit]) -> tuple[Caps, ...]:
     return tuple({max(peak[chunk] for peak in rank.peaks): rank.limit} for chunk in range(chunks) for rank in ranks)
 
 
-def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> Found:
+def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> SearchResult:
     """The best partition that keeps every rank's limit, with at most ``nodes`` open nodes.
 
     Args:
@@ -101,7 +101,7 @@ def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> Found:
 
     first = _best_first(chain, ranks, bottleneck, root, nodes=nodes)
     if first.best is None:
-        return Found(None, first.bound, first.complete, first.closest)
+        return SearchResult(None, first.bound, first.complete, first.closest)
     ceiling = first.best.bound
 
     def spread(caps: tuple[Caps, ...], at_least: int) -> _Node | None:
@@ -113,11 +113,11 @@ def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> Found:
     # The second search may end without a solution; the first one's remains.
     solutions = [first.best, *([second.best] if second.best else [])]
     best = max((measured(chain, node.cuts) for node in solutions), key=lambda partition: partition.floor)
-    return Found(best, first.bound, first.complete and second.complete)
+    return SearchResult(best, first.bound, first.complete and second.complete)
 
 
 @attrs.frozen
-class _Outcome:
+class _BestFirst:
     best: _Node | None
     bound: int | None
     complete: bool
@@ -131,11 +131,11 @@ def _best_first(
     root_caps: tuple[Caps, ...],
     *,
     nodes: int,
-) -> _Outcome:
+) -> _BestFirst:
     """The node with the least bound whose solution overdraws no rank."""
     root = solve(root_caps, 0)
     if root is None:
-        return _Outcome(None, None, complete=True)
+        return _BestFirst(None, None, complete=True)
     order = count()
     heap: list[tuple[int, int, int, _Node]] = []
     known = set()
@@ -157,7 +157,7 @@ def _best_first(
                 known.add(key)
                 if len(known) > nodes:
                     bound = min(node.bound, *(entry[0] for entry in heap)) if heap else node.bound
-                    return _Outcome(best, bound, complete=False, closest=closest.cuts)
+                    return _BestFirst(best, bound, complete=False, closest=closest.cuts)
                 child = solve(caps, node.bound)
                 if child is not None and (best is None or child.bound < best.bound):
                     children.append(child)
@@ -170,7 +170,7 @@ def _best_first(
             node = heapq.heappop(heap)[-1]
             if best is not None and node.bound >= best.bound:
                 node = None  # nor is any other open node better
-    return _Outcome(best, None if best is None else best.bound, complete=True, closest=closest.cuts)
+    return _BestFirst(best, None if best is None else best.bound, complete=True, closest=closest.cuts)
 
 
 def _by_bound(node: _Node) -> tuple[int, int]:

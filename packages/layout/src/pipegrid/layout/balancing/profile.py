@@ -49,7 +49,7 @@ Memories = Mapping[str, float | LayerMemory | Sequence[float | LayerMemory]] | S
 
 
 @attrs.frozen
-class Memory:
+class ExactMemory:
     """Memory of each layer and limit of each rank, as integers: ``integer / unit`` is the caller's number."""
 
     fixed: Sequence[int]
@@ -65,7 +65,7 @@ class Profile:
     kinds: Sequence[str]
     cost: Sequence[int]
     unit: int
-    memory: Memory | None
+    memory: ExactMemory | None
 
 
 def read_profile(
@@ -89,7 +89,7 @@ def read_profile(
     sizes, memory_unit = _exact([*fixed, *moving, *([] if limit is None else _rank_limits(limit, pp))])
     n = len(kinds)
     limits = None if limit is None else sizes[2 * n :]
-    return Profile(kinds, cost, unit, Memory(sizes[:n], sizes[n : 2 * n], limits, memory_unit))
+    return Profile(kinds, cost, unit, ExactMemory(sizes[:n], sizes[n : 2 * n], limits, memory_unit))
 
 
 def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: LayoutGrammar) -> tuple[str, ...]:

@@ -151,11 +151,11 @@ def report(
 
     Args:
         layout: the layout.
-        costs: forward plus backward time of each layer, per kind or per layer in model order (see `balance`).
-        memory: memory of each layer likewise: a `LayerMemory`, or a number per microbatch in flight.
+        costs: as in `balance`.
+        memory: as in `balance`.
         limit: memory of a rank, or one number per pp rank; only shown beside the memory.
-        microbatches: per step, for the number in flight under 1F1B; None for enough to reach the steady state.
-        in_flight: microbatches in flight under another schedule, in the form of `in_flight_1f1b`.
+        microbatches: as in `balance`.
+        in_flight: as in `balance`.
     """
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     profile = read_profile(layout.flatten_layout, costs, memory, limit, pp=pp, grammar=layout.grammar)

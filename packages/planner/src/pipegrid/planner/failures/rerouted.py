@@ -65,7 +65,7 @@ def _actors(choice: Choice, nodes: int) -> list[frozenset[tuple[int, int]]]:
     """Per node, its actors: replica and position."""
     shape, size = choice.shape, choice.shape.job.links.gpus_per_node
     found: list[set[tuple[int, int]]] = [set() for _ in range(nodes)]
-    graph, placement = shape.wiring.graph, shape.wiring.placement
+    graph, placement = shape.placed.graph, shape.placed.placement
     for name, grid in choice.arrangement.grids.items():
         places = shape.stage_places[name]
         for rank in grid.ranks:

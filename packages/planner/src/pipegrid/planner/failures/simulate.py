@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from attrs import define, evolve, field, frozen
 
@@ -16,9 +16,9 @@ from pipegrid.planner.failures.throughput import Throughput, by_nodes
 from pipegrid.topology.fields import Index, Rule, checked_fields, instance
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
-POLICIES: tuple[Policy, ...] = ("restart", "re-plan", "spare")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 Cause: TypeAlias = Literal["redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares"]
-CAUSES: tuple[Cause, ...] = ("redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares")
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def _restart(value: Any) -> float | tuple[tuple[int, float], ...]:
@@ -112,7 +112,7 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     joins at the end of a step, if what it adds in the mean time between failures is more than the stop takes; else at
     the next failure.
     """
-    run = _Run(scenario, policy, every)
+    run = _SimulatedRun(scenario, policy, every)
     for time, back, node in scenario.failures.events:
         run.until(time)
         if back:
@@ -126,7 +126,7 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
 
 
 @define
-class _Run:
+class _SimulatedRun:
     """The state of a run: it trains (``stretch``; until ``due`` if a node joins then), stops until ``due``, or waits.
 
     ``training`` and ``idle``: the nodes that are up. ``intact``: they hold the state of training, which else is in the

@@ -16,7 +16,7 @@ def whole(steps: float) -> int:
 
 
 @frozen
-class Progress:
+class StretchState:
     """Steps done, with a fraction for the one in progress; steps that a checkpoint keeps; seconds in checkpoints."""
 
     done: float
@@ -50,11 +50,11 @@ class Stretch:
         """Steps between checkpoints."""
         return max(self.every or 1, math.ceil(self.write / self.step - EDGE))
 
-    def at(self, elapsed: float) -> Progress:
+    def at(self, elapsed: float) -> StretchState:
         """The state after ``elapsed`` seconds."""
         head = self.first * self.step
         if self.every is None or elapsed < head:
-            return Progress(self.done + elapsed / self.step, self.saved, 0.0)
+            return StretchState(self.done + elapsed / self.step, self.saved, 0.0)
         cycle = self.checkpoint + self.spacing * self.step
         slack = EDGE * self.step
         turn = math.floor((elapsed - head + slack) / cycle)
@@ -62,7 +62,7 @@ class Stretch:
         base = self.done + self.first
         steps = min(max(0.0, rest - self.checkpoint) / self.step, self.spacing)
         kept = math.floor((elapsed - head - self.checkpoint - self.write + slack) / cycle)
-        return Progress(
+        return StretchState(
             base + turn * self.spacing + steps,
             base + kept * self.spacing if kept >= 0 else self.saved,
             turn * self.checkpoint + min(rest, self.checkpoint),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from itertools import combinations, groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import frozen
 
@@ -18,7 +18,7 @@ Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
 """What the ranks of a dp x cp group divide among them: nothing, the optimizer's states, or these and the parameters."""
 
 What: TypeAlias = Literal["parameters", "optimizer"]
-PIECES: tuple[What, ...] = ("parameters", "optimizer")
+PIECES: tuple[What, ...] = get_args(What)
 
 MOST_PAIRS = 500_000
 """Pairs that are examined one by one, at most."""
@@ -37,7 +37,7 @@ class Piece:
 
 @frozen
 class Survival:
-    """What the ranks ``dead`` leave behind when they die at once.
+    """The outcome where the ranks ``dead`` die at once.
 
     ``lost``: modules and positions without a replica whose ranks all live. ``pieces``: the state of the dead.
     """
@@ -68,7 +68,7 @@ class Survival:
 def survivable(
     grids: Mapping[str, Grid], dead: tuple[Index, ...], *, sharding: Sharding = "none", buddy: bool = False
 ) -> Survival:
-    """What becomes of modules on ``grids`` when the ranks ``dead`` die at once.
+    """Whether modules on ``grids`` go on when the ranks ``dead`` die at once, and where the state of the dead is.
 
     The ranks of a replica at a position (all with one dp and one pp coordinate) compute together: where one is dead,
     the others do nothing, but have their state. What is divided by ``sharding`` is on one rank alone, or with ``buddy``
@@ -94,7 +94,7 @@ def survivable(
 
 
 def survivable_table(grids: Mapping[str, Grid], *, sharding: Sharding = "none", buddy: bool = False) -> str:
-    """What becomes of a single death, by `survivable`, with a row for each module and its positions that are alike.
+    """A table of what each single death leads to, by `survivable`: a row for each module and positions that are alike.
 
     The columns: replicas of the position; ranks that compute only together, and stop with a dead one; where the dead
     one's parameters and optimizer states are; whether the others go on.
@@ -167,7 +167,7 @@ def count_survivable(
     ranks = sorted(set().union(*(grid.ranks for grid in grids.values())))
     groups = [tuple(group) for _, group in groupby(ranks, key=lambda rank: rank // unit)]
     options: dict[str, Any] = {"sharding": sharding, "buddy": buddy}
-    units = [_Unit.of(grids, group) for group in groups if survivable(grids, group, **options).survives]
+    units = [_FailureUnit.of(grids, group) for group in groups if survivable(grids, group, **options).survives]
     near: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, one in enumerate(units):
         for where in one.replicas:
@@ -182,7 +182,7 @@ def count_survivable(
 
 
 @frozen
-class _Unit:
+class _FailureUnit:
     """Ranks that die together; ``replicas`` that they stop, by module and position; ``buddies`` of their shards."""
 
     ranks: frozenset[int]
@@ -190,7 +190,7 @@ class _Unit:
     buddies: frozenset[int | None]
 
     @classmethod
-    def of(cls, grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _Unit:
+    def of(cls, grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _FailureUnit:
         stopped: dict[tuple[str, int], set[int]] = defaultdict(set)
         buddies = set()
         for name, grid in grids.items():
@@ -201,7 +201,7 @@ class _Unit:
         return cls(frozenset(ranks), {where: frozenset(down) for where, down in stopped.items()}, frozenset(buddies))
 
 
-def _conflict(grids: Mapping[str, Grid], a: _Unit, b: _Unit, *, divided: bool) -> bool:
+def _conflict(grids: Mapping[str, Grid], a: _FailureUnit, b: _FailureUnit, *, divided: bool) -> bool:
     """Whether two units, each survived alone, have all replicas of a position, or a shard and its copy."""
     for where in a.replicas.keys() & b.replicas.keys():
         if len(a.replicas[where] | b.replicas[where]) == grids[where[0]].length("dp"):

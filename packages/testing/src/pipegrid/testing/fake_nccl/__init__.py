@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipegrid.testing.fake_nccl.capture import FakeGraph
 from pipegrid.testing.fake_nccl.device import FakeDevice
-from pipegrid.testing.fake_nccl.entries import Launch, Mark, Moment, Operation
+from pipegrid.testing.fake_nccl.entries import LaunchRecord, Mark, Moment, TransferRecord
 from pipegrid.testing.fake_nccl.groups.group import FakeGroup
 from pipegrid.testing.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.testing.fake_nccl.groups.lazy import LazyGroup
@@ -24,7 +24,7 @@ __all__ = [
     "FakeWork",
     "HostSync",
     "LateRun",
-    "Launch",
+    "LaunchRecord",
     "LazyGroup",
     "LegacyGroup",
     "LegacyRules",
@@ -32,8 +32,8 @@ __all__ = [
     "Moment",
     "Nccl2Group",
     "Nccl2Rules",
-    "Operation",
     "Streams",
+    "TransferRecord",
     "VirtualEvent",
     "VirtualStream",
     "register",

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.capture import FakeGraph
-from pipegrid.testing.fake_nccl.entries import Entry, Launch, Mark, MismatchError, Moment, Operation, What
+from pipegrid.testing.fake_nccl.entries import Entry, LaunchRecord, Mark, MismatchError, Moment, TransferRecord, What
 from pipegrid.testing.fake_nccl.frees import Frees
 from pipegrid.testing.fake_nccl.lines import Lines
 from pipegrid.testing.fake_nccl.rules import LegacyRules, Nccl2Rules
@@ -50,7 +50,6 @@ class FakeDevice:
     Attributes:
         closing: set when the test ends.
         pair_attempts: communicators of pairs made so far by the pair's ranks in their group, of all groups (nccl-lazy).
-        history: every launch and every mark on this rank, in order.
         timeline: launches and marks, and the starts and ends of entries between them, in order.
         streams: virtual streams for the code under test; see `Streams`.
         violations: broken rules, as texts; they fail the test.
@@ -83,7 +82,6 @@ class FakeDevice:
         self.connects_in_batches = False
         self.drains_at_compute = False
         self.graph: FakeGraph | None = None
-        self.history: list[Launch | Mark] = []
         self._numbers = itertools.count()
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
@@ -111,9 +109,14 @@ class FakeDevice:
         self._lines.open(self._line(group))
 
     @property
-    def launches(self) -> list[Launch]:
+    def history(self) -> list[LaunchRecord | Mark]:
+        """Every launch and every mark on this rank, in order."""
+        return [moment.of for moment in self.timeline if moment.what in ("launched", "marked")]
+
+    @property
+    def launches(self) -> list[LaunchRecord]:
         """Every entry launched on this rank, in order."""
-        return [event for event in self.history if isinstance(event, Launch)]
+        return [event for event in self.history if isinstance(event, LaunchRecord)]
 
     def mark(self, text: str) -> None:
         """Note in `history` that the host reached a point; work of the current stream up to here belongs to it."""
@@ -122,7 +125,6 @@ class FakeDevice:
             clock = self.streams.record(stream)
             behind = [name for name, where, at in self._marked if not self.streams.known_to_host(where, at)]
             mark = Mark(text, tuple(behind))
-            self.history.append(mark)
             self._note("marked", mark)
             self._marked.append((text, stream, clock))
             self.streams.order(stream, clock, reached=lambda: self._note("reached", mark))
@@ -131,7 +133,7 @@ class FakeDevice:
         self,
         group: str,
         kind: str,
-        operations: tuple[Operation, ...],
+        operations: tuple[TransferRecord, ...],
         run: Callable[[], None],
         timeout: float,
         *,
@@ -140,7 +142,7 @@ class FakeDevice:
     ) -> Entry:
         """Append an entry to the group's stream, after the work of the current virtual stream."""
         with self._lock:
-            launch = Launch(next(self._numbers), group, kind, operations, threading.get_ident())
+            launch = LaunchRecord(next(self._numbers), group, kind, operations, threading.get_ident())
             stream, here = self._group_streams[group], self.streams.current_stream()
             self.streams.order(stream, self.streams.record(here))
             clock = self.streams.work(stream, f"entry {launch.number} ({kind})", reads=reads, writes=writes)
@@ -153,7 +155,6 @@ class FakeDevice:
             after, kept = self.streams.here(here), [*reads, *writes]
             entry = Entry(launch, run, timeout, clock, stream, after, kept)
             self.streams.order(stream, clock, entry.signal)
-            self.history.append(launch)
             self._note("launched", launch)
             self._open[group].append(entry)
             self._lines.append(self._line(group), entry)
@@ -201,7 +202,6 @@ class FakeDevice:
         """Drop the record of what was launched and reached so far: for a long test that looks at its memory."""
         with self._lock:
             self.streams.forget()
-            self.history.clear()
             self.timeline.clear()
             self._marked.clear()
 
@@ -247,7 +247,7 @@ class FakeDevice:
         self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
-    def _note(self, what: What, of: Launch | Mark) -> None:
+    def _note(self, what: What, of: LaunchRecord | Mark) -> None:
         self.timeline.append(Moment(what, of))
 
     def _cancel_all(self, entries: Sequence[Entry], groups: Iterable[str], error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Waits that go by `time.monotonic` as a test may have moved it: hours of a bound pass without a sleep."""
+"""Waits whose bound is one of `time.monotonic`, which a test may move: hours pass without a sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is launched on a fake GPU, and what is noted of it."""
+"""Entries of a fake GPU, and the records of their launches, starts and ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MismatchError(RuntimeError):
 
 
 @frozen
-class Operation:
+class TransferRecord:
     """One transfer of an entry: ``kind`` is ``send`` or ``recv``, ``peer`` a global rank."""
 
     kind: str
@@ -31,7 +31,7 @@ class Operation:
 
 
 @frozen
-class Launch:
+class LaunchRecord:
     """Record of one launched entry.
 
     Attributes:
@@ -45,7 +45,7 @@ class Launch:
     number: int
     group: str
     kind: str
-    operations: tuple[Operation, ...]
+    operations: tuple[TransferRecord, ...]
     thread: int
 
 
@@ -74,7 +74,7 @@ class Moment:
     """
 
     what: What
-    of: Launch | Mark
+    of: LaunchRecord | Mark
 
 
 @define(eq=False)
@@ -91,7 +91,7 @@ class Entry:
         captured: it is in a graph, and does not run.
     """
 
-    launch: Launch
+    launch: LaunchRecord
     run: Callable[[], None]
     timeout: float
     clock: Clock

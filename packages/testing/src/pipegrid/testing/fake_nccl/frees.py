@@ -35,7 +35,7 @@ class Frees:
 
     @contextmanager
     def abort(self, group: str) -> Iterator[None]:
-        """The abort of ``group`` goes on inside the block."""
+        """Count the abort of ``group`` as under way inside the block."""
         self._aborted.add(group)
         self._draining.append(group)
         try:

@@ -14,7 +14,7 @@ from pipegrid.testing.fake_nccl.entries import Entry
 
 
 @define(eq=False)
-class _Line:
+class _StreamQueue:
     """The entries of one stream: those that wait, the one under way, and the queue of the thread that plays it."""
 
     waiting: deque[Entry] = field(factory=deque)
@@ -39,14 +39,14 @@ class Lines:
     starts: Callable[[Entry], None]
     ends: Callable[[Entry], None]
     ended: Callable[[Entry], None]
-    _lines: dict[str, _Line] = field(factory=dict, init=False)
+    _lines: dict[str, _StreamQueue] = field(factory=dict, init=False)
     _threads: list[threading.Thread] = field(factory=list, init=False)
 
     def open(self, name: str) -> None:
         """Start the thread of a stream, unless it has one."""
         with self.lock:
             if name not in self._lines:
-                line = self._lines[name] = _Line()
+                line = self._lines[name] = _StreamQueue()
                 self.start(f"fake stream {name}", self._play_all, line)
 
     def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
@@ -70,7 +70,7 @@ class Lines:
         for thread in self._threads:
             thread.join()
 
-    def _advance(self, line: _Line) -> None:
+    def _advance(self, line: _StreamQueue) -> None:
         with self.lock:
             if line.playing is None and line.waiting:
                 entry = line.waiting[0]
@@ -80,7 +80,7 @@ class Lines:
                     self.starts(entry)
                     line.thread.put(entry)
 
-    def _play_all(self, line: _Line) -> None:
+    def _play_all(self, line: _StreamQueue) -> None:
         while (entry := line.thread.get()) is not None:
             self.play(entry)
             with self.lock:

@@ -60,7 +60,7 @@ class Watchdog:
             self._monitor(now, self.rules)
 
     def note(self, entry: Entry) -> None:
-        """An entry has failed by itself."""
+        """Note an entry that has failed by itself."""
         if self.rules is not None and self.rules.handling:
             self._failed.setdefault(entry.launch.group, (time.monotonic(), str(entry)))
             self._tell()

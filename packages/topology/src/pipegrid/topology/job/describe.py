@@ -8,31 +8,29 @@ from itertools import pairwise
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.job.tables import table
 
-_MAX_ROWS = 64
 
+def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: bool = False) -> str:
+    """The world as a table, ranks x modules: a row is a rank with its coordinates in each module.
 
-def world_rows(
-    grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the world's table.
+    Drawn by rich where it is installed (the extra ``describe``), else in plain text.
 
-    A row is a rank with its coordinates in each module. A world of more than ``max_rows`` ranks has a row per
-    stretch of ranks with the same modules, with the modules' sizes.
+    Args:
+        grids: module name to grid, for example from `place`.
+        max_rows: a larger world has a row per stretch of ranks with the same modules, with the modules' sizes.
+        color: whether to use a terminal's colours; rich only.
     """
-    header = ("rank", *grids)
     world_size = max(grid.world_size for grid in grids.values()) if grids else 0
     if world_size <= max_rows:
-        return header, [(str(rank), *(_coords(grid, rank) for grid in grids.values())) for rank in range(world_size)]
+        rows = [(str(rank), *(_coords(grid, rank) for grid in grids.values())) for rank in range(world_size)]
+        return table(("rank", *grids), rows, color=color)
     bounds = {0, world_size}
     for grid in grids.values():
         bounds |= {grid.ranks.start, grid.ranks.stop}
-    return (f"{header[0]}s", *header[1:]), [
-        (
-            f"{start}..{stop - 1}",
-            *(_sizes(grid) if start in grid.ranks else "" for grid in grids.values()),
-        )
+    rows = [
+        (f"{start}..{stop - 1}", *(_sizes(grid) if start in grid.ranks else "" for grid in grids.values()))
         for start, stop in pairwise(sorted(bounds))
     ]
+    return table(("ranks", *grids), rows, color=color)
 
 
 def _coords(grid: HyperCommGrid, rank: int) -> str:
@@ -41,17 +39,3 @@ def _coords(grid: HyperCommGrid, rank: int) -> str:
 
 def _sizes(grid: HyperCommGrid) -> str:
     return " ".join(f"{dim}={size}" for dim, size in zip(grid.dim_names, grid.shape, strict=True))
-
-
-def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = _MAX_ROWS, color: bool = False) -> str:
-    """The world as a table, ranks x modules.
-
-    Drawn by rich where it is installed (the extra ``describe``), else in plain text.
-
-    Args:
-        grids: module name to grid, for example from `place`.
-        max_rows: a larger world has a row per stretch of ranks instead of one per rank.
-        color: whether to use a terminal's colours; rich only.
-    """
-    header, rows = world_rows(grids, max_rows=max_rows)
-    return table(header, rows, color=color)

@@ -44,18 +44,18 @@ def place(
         raise PlacementError(f"modules are {shown(modules)}; each must have names of dims and sizes: {{'tp': 2}}")
     sizes = {name: Grid(tuple(dims.values()), tuple(dims)).size for name, dims in modules.items()}
     starts = _starts(sizes, together=list(together), offsets=dict(offsets or {}))
-    boxes = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
-    problems = [*_overlaps(boxes), *_uncovered(boxes, world_size)]
+    placed = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
+    problems = [*_overlaps(placed), *_uncovered(placed, world_size)]
     if problems:
         rows = [
-            (name, " ".join(f"{dim}={size}" for dim, size in modules[name].items()), str(box.size), _span(box.ranks))
-            for name, box in boxes.items()
+            (name, " ".join(f"{dim}={size}" for dim, size in modules[name].items()), str(grid.size), _span(grid.ranks))
+            for name, grid in placed.items()
         ]
         table = text_table(("module", "dimensions", "size", "ranks"), rows)
         raise PlacementError(f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{table}")
     return {
-        name: HyperCommGrid(box.shape, box.dim_names, box.rank_offset, backend, world_size=world_size)
-        for name, box in boxes.items()
+        name: HyperCommGrid(grid.shape, grid.dim_names, grid.rank_offset, backend, world_size=world_size)
+        for name, grid in placed.items()
     }
 
 
@@ -87,18 +87,18 @@ def _span(ranks: range) -> str:
     return f"{ranks.start}..{ranks.stop - 1}"
 
 
-def _overlaps(boxes: Mapping[str, Grid]) -> list[str]:
+def _overlaps(placed: Mapping[str, Grid]) -> list[str]:
     return [
-        f"{a!r} ({_span(boxes[a].ranks)}) and {b!r} ({_span(boxes[b].ranks)}) overlap in part"
-        for a, b in combinations(boxes, 2)
-        if relation(boxes[a], boxes[b]) is Relation.OVERLAPPING
+        f"{a!r} ({_span(placed[a].ranks)}) and {b!r} ({_span(placed[b].ranks)}) overlap in part"
+        for a, b in combinations(placed, 2)
+        if relation(placed[a], placed[b]) is Relation.OVERLAPPING
     ]
 
 
-def _uncovered(boxes: Mapping[str, Grid], world_size: int) -> list[str]:
+def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
     problems = []
     covered = 0
-    for ranks in sorted((box.ranks for box in boxes.values()), key=lambda ranks: (ranks.start, ranks.stop)):
+    for ranks in sorted((grid.ranks for grid in placed.values()), key=lambda ranks: (ranks.start, ranks.stop)):
         if ranks.start > covered:
             problems.append(f"ranks {_span(range(covered, ranks.start))} hold no module (a gap)")
         covered = max(covered, ranks.stop)

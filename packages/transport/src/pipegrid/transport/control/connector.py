@@ -21,7 +21,7 @@ from pipegrid.topology import (
     control_store,
     create_groups,
 )
-from pipegrid.topology.rendezvous import meet
+from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.transport.backends import (
     DryMover,
     GlooMover,
@@ -138,7 +138,7 @@ class Connector:
             "open_deadline": str(float(config.open_deadline)),
         }
         peer, name = sum(pair) - rank, "-".join(map(str, pair))
-        turn = meet(self._store, name, ranks=pair, rank=rank, label=f"lanes {name}", timeout=self._timeout)
+        turn = Rendezvous(self._store, pair, rank, f"lanes {name}", self._timeout).meet(name)
         self.turn = max(self.turn, turn)
 
         def exchange() -> Any:

@@ -22,7 +22,7 @@ from pipegrid.schedules.monitor import DisagreementError, JobFailedError
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.topology import GroupCreationTimeoutError, control_store
 from pipegrid.topology.bounded_calls import giving_up
-from pipegrid.topology.rendezvous import meet
+from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
 from pipegrid.transport.collectives.extremes import extremes
@@ -49,15 +49,9 @@ def meet_replicas(module: str, group: dist.ProcessGroup, waiting: Waiting) -> No
     monitor, seconds = waiting.monitor, _PART * (waiting.deadline or _DEADLINE)
     try:
         with giving_up(str if monitor is None else partial(_failure_of, monitor)):
-            meet(
-                control_store("replicas"),
-                f"{module} {ranks}",
-                ranks=ranks,
-                rank=rank,
-                label=f"replicas of {module}",
-                timeout=timedelta(seconds=seconds),
-                step="come to compare what they train",
-            )
+            timeout = timedelta(seconds=seconds)
+            meeting = Rendezvous(control_store("replicas"), ranks, rank, f"replicas of {module}", timeout)
+            meeting.meet(f"{module} {ranks}", step="come to compare what they train")
     except GroupCreationTimeoutError as error:
         raise DisagreementError(
             f"what rank {rank} trains of module {module!r}, or how it finishes the gradients, has changed since the "

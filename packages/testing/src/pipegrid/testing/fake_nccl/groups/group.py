@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrid.testing.fake_nccl.device import FakeDevice
-from pipegrid.testing.fake_nccl.entries import Entry, Operation
+from pipegrid.testing.fake_nccl.entries import Entry, TransferRecord
 from pipegrid.testing.fake_nccl.groups.ending import Ending
 from pipegrid.testing.fake_nccl.groups.meeting import Meeting, global_ranks
 from pipegrid.testing.fake_nccl.groups.splits import split_source
@@ -27,7 +27,7 @@ from pipegrid.testing.fake_nccl.groups.transfers import (
     NEVER,
     Freeable,
     HiddenGroup,
-    Transfer,
+    PostedTransfer,
     make_unreadable,
 )
 from pipegrid.testing.fake_nccl.groups.work import FakeWork
@@ -69,7 +69,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self._meeting, self._connecting = partial(Meeting, options=options), threading.Lock()
         self._make_hidden = partial(HiddenGroup, options, self._ranks, device)
         self._hidden: HiddenGroup | None = None
-        self._batch: list[tuple[Transfer, Tensor]] | None = None
+        self._batch: list[tuple[PostedTransfer, Tensor]] | None = None
         self._splits = 0
         if not self._connects_at_use():
             self._connect()
@@ -129,7 +129,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                 there = streams.on_device(tensor)
                 copy = there.detach().clone() if sending else torch.empty_like(there, requires_grad=False)
                 memory = there if sending or self._runs_later() else self._received_into(there)
-                transfers.append((Transfer(sending, memory, peer, copy), tensor))
+                transfers.append((PostedTransfer(sending, memory, peer, copy), tensor))
         if self._batch is None:
             return self._launch_transfers(transfers, batched=False)
         self._batch += transfers
@@ -139,10 +139,10 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         """What the backend keeps of a tensor to receive: it records its memory on the stream, or stashes it."""
         return tensor
 
-    def _launch_transfers(self, batch: Sequence[tuple[Transfer, Tensor]], *, batched: bool) -> FakeWork:
+    def _launch_transfers(self, batch: Sequence[tuple[PostedTransfer, Tensor]], *, batched: bool) -> FakeWork:
         transfers, late, hidden = [transfer for transfer, _ in batch], self._runs_later(), self._connect()
         operations = tuple(
-            Operation("send" if each.sending else "recv", self._ranks[each.peer], each.copy.nbytes)
+            TransferRecord("send" if each.sending else "recv", self._ranks[each.peer], each.copy.nbytes)
             for each in transfers
         )
 
@@ -186,7 +186,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     def _launch(
         self,
         kind: str,
-        operations: tuple[Operation, ...],
+        operations: tuple[TransferRecord, ...],
         run: Callable[[], None],
         *,
         reads: Sequence[Tensor],

@@ -30,7 +30,7 @@ class Meeting:
         self._store = dist.PrefixStore(f"fake_nccl/{point}", options.store)  # type: ignore[attr-defined]  # untyped
 
     def come(self) -> None:
-        """This rank is there."""
+        """Note that this rank has come."""
         self._store.set(str(self._here), "1")
 
     def are_all_here(self) -> bool:

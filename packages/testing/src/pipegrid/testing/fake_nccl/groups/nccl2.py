@@ -116,10 +116,6 @@ class Nccl2Group(FakeGroup):
     def _set_default_timeout(self) -> Any:
         raise AttributeError("nccl2 has no _set_default_timeout")
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the group's operations."""
-        self.timeout = timeout.total_seconds()
-
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
         """Launch a send, or add it to the batch: then the work is complete at once."""
         return super().send(tensors, peer, tag) or self._complete()
@@ -184,7 +180,7 @@ class Nccl2Group(FakeGroup):
         self._ended.set()
 
     def kill(self, cause: str) -> None:
-        """Torch ends the process."""
+        """Report that torch would end the process."""
         if self.rules.handling and not self.aborted:
             self.device.violations.append(f"the process was ended by nccl2's watchdog: {cause}")
 

@@ -43,7 +43,7 @@ class Freeable:
 
 
 @define(eq=False)
-class Transfer:
+class PostedTransfer:
     """One send or receive of a batch."""
 
     sending: bool
@@ -85,7 +85,7 @@ class HiddenGroup:
         )
         self.gloo.set_timeout(NEVER)
 
-    def exchange(self, transfers: Sequence[Transfer], *, batched: bool) -> None:
+    def exchange(self, transfers: Sequence[PostedTransfer], *, batched: bool) -> None:
         """Move a batch or a lone message, and compare the two ends of each transfer."""
         if self._device.connects_in_batches:
             self._connect_peers(transfers, batched=batched)
@@ -108,7 +108,7 @@ class HiddenGroup:
                     f"{self._name}: its tensor was written to between the call and the end of the transfer"
                 )
 
-    def _move(self, transfers: Sequence[Transfer]) -> tuple[list[Tensor], list[Tensor]]:
+    def _move(self, transfers: Sequence[PostedTransfer]) -> tuple[list[Tensor], list[Tensor]]:
         """Move a batch, all sends posted before anything is waited for; the kinds of message here and there."""
         hidden = self.gloo
         kinds = [_kind(transfer.copy) for transfer in transfers]
@@ -135,7 +135,7 @@ class HiddenGroup:
                 _wait_all(works)
         return kinds, others
 
-    def _connect_peers(self, transfers: Sequence[Transfer], *, batched: bool) -> None:
+    def _connect_peers(self, transfers: Sequence[PostedTransfer], *, batched: bool) -> None:
         """Wait until each batch has started that the first message of a way joins to this one, or to such a one."""
         here = self._here
         ways = {f"{here}>{each.peer}" if each.sending else f"{each.peer}>{here}" for each in transfers} - self._met
@@ -154,7 +154,7 @@ class HiddenGroup:
             elif self._cut.wait(_LOOK_SECONDS):
                 raise RuntimeError(f"group {self._name} was cut while its ranks connected")
 
-    def _buffer(self, transfer: Transfer) -> bool:
+    def _buffer(self, transfer: PostedTransfer) -> bool:
         """Whether a send ends before its receive has come: its bytes fit into what may be buffered."""
         with self._lock:
             fits = self._buffered[transfer.peer] + transfer.copy.nbytes <= self._device.eager_bytes
@@ -162,7 +162,7 @@ class HiddenGroup:
             self._buffered[transfer.peer] += transfer.copy.nbytes if eager else 0
         return eager
 
-    def _end_later(self, transfer: Transfer, works: Sequence[Any]) -> None:
+    def _end_later(self, transfer: PostedTransfer, works: Sequence[Any]) -> None:
         """Wait for a buffered send in a thread of its own: torch has no poll of gloo's transfers."""
 
         def wait() -> None:
@@ -173,7 +173,7 @@ class HiddenGroup:
 
         threading.Thread(target=wait, name="fake eager send", daemon=True).start()
 
-    def _mismatch(self, transfer: Transfer, here: str, there: str) -> MismatchError:
+    def _mismatch(self, transfer: PostedTransfer, here: str, there: str) -> MismatchError:
         verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
         text = (
             f"rank {self._ranks[self._here]} {verb} {here} in group {self._name} where rank "

@@ -62,10 +62,6 @@ class LateRun:
         else:
             self.live_bytes -= nbytes
 
-    def reset_peak(self) -> None:
-        """Count the peak from now on."""
-        self.peak_bytes = self.live_bytes
-
 
 def new_block(nbytes: int) -> Tensor:
     """Device memory that holds no values."""
@@ -90,7 +86,7 @@ def make_unreadable(block: Tensor) -> None:
     block.fill_(_UNREAD_BYTE)
 
 
-def without_values(like: _Shape) -> Tensor:
+def without_values(like: _TensorShape) -> Tensor:
     """A tensor of that shape and those strides whose values are not on the host."""
     tensor = torch.empty_strided(like.size, like.strides, dtype=like.dtype)
     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_UNREAD_BYTE)
@@ -115,19 +111,20 @@ def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[An
         zeros: dict[int, Tensor] = {id(tensor): torch.zeros_like(tensor) for tensor in given}
         places = {id(zeros[id(tensor)]): _Argument(place) for place, tensor in enumerate(given)}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            made = operation(*tree_map(lambda each: zeros.get(id(each), each), args), **_replaced(kwargs, zeros))
+            zero_args, zero_kwargs = tree_map(lambda each: zeros.get(id(each), each), (args, kwargs))
+            made = operation(*zero_args, **zero_kwargs)
         known[key] = tree_map(lambda each: places.get(id(each)) or _shape_of(each), made)
 
     def result_of(found: Any) -> Any:
         if isinstance(found, _Argument):
             return given[found.place]
-        return without_values(found) if isinstance(found, _Shape) else found
+        return without_values(found) if isinstance(found, _TensorShape) else found
 
     return tree_map(result_of, known[key])
 
 
 @frozen
-class _Shape:
+class _TensorShape:
     size: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -139,12 +136,7 @@ class _Argument:
 
 
 def _shape_of(value: Any) -> Any:
-    return _Shape(value.size(), value.stride(), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _replaced(kwargs: dict[str, Any], zeros: dict[int, Tensor]) -> dict[str, Any]:
-    replaced: dict[str, Any] = tree_map(lambda each: zeros.get(id(each), each), kwargs)
-    return replaced
+    return _TensorShape(value.size(), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 def computation(operation: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> Callable[[], None]:

@@ -44,7 +44,7 @@ class Access:
 
 
 @define(eq=False)
-class Memory:
+class StorageUse:
     """One storage: the stream it was allocated on, and the accesses that later ones have to come after.
 
     ``block`` is its memory on a late device, ``nbytes`` what counts of it as live.

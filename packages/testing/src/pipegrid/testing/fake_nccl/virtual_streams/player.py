@@ -36,7 +36,7 @@ class Signal:
             self._then.append(callback)
 
     def end(self) -> None:
-        """Be done; under the device's lock."""
+        """Become done, and call the callbacks; under the device's lock."""
         self.done = True
         callbacks, self._then = self._then, []
         for callback in callbacks:
@@ -107,7 +107,7 @@ class Player:
         return task.signal
 
     def end(self, signal: Signal) -> None:
-        """Something outside of the streams is done."""
+        """End the signal of something outside of the streams."""
         with self._changed:
             signal.end()
             self._settle()

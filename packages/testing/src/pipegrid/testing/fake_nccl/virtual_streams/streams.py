@@ -41,23 +41,10 @@ class Streams(StreamWork):
         """A new event."""
         return VirtualEvent(self, **options)
 
-    def default_stream(self, device: Any = None) -> VirtualStream:
-        """The default stream."""
-        del device
-        return self._default
-
     def device(self, device: Any) -> AbstractContextManager[None]:
         """The one device is always the current one."""
         del device
         return nullcontext()
-
-    def is_initialized(self) -> bool:
-        """The device is in use."""
-        return True
-
-    def current_device(self) -> int:
-        """The number of the one device."""
-        return 0
 
     def synchronize(self, device: Any = None) -> None:
         """Wait on the host for every stream, those of groups with their entries."""

@@ -177,7 +177,7 @@ class Order:
                 self.late.player.put(stream.stream_id, after=[signal], reached=reached)
 
     def host_knows(self, clock: Clock) -> None:
-        """What ``clock`` holds is done as far as this thread knows; everything that it starts comes after it."""
+        """Note that this thread knows what ``clock`` holds to be done; everything that it starts comes after it."""
         with self.lock:
             merge(self._host, clock)
 

@@ -19,7 +19,7 @@ from pipegrid.testing.fake_nccl.virtual_streams.late import (
     results_of,
     seen_through,
 )
-from pipegrid.testing.fake_nccl.virtual_streams.memory import Access, Clock, Memory, extent, merge
+from pipegrid.testing.fake_nccl.virtual_streams.memory import Access, Clock, StorageUse, extent, merge
 from pipegrid.testing.fake_nccl.virtual_streams.player import DONE, Signal
 from pipegrid.testing.fake_nccl.virtual_streams.virtual import Order, VirtualStream
 
@@ -38,7 +38,7 @@ class StreamWork(Order):
         super().__init__()
         self._violations = violations
         self._races = 0
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, StorageUse] = {}
         self._kept: set[tuple[int, int]] = set()
 
     def work(
@@ -65,11 +65,11 @@ class StreamWork(Order):
                 self.late.grow(memory.nbytes)
 
     def keep(self, stream: VirtualStream, clock: Clock) -> None:
-        """A library keeps the memory of its piece of work on ``stream`` until `let_go`, or for good."""
+        """Note that a library keeps the memory of its piece of work on ``stream``, until `let_go` or for good."""
         self._kept.add((stream.stream_id, clock[stream.stream_id]))
 
     def let_go(self, stream: VirtualStream, clock: Clock) -> None:
-        """The library has ordered a stream after the work, and relies on it from now on."""
+        """Note that the library has ordered a stream after the work, and relies on that from now on."""
         self._kept.discard((stream.stream_id, clock[stream.stream_id]))
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -131,11 +131,11 @@ class StreamWork(Order):
         with self.lock:
             self._memory(tensor).recorded.add(stream.stream_id)
 
-    def _memory(self, tensor: Tensor) -> Memory:
+    def _memory(self, tensor: Tensor) -> StorageUse:
         reference: Any = WeakStorage(tensor.untyped_storage())
         memory = self._memories.get(reference.cdata)
         if memory is None:
-            memory = self._memories[reference.cdata] = Memory(reference, self.current_stream().stream_id)
+            memory = self._memories[reference.cdata] = StorageUse(reference, self.current_stream().stream_id)
         return memory
 
     def _touch(self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool) -> None:
@@ -183,7 +183,7 @@ class StreamWork(Order):
             accesses = (access for memory in self._memories.values() for access in memory.accesses)
             self._kept &= {(access.stream, access.tick) for access in accesses}
 
-    def _free(self, late: LateRun, memory: Memory, block: Tensor) -> None:
+    def _free(self, late: LateRun, memory: StorageUse, block: Tensor) -> None:
         """Overwrite freed memory of a late device, which another tensor might have by then."""
         recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
         home = late.player.put(memory.home)
@@ -197,7 +197,7 @@ class StreamWork(Order):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations of this thread are the fake's own, and no work."""
+        """Inside, operations of this thread are the fake's own, and are not noted as work."""
         was = self.is_paused
         self._local.paused = True
         try:

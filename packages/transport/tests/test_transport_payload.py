@@ -18,8 +18,8 @@ from pipegrid.transport.messages.payload import (
     receive_buffers,
     signature_of,
 )
+from pipegrid.transport.messages.trees import unflatten
 from pipegrid.transport.spec import Tally
-from pipegrid.transport.trees import unflatten
 
 CPU = torch.device("cpu")
 DTYPES = [

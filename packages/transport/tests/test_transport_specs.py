@@ -23,8 +23,8 @@ from pipegrid.transport import (
 )
 from pipegrid.transport.config import as_config
 from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode, encode
+from pipegrid.transport.messages.trees import places
 from pipegrid.transport.pipeline_lanes import direction_lane
-from pipegrid.transport.trees import places
 
 
 class TestLaneSpec:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.transport.trees import describe, flatten, mapped, mapped_together, parts_of, places, select, unflatten
+from pipegrid.transport.messages.trees import (
+    describe,
+    flatten,
+    mapped,
+    mapped_together,
+    parts_of,
+    places,
+    select,
+    unflatten,
+)
 
 TREES = st.recursive(
     st.one_of(st.none(), st.floats(allow_nan=False)),

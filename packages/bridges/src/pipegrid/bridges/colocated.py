@@ -224,11 +224,9 @@ class ColocatedBridgeCommunicator:
     def _spec(self, ranks: Sequence[int], what: str) -> GroupSpec:
         return GroupSpec(tuple(ranks), f"{self._label}/{what}", shared=False)
 
-    def _group(self, what: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
-        for spec, group in self._groups.items():
-            if spec.label == f"{self._label}/{what}" and (ranks is None or spec.ranks == tuple(ranks)):
-                return group
-        return None
+    def _group(self, what: str) -> dist.ProcessGroup | None:
+        label = f"{self._label}/{what}"
+        return next((group for spec, group in self._groups.items() if spec.label == label), None)
 
     # -- the seed's questions ---------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from attrs import evolve, field, frozen
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes
 from pipegrid.topology.fields import Index, checked_fields, shown
-from pipegrid.transport.trees import Tree, describe, flatten, places, select, unflatten
+from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any
 """`Axes`, `Whole`, None, or a dict, a list or a tuple of these."""

@@ -13,8 +13,8 @@ from pipegrid.bridges.errors import MissingTensorError, ShapeError
 from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.messages.trees import mapped_together
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.transport.trees import mapped_together
 
 Tensors: TypeAlias = dict[str, Any]
 

@@ -11,8 +11,8 @@ from attrs import field, frozen
 
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
+from pipegrid.transport.messages.trees import Tree, describe
 from pipegrid.transport.spec import LaneSpec
-from pipegrid.transport.trees import Tree, describe
 
 
 def _as_shape(value: Iterable[int]) -> tuple[int, ...]:

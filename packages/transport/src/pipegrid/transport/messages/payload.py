@@ -12,12 +12,12 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from pipegrid.transport import trees
 from pipegrid.transport.errors import P2PUsageError
+from pipegrid.transport.messages import trees
 from pipegrid.transport.messages.message import Signature, TensorSpec
+from pipegrid.transport.messages.trees import Tree, places, unflatten
 from pipegrid.transport.spec import Tally
 from pipegrid.transport.streams import follow
-from pipegrid.transport.trees import Tree, places, unflatten
 
 # Backends send these under their own dtype; the others travel as bytes.
 _WIRE_DTYPES = frozenset({

@@ -14,7 +14,7 @@ from attrs import evolve
 from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import ErrorType, shown
-from pipegrid.transport.trees import mapped, parts_of
+from pipegrid.transport.messages.trees import mapped, parts_of
 
 
 def flatten(payload: Any) -> list[torch.Tensor | None]:

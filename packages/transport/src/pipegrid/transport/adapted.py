@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.topology.fields import index_of, shown
+from pipegrid.topology.fields import index_of
 from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
@@ -52,10 +52,9 @@ class AdaptedCommunicator(Communicator):
         """As the object says."""
         return bool(getattr(self.given, "batches", True))
 
-    def lacks(self, *verbs: str) -> str | None:
+    def lacks(self, *verbs: str) -> tuple[Any, str] | None:
         """As the object has them or not."""
-        lacking = next((verb for verb in verbs if not callable(getattr(self.given, verb, None))), None)
-        return None if lacking is None else f"{shown(self.given)}, without {lacking}()"
+        return next(((self.given, verb) for verb in verbs if not callable(getattr(self.given, verb, None))), None)
 
     @property
     def job(self) -> JobTopology:

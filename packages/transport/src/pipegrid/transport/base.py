@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from attrs import frozen
 
-from pipegrid.topology.fields import shown
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
 
@@ -170,9 +169,9 @@ class Communicator:
     def check(self) -> None:
         """Raise if a transfer has failed since it was waited for."""
 
-    def lacks(self, *verbs: str) -> str | None:
-        """This object and the first of ``verbs`` that it does not have, for an error; None where it has all."""
-        return f"{shown(self)}, without collective()" if "collective" in verbs and not self.exchanges else None
+    def lacks(self, *verbs: str) -> tuple[Any, str] | None:
+        """The object that was given, and the first of ``verbs`` that it does not have; None where it has all."""
+        return (self, "collective") if "collective" in verbs and not self.exchanges else None
 
     def describe(self) -> Mapping[str, Any]:
         """What the record of a failure says of each lane, by its name."""

@@ -141,8 +141,9 @@ def _require_verbs(plan: Plan, position: int, communicator: Communicator) -> Non
         verbs = ("collective",) if exchanges else ("isend", "irecv", "batch") if action.kind.is_message else ()
         lacking = communicator.lacks(*verbs)
         if lacking is not None:
+            given, verb = lacking
             raise StepArgumentError(
-                f"position {position} has {action}, and communicator is {lacking}; "
+                f"position {position} has {action}, and communicator is {shown(given)}, without {verb}(); "
                 f"pass {'a MultiModulePipelineCommunicator' if exchanges else 'P2PCommunicator(pp_group, config)'}"
             )
 

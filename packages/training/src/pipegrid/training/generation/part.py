@@ -31,15 +31,14 @@ class ModulePart(Communicator):
     @cached_property
     def job(self) -> JobTopology:
         """This rank's stages of the module, and the positions of all of them."""
-        whole, name, placement = self._whole.job, self._module, None
+        whole, name = self._whole.job, self._module
         graph = ModuleGraph({name: self._graph.depth(name)})
         own = [stage - self._first for stage in whole.stages]
-        if whole.placement is not None:
-            placement = as_placement(module_places(self._graph, whole.placement, name))
+        places = None if whole.placement is None else module_places(self._graph, whole.placement, name)
         return JobTopology(
             graph=graph,
             stages=tuple(stage for stage in own if 0 <= stage < graph.num_stages),
-            placement=placement,
+            placement=None if places is None else as_placement(places),
             lanes=whole.lanes,
         )
 

@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
-from pipegrid.schedules.megatron.config import config_of, option, unwrapped_attribute
+from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
@@ -95,7 +95,7 @@ def step_key(kind: object, call: StepCall) -> StepKey:
         tuple(map(weakref.ref, models)),
         (have_one_config(models), *options_of(config)),
         _groups(call.pg_collection),
-        tuple([unwrapped_attribute(model, "stage_of_layout") for model in models]),
+        tuple([vars(model).get("stage_of_layout") for model in models]),  # a module is slow to say what it lacks
         observed(models),
     )
 

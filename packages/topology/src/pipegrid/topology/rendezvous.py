@@ -45,8 +45,10 @@ class Rendezvous:
     label: str
     timeout: timedelta
 
-    def __str__(self) -> str:
-        return f"group {self.label!r} of ranks {_abbreviated(self.ranks)}"
+    @property
+    def members(self) -> str:
+        """The ranks, for errors."""
+        return _abbreviated(self.ranks)
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -57,8 +59,9 @@ class Rendezvous:
             raise
         except RuntimeError as error:
             raise GroupConnectionError(
-                f"rank {self.rank} could not create {self}: {(str(error).splitlines() or [''])[0]}. Where a member or "
-                "the process of the store has ended, look there"
+                f"rank {self.rank} could not create group {self.label!r} of ranks {self.members}: "
+                f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has ended, look "
+                "there"
             ) from error
 
     def meet(self, key: str, *, step: str = "come") -> int:
@@ -82,13 +85,13 @@ class Rendezvous:
             return bounded(self._meet, key, step, why, seconds=limit, name=name, patience=0.0)
         except SilentStoreError as error:
             raise GroupStoreError(
-                f"rank {self.rank} waited {limit:g} s to create {self}, and the store of the default process group did "
-                "not answer"
+                f"rank {self.rank} waited {limit:g} s to create group {self.label!r} of ranks {self.members}, and the "
+                "store of the default process group did not answer"
             ) from error
         except GroupCreationTimeoutError:
             raise
         except BaseException as error:
-            error.add_note(f"rank {self.rank} was creating {self}")
+            error.add_note(f"rank {self.rank} was creating group {self.label!r} of ranks {self.members}")
             raise
 
     def _meet(self, key: str, step: str, why: Callable[[], str]) -> int:
@@ -118,14 +121,16 @@ class Rendezvous:
                 store.set(f"{here}/gone/{self.rank}", "1")
                 store.delete_key(arrived)
                 if reason:
-                    raise GroupCreationTimeoutError(f"rank {self.rank} gave up {self}: {reason}") from error
+                    raise GroupCreationTimeoutError(
+                        f"rank {self.rank} gave up group {self.label!r} of ranks {self.members}: {reason}"
+                    ) from error
                 late = f"ranks {_abbreviated(gone)} came and gave up before"
                 also = f" ({late})" if gone else ""
                 fault = f"ranks {_abbreviated(missing)} did not {step}{also}" if missing else late
                 raise GroupCreationTimeoutError(
-                    f"rank {self.rank} waited {timeout.total_seconds():g} s to create {self}, but {fault}. Every "
-                    "member must create the group with the same label and options, and all ranks must create their "
-                    "groups in creation_order"
+                    f"rank {self.rank} waited {timeout.total_seconds():g} s to create group {self.label!r} of ranks "
+                    f"{self.members}, but {fault}. Every member must create the group with the same label and "
+                    "options, and all ranks must create their groups in creation_order"
                 ) from error
             store.add(f"{here}/count", 1)
             store.wait([f"{here}/complete"], timeout)
@@ -143,9 +148,9 @@ class Rendezvous:
         except RuntimeError:
             said = "the store does not answer"
         return GroupCreationTimeoutError(
-            f"rank {self.rank} waited {self.timeout.total_seconds():g} s for the backend to connect {self}; all of "
-            f"them had come, {said}. A rank that has died, or hangs in its driver, holds up the others there; look at "
-            "the output of each"
+            f"rank {self.rank} waited {self.timeout.total_seconds():g} s for the backend to connect group "
+            f"{self.label!r} of ranks {self.members}; all of them had come, {said}. A rank that has died, or hangs in "
+            "its driver, holds up the others there; look at the output of each"
         )
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
 from pipegrid.schedules import SCHEDULES, Costs, PlanError, lower, multi_module_1f1b, search, simulate, verify
+from pipegrid.schedules.network.network import as_network
 from pipegrid.schedules.search.bounds import lower_bound
 from pipegrid.schedules.search.greedy import greedy, named, planned, problems
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
-from pipegrid.schedules.search.network import as_network
 
 from ..kit.orders import least_makespan, split_passes
 

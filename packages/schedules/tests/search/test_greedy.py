@@ -14,12 +14,12 @@ from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.generators import multi_module_1f1b, v_half, v_min, zero_bubble_v
 from pipegrid.schedules.generators.registry import SCHEDULES
+from pipegrid.schedules.network.problem import Problem, with_whole_backwards
 from pipegrid.schedules.passes.lowering import lower
 from pipegrid.schedules.plan import Action, chain
 from pipegrid.schedules.search.greedy import candidates, greedy
 from pipegrid.schedules.search.greedy import problems as problems_of
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
-from pipegrid.schedules.search.problem import Problem, with_whole_backwards
 from pipegrid.schedules.simulate.costs import Costs, CostsError
 from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.verify.verify import verify

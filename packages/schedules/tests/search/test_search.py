@@ -9,9 +9,9 @@ import pytest
 
 from pipegrid.schedules import Costs, PlanError, lower, search, simulate, verify
 from pipegrid.schedules.generators import SCHEDULES, v_placement
+from pipegrid.schedules.network.network import as_network
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import candidates, problems
-from pipegrid.schedules.search.network import as_network
 
 from ..kit.orders import least_makespan, split_passes
 

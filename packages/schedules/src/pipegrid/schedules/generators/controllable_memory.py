@@ -12,15 +12,15 @@ and 4 (V-Min, V-Half, V-ZB; appendix on squeezing and on placing ``W``).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
-
-from attrs import Factory, define, field, frozen
+from attrs import frozen
 
 from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators.shapes import Order, chain_plan, v_placement
-from pipegrid.schedules.plan import Action, Plan, forward, input_backward, weight_backward
+from pipegrid.schedules.generators.shapes import chain_plan, v_placement
+from pipegrid.schedules.network.network import as_network
+from pipegrid.schedules.network.problem import Problem
+from pipegrid.schedules.network.squeeze import Squeeze, squeezed
+from pipegrid.schedules.plan import Action, Plan, as_placement, chain, for_microbatches
+from pipegrid.schedules.simulate import Costs
 from pipegrid.topology.fields import Count, checked_arguments
 
 
@@ -60,10 +60,6 @@ def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
     return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 4) // 3))
 
 
-PERIOD = 6
-"""Slots of work that a microbatch is on one position: F, I and W of two chunks."""
-
-
 @frozen
 class _Block:
     """One microbatch's way through the V, in slots.
@@ -96,120 +92,23 @@ class _Block:
         )
 
 
-_Pass: TypeAlias = tuple[int, int]
-"""A pass and its microbatch: ``s`` is ``F`` of stage ``s``, ``4P-1-s`` its ``I``; each waits for the pass before."""
-
-
 def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> Plan:
-    orders = []
+    """The block of every microbatch, squeezed where F, I and W take a slot each and at most ``limit`` chunks are live.
+
+    No deadlock: what runs out of turn has its inputs already, and leaves the memory that those before it need.
+    """
+    num_stages, placement = 2 * num_positions, v_placement(num_positions)
+    activation = (1.0,) * num_stages
+    problem = Problem(chain(num_stages), as_placement(placement), num_microbatches, Costs(), activation, limit)
+    network = as_network(problem)
+    dates = [0] * (2 * num_stages)
     for position in range(num_positions):
-        down, up = position, 2 * num_positions - 1 - position
-        numbers = (down, up, 2 * num_positions + down, 2 * num_positions + up)
-        dates = block.dates(position, num_positions)
-        dated = [
-            (date + PERIOD * m, number, m)
-            for date, number in zip(dates, numbers, strict=True)
-            for m in range(num_microbatches)
-        ]
-        orders.append([(number, m) for _, number, m in sorted(dated)])
-    whole = _squeezed(orders, limit=limit, ahead=block.ahead)
-    return chain_plan(whole, v_placement(num_positions), num_microbatches)
-
-
-def _squeezed(orders: list[list[_Pass]], *, limit: int, ahead: int) -> list[Order]:
-    """``orders`` without their empty slots, each ``W`` where its position would wait.
-
-    A position waits for an input that has not come yet, and before a forward that would make more than
-    ``limit`` chunks live. In its warmup (until its first backward) it then takes a forward out of turn, of a
-    microbatch at most ``ahead`` after the next one on its way up; in its cooldown (no forward left) any
-    backward that is ready. Both fill slots that only blocks before the first or after the last microbatch
-    would have used.
-
-    No deadlock: an action out of turn has its inputs already, and a forward is taken only where the order
-    with that forward moved to the front still holds at most ``limit`` chunks, each ``W`` next to its ``I``.
-    `search` squeezes patterns at any costs without this guarantee, and drops those that get stuck.
-    """
-    done: dict[_Pass, int] = {}  # the slot after the one in which it ran
-    positions = [_Position(deque(order), len(orders), limit, ahead) for order in orders]
-    slot = 0
-
-    def ready(one: _Pass) -> bool:
-        number, m = one
-        return number == 0 or done.get((number - 1, m), slot + 1) <= slot
-
-    while any(at.pending or at.owed for at in positions):
-        for at in positions:
-            chosen = at.next_pass(ready)
-            if chosen is not None:
-                at.run(chosen)
-                done[chosen] = slot + 1
-            elif at.owed:
-                at.run_weight()
-        slot += 1
-    return [at.order for at in positions]
-
-
-@define(eq=False)
-class _Position:
-    """What a position has left to do, and holds.
-
-    ``num_positions`` has the pipeline; ``limit`` and ``ahead``: see `_squeezed`. ``owed``: the ``W`` of the backwards
-    done. ``passed_up``: microbatches whose upward forward ran.
-    """
-
-    pending: deque[_Pass]
-    num_positions: int
-    limit: int
-    ahead: int
-    owed: deque[Action] = Factory(deque)
-    order: Order = Factory(list)
-    live: int = 0
-    passed_up: int = 0
-    warmup: bool = True
-    forwards_left: int = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.forwards_left = sum(number < 2 * self.num_positions for number, _ in self.pending)
-
-    def next_pass(self, ready: Callable[[_Pass], bool]) -> _Pass | None:
-        """The pass to run in this slot, in turn or out of it; None to wait."""
-        order, room = self.pending, self.live < self.limit
-        if order and ready(order[0]) and (room or order[0][0] >= 2 * self.num_positions):
-            return order[0]
-        if self.warmup and room:
-            return self._early_forward(ready)
-        return None if self.forwards_left else next(filter(ready, order), None)
-
-    def _early_forward(self, ready: Callable[[_Pass], bool]) -> _Pass | None:
-        held = self.live - len(self.owed)
-        for one in self.pending:
-            number, m = one
-            if number >= 2 * self.num_positions:
-                held -= 1
-            elif ready(one) and m <= self.passed_up + self.ahead:
-                return one
-            else:
-                held += 1
-                if held == self.limit:  # with another forward in front of it, it would not fit
-                    return None
-        return None
-
-    def run(self, one: _Pass) -> None:
-        """Run a forward, or the ``I`` of a backward."""
-        number, m = one
-        self.pending.remove(one)
-        if number < 2 * self.num_positions:
-            self.order.append(forward(number, m))
-            self.live += 1
-            self.passed_up += number >= self.num_positions
-            self.forwards_left -= 1
-        else:
-            stage = 4 * self.num_positions - 1 - number
-            self.order.append(input_backward(stage, m))
-            self.owed.append(weight_backward(stage, m))
-            self.warmup = False
-
-    def run_weight(self) -> None:
-        """Run the oldest ``W`` that is owed."""
-        self.order.append(self.owed.popleft())
-        self.live -= 1
+        down, up = position, num_stages - 1 - position
+        passes = (down, up, num_stages + down, num_stages + up)
+        for number, date in zip(passes, block.dates(position, num_positions), strict=True):
+            dates[number] = date
+    found = squeezed(network, dates, Squeeze(block.ahead, "backward", patience=0.0, careful=True))
+    assert found is not None
+    computes = [one for each in network.passes for one in for_microbatches(Action(*each, 0), num_microbatches)]
+    orders = [[computes[operation] for operation in order] for order in found[1]]
+    return chain_plan(orders, placement, num_microbatches)

@@ -18,7 +18,7 @@ from pipegrid.schedules.orders.ends import End, crossing, message_of, partners_o
 from pipegrid.schedules.orders.of_plan import orders_of_plan
 from pipegrid.schedules.orders.orders import Orders
 from pipegrid.schedules.orders.play import Wait
-from pipegrid.schedules.orders.prove import Played, model_named, play_orders, prove_order
+from pipegrid.schedules.orders.prove import PlayedOrders, model_named, play_orders, prove_order
 from pipegrid.schedules.plan import Lane, Plan
 from pipegrid.schedules.plan.dataflow import dataflow_of
 from pipegrid.transport.order import ORDER_MODELS, OrderModel
@@ -144,7 +144,7 @@ def _crossing(orders: Orders) -> set[frozenset[_Pair]]:
 
 
 def _separable(
-    played: Played, cycle: Sequence[tuple[Wait, Wait]], model: OrderModel, placed: Mapping[Lane, int]
+    played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]], model: OrderModel, placed: Mapping[Lane, int]
 ) -> Iterator[_Pair]:
     """The pairs of lanes of which one must be on two communicators, or a cycle is there again.
 

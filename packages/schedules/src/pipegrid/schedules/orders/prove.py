@@ -92,7 +92,7 @@ def prove_order(orders: Orders, order: OrderModel | str, *, buffered: bool = Fal
 
 
 @frozen
-class Played:
+class PlayedOrders:
     """Orders that were played to their end, or until nothing went on.
 
     Attributes:
@@ -110,7 +110,7 @@ class Played:
     cycles: Sequence[Sequence[tuple[Wait, Wait]]]
 
 
-def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> Played:
+def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> PlayedOrders:
     """Play orders, of which a cycle is no error here; arguments and other errors as in `prove_order`."""
     faults = unknown_peers(orders) + late_messages(orders)
     if not faults:
@@ -123,7 +123,7 @@ def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, dr
     programs = [track.program for track in tracks]
     at = play(programs, num_events)
     ended = all(index == len(program.operations) for index, program in zip(at, programs, strict=True))
-    return Played(orders, tracks, at, alone, [] if ended else cycles(programs, at))
+    return PlayedOrders(orders, tracks, at, alone, [] if ended else cycles(programs, at))
 
 
 # ---- Texts
@@ -131,7 +131,7 @@ def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, dr
 _SHOWN = 4  # launches in a row of an error
 
 
-def _standing(played: Played) -> str:
+def _standing(played: PlayedOrders) -> str:
     """How far each rank has come: what has ended, what is under way, and what is behind it."""
     orders = played.orders
     launched, unended = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -159,7 +159,7 @@ def _first(texts: Sequence[str]) -> Sequence[str]:
     return texts if len(texts) <= _SHOWN + 1 else [*texts[:_SHOWN], "..."]
 
 
-def _cycle(played: Played, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
+def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
     """The fault of programs that wait for each other, launch by launch."""
     orders, tracks = played.orders, played.tracks
 

@@ -51,7 +51,7 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
     if len(sizes) != plan.num_stages:
         raise PlanError(f"sizes has {len(sizes)} numbers and the plan {plan.num_stages} stages; give one for each")
     positions = [
-        _Position(position, plan, sizes, with_slack(memory_limit), prefetch).steps(steps)
+        _PositionStays(position, plan, sizes, with_slack(memory_limit), prefetch).steps(steps)
         for position, steps in enumerate(plan.positions)
     ]
     return evolve(plan, positions=positions)
@@ -75,7 +75,7 @@ class _Stay:
 
 
 @define
-class _Position:
+class _PositionStays:
     """One position's computes, and the stays of their activations."""
 
     number: int

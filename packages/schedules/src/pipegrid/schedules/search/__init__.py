@@ -2,7 +2,7 @@
 
 from pipegrid.schedules.search.compare import COMPARED, Row, compare, comparison_table
 from pipegrid.schedules.search.greedy import Found, candidates, greedy
-from pipegrid.schedules.search.network import Objective
+from pipegrid.schedules.network.network import Objective
 from pipegrid.schedules.search.routed import (
     LostRank,
     RoutedStep,

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable
 
-from pipegrid.schedules.search.network import Network, Objective, Orders
+from pipegrid.schedules.network.network import Network, Objective, Orders
 
 FARTHEST = 12
 """The most places that an operation moves at once."""

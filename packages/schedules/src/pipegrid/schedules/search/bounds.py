@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from pipegrid.schedules.search.network import Network, Objective
+from pipegrid.schedules.network.network import Network, Objective
 
 
 def lower_bound(network: Network, objective: Objective) -> float:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from attrs import frozen
 
-from pipegrid.schedules.search.network import Network, Orders
+from pipegrid.schedules.network.network import Network, Orders
 
 State: TypeAlias = tuple[int, ...]
 """Microbatches done of each of the ``2S`` passes, then per position the number of its ``W``."""

@@ -20,9 +20,9 @@ from pipegrid.schedules.generators import (
     schedule_for,
     v_placement,
 )
+from pipegrid.schedules.network.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
-from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import Costs, GivenCosts, activation_sizes, simulate
 from pipegrid.schedules.verify import as_limit
 from pipegrid.topology.fields import Count, checked_arguments

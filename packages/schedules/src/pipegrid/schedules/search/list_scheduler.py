@@ -20,8 +20,8 @@ from typing import Literal, TypeAlias
 
 from attrs import define, field, frozen
 
+from pipegrid.schedules.network.problem import Entries, Problem, memory_of_one
 from pipegrid.schedules.plan import ActionKind
-from pipegrid.schedules.search.problem import Entries, Problem, memory_of_one
 from pipegrid.transport.edge import Edge
 
 
@@ -98,7 +98,7 @@ class _Unit:
     backward_at: list[float] = field(factory=list)
 
 
-class _Run:
+class _ListScheduler:
     """One pass of the scheduler under one policy."""
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
@@ -383,4 +383,4 @@ def _units(problem: Problem) -> list[_Unit]:
 
 def list_schedule(problem: Problem, policy: Policy) -> list[Entries]:
     """Per position, the order of ``F``, ``I`` and ``W`` that ``policy`` leads to."""
-    return _Run(problem, policy).play()
+    return _ListScheduler(problem, policy).play()

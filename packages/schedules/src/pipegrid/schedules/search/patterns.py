@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from attrs import field, frozen
 
-from pipegrid.schedules.search.network import Network
+from pipegrid.schedules.network.network import Network
 
 HOPS = tuple((first, other) for first in (1, 2, 3) for other in (1, 2, 3))
 TURNS = range(5)

@@ -9,14 +9,14 @@ from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import PlanError
+from pipegrid.schedules.network.network import Objective, Orders, as_network
+from pipegrid.schedules.network.problem import Entries, Problem, with_whole_backwards
+from pipegrid.schedules.network.squeeze import squeezed, squeezes
 from pipegrid.schedules.search.anneal import anneal
-from pipegrid.schedules.search.block_scheduler import squeezed, squeezes
 from pipegrid.schedules.search.bounds import lower_bound
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import Found, candidate, listed, named, planned, problems
-from pipegrid.schedules.search.network import Objective, Orders, as_network
 from pipegrid.schedules.search.patterns import patterns
-from pipegrid.schedules.search.problem import Entries, Problem, with_whole_backwards
 from pipegrid.schedules.simulate import GivenCosts
 from pipegrid.topology.fields import Amount, Count, checked_arguments
 
@@ -230,7 +230,7 @@ class _Search:
             ends = share if index else (self.spent + share) / 2
             for pattern in numbers:
                 for way, squeeze in enumerate(some, start=2 * index):
-                    result = squeezed(chain, found[pattern], squeeze, objective=self.objective)
+                    result = squeezed(chain, found[pattern].dates, squeeze, objective=self.objective)
                     self.spent += cost
                     if result is not None:
                         kept.append((result[0], pattern, way))
@@ -241,7 +241,7 @@ class _Search:
                     break
         if chain.num_microbatches != self.network.num_microbatches:
             for _, pattern, way in sorted(kept)[: 2 * ANNEALED]:
-                result = squeezed(self.network, found[pattern], ways[way], objective=self.objective)
+                result = squeezed(self.network, found[pattern].dates, ways[way], objective=self.objective)
                 self.spent += SQUEEZED * self.operations
                 if result is not None:
                     self._start(result[0], result[1], "pattern")

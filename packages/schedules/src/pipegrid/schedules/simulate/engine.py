@@ -5,7 +5,7 @@ Lanes are first in, first out and each position's order is fixed, so the times d
 first, and every action is looked at about once.
 
 This is the player of whole plans: messages, lanes, collectives, copies. Where a search plays 10^4 to 10^6 orders of
-computes, `search.network` has a player of those alone.
+computes, `network.network` has a player of those alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     last: int
 
 
-class Played(NamedTuple):
+class PlayedPlan(NamedTuple):
     """Start and end of every action, and an order of all computes in which each comes after those it waits for.
 
     An entry of ``order`` is a run of actions of one position, or, for a compute of a shared stage, one action of
@@ -81,7 +81,7 @@ class Simulator:
         self.arrivals: dict[Action | str, list[_Arrival]] = {}
         self.routed = self.wiring.routed
 
-    def run(self) -> Played:
+    def run(self) -> PlayedPlan:
         """Play to the end."""
         while self.runnable:
             position = self.runnable.pop()
@@ -102,7 +102,7 @@ class Simulator:
         if ends := [lane for lane in self.wiring.lanes.values() if lane.sends or lane.receives]:
             between = f"from position {ends[0].source} to position {ends[0].destination}"
             raise PlanError(f"messages {between} have one end only; verify(plan) says which")
-        return Played(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), self.order)
+        return PlayedPlan(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), self.order)
 
     def _advance(self, position: int) -> None:
         """Run ``position`` until it has to wait or is done."""
@@ -308,7 +308,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def play(plan: Plan, costs: Costs, durations: Sequence[Sequence[float]] | None = None) -> Played:
+def play(plan: Plan, costs: Costs, durations: Sequence[Sequence[float]] | None = None) -> PlayedPlan:
     """Start, end and order of every action of ``plan`` (see `simulate`), by ``costs`` or by each action's duration."""
     with collector_paused():
         return Simulator(plan, costs, durations).run()

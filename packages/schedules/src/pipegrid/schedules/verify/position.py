@@ -16,7 +16,7 @@ from pipegrid.schedules.verify.table import ActionRule, PositionTable, RuleKey
 F, W = ActionKind.F, ActionKind.W
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """One position's part in what several positions do together: what must be the same for all, and the step."""
 
     same: str
@@ -49,7 +49,7 @@ class PositionVerifier:
         self.table, self.position, self.steps = table, table.position, steps
         self.faults: list[Fault] = []
         self.program = Program()
-        self.calls: dict[str | int, list[Call]] = {
+        self.calls: dict[str | int, list[GroupCall]] = {
             **{name: [] for name, members in table.ids.dataflow.groups.items() if table.position in members},
             **{stage: [] for stage, places in table.ids.dataflow.shared if table.position in places},
         }
@@ -66,14 +66,7 @@ class PositionVerifier:
         self._orders: list[list[int]] = [[] for _ in table.lanes]  # messages at this end of each lane
         self._waits: list[int] = []  # of the batch: it posts all its messages, and then waits for their other ends
         self._posted: list[tuple[int, int]] = []  # of the batch, with shared lanes: partner and message
-        for index, step in enumerate(steps):
-            actions = (step,) if isinstance(step, Action) else step
-            self.num_actions += len(actions)
-            self._verify_batch(index, actions)
-            if self._posted:
-                self._exchange(index)
-            self._wait()
-            self.program.ends.append(len(self.program.operations))
+        self._verify_steps()
         self.sent: dict[Lane, list[int]] = {}
         self.received: dict[Lane, list[int]] = {}
         for (lane, sends), order in zip(table.lanes, self._orders, strict=True):
@@ -81,33 +74,40 @@ class PositionVerifier:
         self.exchanges = dict(zip(table.partners, self._shared_lanes, strict=True))
         self.faults += missing(table, self.flags, self.reduced)
 
-    def _verify_batch(self, index: int, actions: Sequence[Action]) -> None:
-        """Verify the actions of step ``index`` and add their events; `_wait` adds those that end the batch."""
-        table, sliced, in_order = self.table, self.table.plan.num_slices > 1, self.table.blocking.in_order
-        routed = table.routed
-        part: tuple[int, int] | None = None  # flow and piece whose messages block together, where a batch is in order
-        for action in actions:
-            kind, piece, edge = action.kind, action.microbatch, action.edge
-            key: RuleKey = (kind, action.stage) if edge is None else (kind, edge.source, edge.destination)
-            rule = table.table.get((*key, piece) if routed else key)
-            if rule is None or piece is None:
-                if in_order:
+    def _verify_steps(self) -> None:
+        """Verify the actions of each step, and add their events; messages of a batch are waited for at its end."""
+        table, program = self.table, self.program
+        rules, routed, sliced, in_order = table.table, table.routed, table.sliced, table.blocking.in_order
+        for index, step in enumerate(self.steps):
+            actions = (step,) if isinstance(step, Action) else step
+            self.num_actions += len(actions)
+            part: tuple[int, int] | None = None  # flow and piece whose messages block together, of a batch in order
+            for action in actions:
+                kind, piece, edge = action.kind, action.microbatch, action.edge
+                key: RuleKey = (kind, action.stage) if edge is None else (kind, edge.source, edge.destination)
+                rule = rules.get((*key, piece) if routed else key)
+                if rule is None or piece is None:
+                    if in_order:
+                        self._wait()
+                    part = None
+                    self._verify_collective(index, action)
+                    continue
+                if sliced:
+                    piece = table.plan.piece_of(action)
+                away = 0 if routed else piece
+                if not self._may_run(index, action, rule, away):
+                    continue
+                if edge is None:
+                    self._add_compute(index, action, rule, away)
+                    continue
+                if in_order and part != (rule.flow, piece):
                     self._wait()
-                part = None
-                self._verify_collective(index, action)
-                continue
-            if sliced:
-                piece = table.plan.piece_of(action)
-            away = 0 if routed else piece
-            if not self._may_run(index, action, rule, away):
-                continue
-            if edge is None:
-                self._add_compute(index, action, rule, away)
-                continue
-            if in_order and part != (rule.flow, piece):
-                self._wait()
-                part = rule.flow, piece
-            self._add_message(rule, away)
+                    part = rule.flow, piece
+                self._add_message(rule, away)
+            if self._posted:
+                self._exchange(index)
+            self._wait()
+            program.ends.append(len(program.operations))
 
     def _may_run(self, index: int, action: Action, rule: ActionRule, piece: int) -> bool:
         """Set the action's flag. False for a piece that is unknown or done before; an input that lacks is a fault.
@@ -115,7 +115,7 @@ class PositionVerifier:
         ``piece``: how far the action is away from that of the rule.
         """
         flags, done = self.flags, rule.done + piece
-        if piece >= self.table.plan.num_pieces or flags[done]:
+        if piece >= self.table.num_pieces or flags[done]:
             self._refuse(index, action, rule)
             return False
         for needed in rule.needs:
@@ -133,7 +133,7 @@ class PositionVerifier:
         if rule.events:
             self._add_events(rule.events, piece)
             if action.stage in self.calls:
-                self.calls[action.stage].append(Call(str(action), index))
+                self.calls[action.stage].append(GroupCall(str(action), index))
 
     def _add_message(self, rule: ActionRule, piece: int) -> None:
         self._add_events(rule.events, piece)
@@ -223,7 +223,7 @@ class PositionVerifier:
             calls = self.calls[name]
             self.program.operations.append(ids.called(name, len(calls), position))
             self._waits += [~ids.called(name, len(calls), other) for other in members if other != position]
-            calls.append(Call(same, index))
+            calls.append(GroupCall(same, index))
 
     def _verify_sharding(self, index: int, action: Action) -> None:
         """Verify the place of an action of `check_sharding`; a stage on several positions is gathered by all of them.
@@ -241,7 +241,7 @@ class PositionVerifier:
             calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
             self.program.operations.append(ids.called(key, len(calls), self.position))
             self._waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
-            calls.append(Call(str(action), index))
+            calls.append(GroupCall(str(action), index))
 
     def _verify_offloading(self, index: int, action: Action) -> None:
         """Verify the stage and the microbatch of an action of `check_offloading`; a copy waits for no other rank."""

@@ -27,10 +27,12 @@ def check_sharding(plan: Plan, window: int | None) -> list[Gathering]:
     """
     alone = [step for steps in plan.positions for step in steps if isinstance(step, Action)]
     sharded = {action.stage for action in alone if action.kind in SHARDING}
-    return [_Position(plan, position, sharded).check(steps, window) for position, steps in enumerate(plan.positions)]
+    return [
+        _ShardedPosition(plan, position, sharded).check(steps, window) for position, steps in enumerate(plan.positions)
+    ]
 
 
-class _Position:
+class _ShardedPosition:
     """The state of one position's stages, action by action."""
 
     def __init__(self, plan: Plan, position: int, sharded: set[int]) -> None:

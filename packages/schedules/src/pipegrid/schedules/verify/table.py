@@ -82,7 +82,8 @@ class PositionTable:
     def __init__(self, ids: EventIds, position: int, blocking: Blocking) -> None:
         self.ids, self.position, self.blocking = ids, position, blocking
         self.plan, self.routed = ids.plan, ids.dataflow.routed
-        self.span = 1 if self.routed else self.plan.num_pieces
+        self.num_pieces, self.sliced = self.plan.num_pieces, self.plan.num_slices > 1
+        self.span = 1 if self.routed else self.num_pieces
         self.num_flags = 0
         self.table: dict[RuleKey, ActionRule] = {}
         self.collectives: dict[tuple[Edge, Direction], ActionRule] = {}
@@ -116,14 +117,14 @@ class PositionTable:
     def _flags(self, *makers: Action) -> int:
         """The flag of piece 0; those of the others are behind it, so the number of a flag tells its piece."""
         first = self.num_flags
-        self.num_flags += self.plan.num_pieces
+        self.num_flags += self.num_pieces
         if makers:
             self._makers[first] = makers
         return first
 
     def makers_of(self, flag: int) -> list[Action]:
         """The actions that set ``flag``."""
-        piece = flag % self.plan.num_pieces
+        piece = flag % self.num_pieces
         return [for_piece(maker, piece, self.plan.num_slices) for maker in self._makers.get(flag - piece, ())]
 
     def _result(self, stage: int, direction: Direction) -> int:

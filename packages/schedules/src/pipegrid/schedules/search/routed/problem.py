@@ -12,8 +12,8 @@ from functools import cached_property
 from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.schedules.network.problem import memory_of_one
 from pipegrid.schedules.plan import Actor, Routes
-from pipegrid.schedules.search.problem import memory_of_one
 from pipegrid.schedules.simulate import Costs
 
 

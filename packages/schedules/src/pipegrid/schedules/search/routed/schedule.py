@@ -35,11 +35,6 @@ class RoutedStep:
     bound: float
     peaks: Mapping[Actor, float] = field(repr=False)
 
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the bound proves it the shortest."""
-        return self.makespan <= self.bound * (1 + 1e-9)
-
 
 def schedule_routes(
     plan: Plan,

@@ -20,8 +20,8 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.schedules.network.problem import Entries
 from pipegrid.schedules.plan import ActionKind, Actor
-from pipegrid.schedules.search.problem import Entries
 from pipegrid.schedules.search.routed.problem import RoutedProblem
 from pipegrid.schedules.simulate import with_slack
 
@@ -50,13 +50,13 @@ def list_routes(problem: RoutedProblem, first: First, younger: Sequence[float]) 
 
     ``younger``: per unit, how many microbatches younger it counts than it is.
     """
-    return _Run(problem, first, younger).play()
+    return _RoutedScheduler(problem, first, younger).play()
 
 
 _FORWARD, _BACKWARD, _FREE = range(3)
 
 
-class _Run:
+class _RoutedScheduler:
     """One pass of the scheduler."""
 
     def __init__(self, problem: RoutedProblem, first: First, younger: Sequence[float]) -> None:

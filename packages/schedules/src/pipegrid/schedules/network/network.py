@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.schedules.network.problem import Problem
 from pipegrid.schedules.plan import ActionKind, Plan
-from pipegrid.schedules.search.problem import Problem
 from pipegrid.schedules.simulate import Costs
 
 _F, _I, _W = ActionKind.F, ActionKind.I, ActionKind.W
@@ -39,7 +39,7 @@ class Timing(NamedTuple):
     worst: int
 
 
-class Wait(NamedTuple):
+class Dependency(NamedTuple):
     """An operation waits for the one ``delta`` before it, and ``lag`` longer; microbatches before ``first`` do not."""
 
     delta: int
@@ -51,10 +51,8 @@ class Wait(NamedTuple):
 class Network:
     """A graph on positions, as numbers per pass.
 
-    ``least``: durations where whole backwards are cheaper than their halves. ``ordered``: pairs of passes of which the
-    second waits for the first, directly or not; in a chain, of a ``W`` only the one with its own ``I``. ``takes``: live
-    memory on each position of a pass from its start on; ``held``: what of it is there after its end, negative where a
-    pass releases memory.
+    ``least``: durations where whole backwards are cheaper than their halves. ``takes``: live memory on each position of
+    a pass from its start on; ``held``: what of it is there after its end, negative where a pass releases memory.
     """
 
     problem: Problem = field(repr=False)
@@ -63,8 +61,7 @@ class Network:
     positions: tuple[tuple[int, ...], ...]
     duration: tuple[float, ...]
     least: tuple[float, ...]
-    waits: tuple[tuple[Wait, ...], ...]
-    ordered: frozenset[tuple[int, int]]
+    waits: tuple[tuple[Dependency, ...], ...]
     takes: tuple[float, ...]
     held: tuple[float, ...]
     limit: float
@@ -104,6 +101,22 @@ class Network:
         """The F and I passes of each position of a chain, ascending."""
         passes = range(2 * self.num_stages)
         return tuple([tuple([one for one in passes if self.position[one] == p]) for p in range(self.num_positions)])
+
+    @cached_property
+    def ordered(self) -> frozenset[tuple[int, int]]:
+        """Pairs of passes of which the second waits for the first, directly or not.
+
+        In a chain, of a ``W`` only the one with its own ``I``.
+        """
+        count, stages = self.num_microbatches, self.num_stages
+        earlier: list[set[int]] = []  # per pass, all that it waits for
+        for number, waits in enumerate(self.waits):
+            direct = {number - wait.delta // count for wait in waits if not wait.first}
+            earlier.append(direct.union(*[earlier[other] for other in direct]))
+        pairs = frozenset((before, number) for number, own in enumerate(earlier) for before in own)
+        if self.is_chain:
+            return frozenset(pair for pair in pairs if pair[1] < 2 * stages or pair[1] - pair[0] == stages)
+        return pairs
 
     @cached_property
     def _wakes(self) -> tuple[tuple[int, ...], ...]:
@@ -238,11 +251,11 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
     times = {kind: costs.per_stage(kind.value, stages) for kind in (_F, _I, _W)}
     least = {_F: times[_F], **dict(zip((_I, _W), _least_halves(costs, stages), strict=True))}
     travel = costs.travel(edges)
-    waits: list[list[Wait]] = [[] for _ in passes]
+    waits: list[list[Dependency]] = [[] for _ in passes]
 
     def wait(later: tuple[ActionKind, int], earlier: tuple[ActionKind, int], lag: float, back: int = 0) -> None:
         number, other = number_of[later], number_of[earlier]
-        waits[number].append(Wait((number - other) * count + back, lag, back))
+        waits[number].append(Dependency((number - other) * count + back, lag, back))
 
     followed = {edge.source for edge in edges if edge.destination not in problem.forward_only}
     for stage in trained:
@@ -260,13 +273,6 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
         assert problem.ahead is not None
         length = times[_F][edge.destination] + costs.overhead
         wait((_F, edge.source), (_F, edge.destination), -length, problem.ahead)
-    earlier: list[set[int]] = []  # per pass, all that it waits for, directly or not
-    for number, own_waits in enumerate(waits):
-        direct = {number - one.delta // count for one in own_waits if not one.first}
-        earlier.append(direct.union(*[earlier[other] for other in direct]))
-    ordered = frozenset((before, number) for number, own in enumerate(earlier) for before in own)
-    if problem.is_chain:
-        ordered = frozenset(pair for pair in ordered if pair[1] < 2 * stages or pair[1] - pair[0] == stages)
     sizes = problem.activation
     released = [size * share for size, share in zip(sizes, problem.input_release, strict=True)]
     held = {
@@ -282,7 +288,6 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
         tuple(times[kind][stage] + costs.overhead for kind, stage in passes),
         tuple(least[kind][stage] + costs.overhead for kind, stage in passes),
         tuple(map(tuple, waits)),
-        ordered,
         tuple(sizes[stage] if kind is _F else 0.0 for kind, stage in passes),
         tuple(held[one] for one in passes),
         problem.room,

@@ -40,9 +40,11 @@ class QueueLane:
     replicas: object
     spec: object
     error: object = None
+    note: str = ""
 
     def isend(self, payload, note=None):
-        self.replicas.lane(self.spec).put((copied(payload), note or ""))
+        self.note = self.note if note is None else note  # as a lane repeats that of the agreed shapes
+        self.replicas.lane(self.spec).put((copied(payload), self.note))
         return SENT
 
     def irecv(self, shapes=None):
@@ -68,6 +70,9 @@ class QueueLanes(dict):
 
     def neighbours(self, ranks):
         del ranks
+
+    def abort(self, reason):
+        del reason
 
 
 @define

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -49,6 +49,7 @@ def test_units_at_home_open_no_way_to_another_replica():
 
 
 @settings(max_examples=12, deadline=None)
+@example(2865, "chain", "agreed", False)  # a message is looked at before the first one of its lane
 @given(st.integers(0, 10**6), st.sampled_from([*GRAPHS]), st.sampled_from([*CONFIGS]), st.booleans())
 def test_random_routes_over_bridges_have_the_gradients_of_one_process(seed, graph, config, frees):
     """Uneven shares, moves, deaths, skipped modules, and calls that serve several units."""

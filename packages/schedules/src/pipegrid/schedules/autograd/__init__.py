@@ -6,7 +6,12 @@ from pipegrid.schedules.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.schedules.autograd.offload import Offload
 from pipegrid.schedules.autograd.partition import input_path_of
 from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
-from pipegrid.schedules.autograd.unsplittable import SplitBackwardError, compiled_modules, require_splittable
+from pipegrid.schedules.autograd.unsplittable import (
+    SplitBackwardError,
+    compiled_modules,
+    is_compiled,
+    require_splittable,
+)
 
 __all__ = [
     "Offload",
@@ -18,6 +23,7 @@ __all__ = [
     "compiled_modules",
     "free_storage",
     "input_path_of",
+    "is_compiled",
     "require_deallocatable",
     "require_splittable",
     "run_backward",

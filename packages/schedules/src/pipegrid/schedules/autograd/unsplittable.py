@@ -53,8 +53,13 @@ def compiled_modules(model: Any) -> list[str]:
     return [
         f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
         for name, module in _modules(model)
-        if name.endswith("_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if name.endswith("_orig_mod") or is_compiled(module)
     ]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `Module.compile` has marked it. There is no public way to ask; pinned by a test."""
+    return module._compiled_call_impl is not None  # noqa: SLF001
 
 
 def _modules(model: Any) -> list[tuple[str, torch.nn.Module]]:

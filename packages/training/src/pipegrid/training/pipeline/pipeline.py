@@ -104,11 +104,10 @@ class Pipeline:
         self.replica, self.replicas, own_shares = shares(self.grids)
 
         _, self.device = resolve_device(next(iter(own.values())).grid.backend, device)
-        several = len(described) > 1
         self.stages = {
             name: [
                 _edited(stage, parallelize)
-                for stage in module.stages(name if several else None, places[name], self.device)
+                for stage in module.stages(name if len(described) > 1 else None, places[name], self.device)
             ]
             for name, module in own.items()
         }

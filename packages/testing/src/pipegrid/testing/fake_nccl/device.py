@@ -50,6 +50,7 @@ class FakeDevice:
     Attributes:
         closing: set when the test ends.
         pair_attempts: communicators of pairs made so far by the pair's ranks in their group, of all groups (nccl-lazy).
+        history: every launch and every mark on this rank, in order.
         timeline: launches and marks, and the starts and ends of entries between them, in order.
         streams: virtual streams for the code under test; see `Streams`.
         violations: broken rules, as texts; they fail the test.
@@ -82,6 +83,7 @@ class FakeDevice:
         self.connects_in_batches = False
         self.drains_at_compute = False
         self.graph: FakeGraph | None = None
+        self.history: list[LaunchRecord | Mark] = []
         self._numbers = itertools.count()
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
@@ -109,11 +111,6 @@ class FakeDevice:
         self._lines.open(self._line(group))
 
     @property
-    def history(self) -> list[LaunchRecord | Mark]:
-        """Every launch and every mark on this rank, in order."""
-        return [moment.of for moment in self.timeline if moment.what in ("launched", "marked")]
-
-    @property
     def launches(self) -> list[LaunchRecord]:
         """Every entry launched on this rank, in order."""
         return [event for event in self.history if isinstance(event, LaunchRecord)]
@@ -125,6 +122,7 @@ class FakeDevice:
             clock = self.streams.record(stream)
             behind = [name for name, where, at in self._marked if not self.streams.known_to_host(where, at)]
             mark = Mark(text, tuple(behind))
+            self.history.append(mark)
             self._note("marked", mark)
             self._marked.append((text, stream, clock))
             self.streams.order(stream, clock, reached=lambda: self._note("reached", mark))
@@ -155,6 +153,7 @@ class FakeDevice:
             after, kept = self.streams.here(here), [*reads, *writes]
             entry = Entry(launch, run, timeout, clock, stream, after, kept)
             self.streams.order(stream, clock, entry.signal)
+            self.history.append(launch)
             self._note("launched", launch)
             self._open[group].append(entry)
             self._lines.append(self._line(group), entry)
@@ -202,6 +201,7 @@ class FakeDevice:
         """Drop the record of what was launched and reached so far: for a long test that looks at its memory."""
         with self._lock:
             self.streams.forget()
+            self.history.clear()
             self.timeline.clear()
             self._marked.clear()
 

@@ -121,7 +121,7 @@ def store_calls(source: str) -> list[int]:
 
 
 def sources() -> dict[str, str]:
-    """By path below ``pipegrid``; `testing` has no ranks that train, but stands in for their backend."""
+    """The packages' sources by path below ``pipegrid``, without `testing`, which implements a backend."""
     files = sorted(ROOT.glob("packages/*/src/pipegrid/**/*.py"))
     found = {str(file).split("/src/pipegrid/")[1]: file.read_text(encoding="utf-8") for file in files}
     return {path: source for path, source in found.items() if not path.startswith("testing/")}

@@ -1,6 +1,7 @@
 """What an exchange whose shape stands costs: counted where it leaves for the backend."""
 
 import contextlib
+import random
 
 import pytest
 import torch
@@ -43,3 +44,24 @@ def test_a_steady_exchange_is_one_message_each_way_and_no_host_wait(ranks, toget
             assert new.bytes - old.bytes == 10 * size
             assert new.headers == old.headers == 1
             assert new.host_syncs == old.host_syncs
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_stats_count_every_message_alone_or_in_a_batch_before_and_after_a_renewal(ranks, ahead):
+    generator = random.Random(ahead)  # one order on both ranks
+    with open_lanes([THERE], config=config(receives_ahead=ahead)) as lanes:
+        lane, sizes = lanes[THERE], []
+        for elements in (3, 5, 5, 2):
+            for _ in range(generator.randrange(1, 6)):
+                with lanes.batch() if generator.random() < 0.5 else contextlib.nullcontext():
+                    handle = lane.irecv() if ranks.rank else lane.isend(torch.ones(elements))
+                handle.wait()
+                sizes.append(4 * elements)
+                assert (lane.stats.messages, lane.stats.transfers, lane.stats.bytes) == (
+                    len(sizes),
+                    len(sizes),
+                    sum(sizes),
+                )
+            ranks.barrier()
+            lane.renew()

@@ -11,13 +11,16 @@ import torch.distributed as dist
 
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 
+_CPU = torch.device("cpu")
+_PLAIN_DATA = Waiting(what="an exchange of plain data")
+
 
 def gather_plain(
     value: Any,
     group: dist.ProcessGroup | None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 -- a constant
+    device: torch.device = _CPU,
     *,
-    waiting: Waiting = Waiting(what="an exchange of plain data"),  # noqa: B008 -- a constant
+    waiting: Waiting = _PLAIN_DATA,
 ) -> list[Any]:
     """The values of all ranks of a group, on each: lists, dicts, texts and numbers. None: of this process alone.
 
@@ -36,7 +39,7 @@ def gather_plain(
 
 def wait_for_all(
     group: dist.ProcessGroup | None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 -- a constant
+    device: torch.device = _CPU,
     *,
     waiting: Waiting,
 ) -> None:

@@ -9,7 +9,7 @@ from pipegrid.schedules.autograd.split_backward import WeightHalf, backward_inpu
 from pipegrid.schedules.autograd.unsplittable import (
     SplitBackwardError,
     compiled_modules,
-    is_compiled,
+    is_compiled_in_place,
     require_splittable,
 )
 
@@ -23,7 +23,7 @@ __all__ = [
     "compiled_modules",
     "free_storage",
     "input_path_of",
-    "is_compiled",
+    "is_compiled_in_place",
     "require_deallocatable",
     "require_splittable",
     "run_backward",

@@ -53,12 +53,15 @@ def compiled_modules(model: Any) -> list[str]:
     return [
         f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
         for name, module in _modules(model)
-        if name.endswith("_orig_mod") or is_compiled(module)
+        if name.endswith("_orig_mod") or is_compiled_in_place(module)
     ]
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `Module.compile` has marked it. There is no public way to ask; pinned by a test."""
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not.
+
+    There is no public way to ask; pinned by `tests/megatron/test_prepared_steps.py`.
+    """
     return module._compiled_call_impl is not None  # noqa: SLF001
 
 

@@ -23,11 +23,6 @@ def memory_of(tensor: Tensor) -> Any:
     return WeakStorage(tensor.untyped_storage())
 
 
-def is_compiled_in_place(module: Any) -> bool:
-    """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
 def on_meta(tensor: Tensor) -> Tensor:
     """A tensor on the meta device with the shape, strides and dtype of ``tensor``."""
     if tensor.is_meta:

@@ -32,12 +32,12 @@ class State(enum.Enum):
 
 # Module names: members of an Enum are looked up slowly.
 _PENDING, _ACTIVE, _DONE, _FAILED = State.PENDING, State.ACTIVE, State.DONE, State.FAILED
-_UNBUILT = object()  # the payload of a receive whose buffers are not known, or that nobody has asked for
-_RELEASED = object()
+_UNBUILT = object()  # placeholder of a payload that has not been made from its buffers
+_RELEASED = object()  # placeholder of a payload whose buffers were given back
 
 
 class Limit(NamedTuple):
-    """How long a transfer may take: ``seconds`` from ``since`` (monotonic), when somebody first looked at it."""
+    """Deadline of a transfer: ``seconds`` after ``since``, the `time.monotonic` of its wait or of the first sweep."""
 
     since: float
     seconds: float
@@ -121,7 +121,7 @@ class Transfer:
 
     @property
     def due(self) -> float:
-        """When it must be done (monotonic); infinity until somebody looks at it."""
+        """Deadline as a `time.monotonic` value; infinity before its wait or the first sweep that sees it."""
         return math.inf if self.limit is None else self.limit.since + self.limit.seconds
 
     def wait(self, timeout: float | None = None) -> None:
@@ -176,7 +176,7 @@ class ReceiveTransfer(Transfer):
     expected: ExpectedShape | None = None  # by the caller, where given
     buffers: ReceiveBuffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
-    attended: bool = False  # the caller waits for it at once: no thread needs to look after it
+    attended: bool = False  # by the caller, who waits at once: the lane's thread need not read its header
 
     sending = False
 

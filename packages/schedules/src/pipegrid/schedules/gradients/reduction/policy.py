@@ -15,7 +15,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.autograd import is_compiled
+from pipegrid.schedules.autograd import is_compiled_in_place
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
@@ -341,7 +341,7 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         for _, inner in fsdp_modules(model) if sharded else ():
             found += (id(inner), divide_factor(inner))
         for module in model.modules():
-            found += (id(module), is_compiled(module))
+            found += (id(module), is_compiled_in_place(module))
         for parameter in model.parameters():
             found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
     return tuple(found)

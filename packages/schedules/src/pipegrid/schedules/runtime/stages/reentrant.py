@@ -31,7 +31,7 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
     Not where modules are compiled: they would be compiled anew without the hook that looks.
 
     Returns:
-        a list, in which a parameter to train of the first module that has one and runs comes.
+        a list that gets the name of a trainable parameter when the first module with one runs.
 
     Raises:
         StageOutputError: names the module's class and a parameter.

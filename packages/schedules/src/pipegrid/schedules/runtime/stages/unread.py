@@ -5,7 +5,8 @@ message is read later, on a device in the order of its stream, and a stage on th
 
 - A tensor without a graph is copied before a stage of its position runs, and at its send, where something else holds
   its memory as well.
-- One with a graph is not, since the graph holds many outputs for the backward. Its version says whether it was written.
+- One with a graph is not, since the graph holds many outputs for the backward. Its version says whether it was written
+  since a stage of its position ran, or since its send, whichever is first: before that no stage could write it.
 - A second payload at the place of a first one that is not read is an error, whatever wrote it, and whichever stage of
   the position returned it. The first one is held until its message is seen to have left, so no new tensor can be
   there. That it has left meanwhile is no excuse: the stage may have written before that.

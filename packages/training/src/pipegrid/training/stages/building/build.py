@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from pipegrid.schedules.autograd import is_compiled_in_place
 from pipegrid.topology.fields import shown
 from pipegrid.training.errors import CheckpointError, CutError
 from pipegrid.training.generators import generators_as_before
@@ -24,7 +25,6 @@ from pipegrid.training.safetensors_files import Stored
 from pipegrid.training.stages.building.origins import REMEDY, Plan
 from pipegrid.training.stages.building.pretrained import files_read_by, loads, misfits, stored_twice
 from pipegrid.training.stages.building.values import Values
-from pipegrid.training.stages.torch_compat import is_compiled_in_place
 
 
 @frozen(eq=False)

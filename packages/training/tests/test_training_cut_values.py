@@ -282,11 +282,3 @@ def test_an_adapted_model_in_stages_computes_what_it_computes_whole():
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:
                 torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-10, atol=1e-14, msg=name)
-
-
-def test_a_module_that_is_compiled_in_place_is_told_by_its_call():
-    layer = nn.Linear(2, 2)
-    assert not torch_compat.is_compiled_in_place(layer)
-    assert not torch_compat.is_compiled_in_place(torch.compile(layer, backend="eager"))
-    layer.compile(backend="eager")
-    assert torch_compat.is_compiled_in_place(layer)

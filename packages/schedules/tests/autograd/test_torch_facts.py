@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
+from pipegrid.schedules.autograd import is_compiled_in_place
 from pipegrid.schedules.autograd.engine import run_backward
 from pipegrid.schedules.autograd.joint_graph import forward_and_backward, is_view, joint_graph, storage_key
 
@@ -236,3 +237,11 @@ def test_a_node_of_cpp_without_a_class_of_its_own_shows_as_cpp_function():
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).tanh()
+
+
+def test_a_module_tells_of_its_compilation_in_place_only():
+    layer = torch.nn.Linear(2, 2)
+    assert not is_compiled_in_place(layer)
+    assert not is_compiled_in_place(torch.compile(layer, backend="eager"))
+    layer.compile(backend="eager")
+    assert is_compiled_in_place(layer)

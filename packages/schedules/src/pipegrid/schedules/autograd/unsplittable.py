@@ -60,7 +60,7 @@ def compiled_modules(model: Any) -> list[str]:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not.
 
-    There is no public way to ask; pinned by `tests/megatron/test_prepared_steps.py`.
+    There is no public way to ask; pinned by `tests/autograd/test_torch_facts.py`.
     """
     return module._compiled_call_impl is not None  # noqa: SLF001
 

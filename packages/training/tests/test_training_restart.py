@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, AttemptRecord, read_attempts, torchelastic
+from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, AttemptRecord, read_attempts, torchelastic
 from pipegrid.training.restart.record import FILE, AttemptLine, reason_to_stop
 
 
@@ -180,6 +180,21 @@ def agreed(store, ranks, timeout=20.0):
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         return dict(zip(ranks, threads.map(ask, ranks), strict=True))
+
+
+def test_a_lost_rank_is_the_first_failure_where_its_watcher_hears_of_it_late(tmp_path):
+    """The connections of a dead rank end in one moment; the thread that watches it may get a core a second later."""
+    attempt = Attempt(tmp_path)
+
+    class LateNeighbours:
+        def is_lost(self, *, seconds):
+            time.sleep(min(seconds, 1.0))
+            if seconds >= 1.0:
+                attempt._lose(1, "rank 0 lost rank 1")
+
+    attempt._neighbours = LateNeighbours()
+    own = "rank 0: RuntimeError: connection closed by peer"
+    assert attempt._first_failure(RuntimeError("connection closed by peer"), own) == "rank 0 lost rank 1"
 
 
 def test_ranks_of_one_attempt_agree_on_a_name_whatever_dead_attempts_have_left():

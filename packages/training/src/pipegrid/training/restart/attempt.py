@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KNOWN = (PipelineError, DisagreementError, JobFailedError)  # errors of which the monitors of all ranks know already
-# For the rank that watches a lost one to say so first: the others' calls fail at the same moment, and not by name.
-_LOST_SECONDS = 0.3
+# For the rank that watches a lost one to say so first: the others' calls fail at the same moment, and not by name. Its
+# thread may have to wait for a core; only ranks that have failed wait for it.
+_LOST_SECONDS = 2.0
 
 
 class Attempt:

@@ -80,10 +80,12 @@ class Reports:
 def on_ranks(ranks: int, work: Callable[..., None], *arguments: Any, join: Join = over_gloo) -> Iterator[Reports]:
     """Run ``work(report, *arguments)`` on ``ranks`` processes; the block reads what they give to ``report``.
 
+    They are forks of a server that has imported the program, which each would take seconds for.
+
     Raises:
         RuntimeError: a rank failed, though it may have reported everything before.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         shared = (ranks, str(Path(directory) / "store"), join, results, work, arguments)

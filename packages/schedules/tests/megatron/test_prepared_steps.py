@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -227,11 +228,14 @@ def test_a_change_of_the_config_is_followed():
         assert len(prepared._STEPS[model]) == before + 1
 
 
-def test_three_hundred_numbers_of_microbatches_keep_few_runtimes():
+@pytest.mark.parametrize(("numbers", "configs"), [(20, 15), pytest.param(300, 1, marks=pytest.mark.nightly)])
+def test_three_hundred_keys_keep_few_runtimes(constructions, numbers, configs):
     model = model_of()
-    for number in range(1, 301):
+    for number, config in itertools.product(range(1, numbers + 1), range(configs)):
+        model.config = PipelineConfig(deadline=60.0 + config)
         alone(model, num_microbatches=number, data_iterator=iter(range(number)))
         model.zero_grad()
+    assert constructions["PreparedStep"] == 300
     assert len(prepared._STEPS[model]) == prepared._KEPT
     kinds = (PipelineRuntime, prepared.PreparedStep, MegatronStage)
     counts = {kind: sum(type(each) is kind for each in gc.get_objects()) for kind in kinds}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .kit import warm_python
+
 # Forked ranks find their function by name.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,6 +27,21 @@ def context():
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(list(PRELOAD))
     return made
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(tmp_path_factory):
+    """torchrun starts ranks that have imported torch already."""
+    modules = ("numpy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+    own = ("bridges.multimodule", "schedules.megatron", "training.checkpoint", "training.restart")
+    models = ("llama.modeling_llama",)
+    names = [*modules, *(f"pipegrid.{name}" for name in own), *(f"transformers.models.{name}" for name in models)]
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # read at an import
+    server, client = warm_python.start(tmp_path_factory.mktemp("warm"), names, **quiet)
+    with server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHON_EXEC", str(client))
+        yield
+        server.stdin.close()
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "digit_reader" / "trai
 
 
 run = partial(programs.run, TRAIN)
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 def command(*arguments):

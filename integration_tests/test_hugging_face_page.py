@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hugging_face.md"
 SCRIPT = ROOT / "docs" / "examples" / "hf_text" / "run.py"
 ONE, FOUR, SHARDED = programs.blocks(PAGE.read_text(encoding="utf-8"))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def test_the_page_shows_the_script_that_runs():
@@ -34,7 +34,7 @@ def test_the_script_is_short_and_little_of_it_is_about_pipegrid():
 
 @pytest.mark.nightly
 def test_the_script_goes_on_in_another_layout_and_recites(tmp_path):
-    done = programs.run(SCRIPT, timeout=500, cwd=tmp_path, env=ENVIRONMENT)
+    done = programs.run(SCRIPT, timeout=500, cwd=tmp_path, env=os.environ | OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\S+)", done.stdout)]
     epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+): ", done.stdout)]
@@ -54,9 +54,10 @@ def test_the_loop_of_one_process_runs():
     assert len(re.findall(r"loss \d+\.\d+", printed.getvalue())) == 2
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_sharded_script_trains(tmp_path):
     (tmp_path / "page.py").write_text(SHARDED, encoding="utf-8")
-    done = programs.torchrun(4, "page.py", timeout=500, cwd=tmp_path, env=ENVIRONMENT)
+    done = programs.torchrun(4, "page.py", timeout=500, cwd=tmp_path, env=os.environ | OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\S+), gradient norm", done.stdout)]
     assert len(losses) == 3

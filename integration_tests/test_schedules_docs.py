@@ -86,6 +86,7 @@ def run_on_ranks(number, code):
 END = "\ndist.barrier()\ndist.destroy_process_group()\n"
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_runtime_and_its_monitor_run_on_ranks():
     (run,) = (code for code, _ in python(SCHEDULES) if needs_ranks(code))
     timed, _ = registering()
@@ -96,6 +97,7 @@ def test_the_runtime_and_its_monitor_run_on_ranks():
     run_on_ranks(2, run + learnt + monitored + "\nmonitor.close()\ncommunicator.close()\n" + END)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_reduce_of_ones_own_sums_tied_gradients():
     _, code = registering()
     weight = torch.full((3,), 1 + 2**-12).requires_grad_()
@@ -118,6 +120,7 @@ def registering():
     return [code for code, _ in python(SCHEDULES) if "runtime.register(" in code]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_parameter_is_tied_on_ranks():
     tied = python(GRADIENTS)[0][0]
     summed = "\nweight.grad = torch.ones_like(weight)\nword.reduce()\nassert not copies or weight.grad.eq(2).all()\n"

@@ -53,7 +53,8 @@ def launch(script: Path, arguments: Sequence[str], *, processes: int, checkpoint
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-u", str(script), *arguments, "--control", f"localhost:{store.port}")
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun has it
+        elastic_launch(config, python)("-u", str(script), *arguments, "--control", f"localhost:{store.port}")
     except SignalException as error:  # which the ranks were sent as well, and had time to answer
         attempts = [] if checkpoints is None else read_attempts(checkpoints)
         return PREEMPTED if attempts and attempts[-1].end == "preempted" else 128 + error.sigval

@@ -1,4 +1,4 @@
-"""An interpreter that has imported torch already, for the ranks that a launcher starts: an import takes seconds of each.
+"""An interpreter that has imported torch already, for the ranks that a launcher starts: imports take seconds of each.
 
 A server imports what they need, and forks. What takes the place of the interpreter is a client of it: it hands over
 arguments, environment, folder and standard streams, passes signals on, and ends as the fork did, which runs to the
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> None:
         kind, rest = "", [kind, *rest]
     program, *rest = rest
     sys.argv = [kind or program, *rest]
-    sys.path[0] = os.path.dirname(os.path.abspath(program)) if not kind else os.getcwd()
+    sys.path[0] = str(Path.cwd() if kind else Path(program).absolute().parent)
     if kind == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> None:
     text = program
     if not kind:
         module.__file__, text = program, Path(program).read_text()
-    exec(compile(text, program if not kind else "<string>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
+    exec(compile(text, program if not kind else "<string>", "exec", dont_inherit=True), module.__dict__)
 
 
 if __name__ == "__main__":

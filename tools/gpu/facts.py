@@ -105,7 +105,7 @@ def main() -> None:
         return
     part = exchange if options.part == "exchange" else memory
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_rank, (part, options, str(Path(directory) / "store")), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+        mp.start_processes(_rank, (part, options, str(Path(directory) / "store")), 2, start_method="forkserver")  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

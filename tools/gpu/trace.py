@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--out", default=".", help="the folder for the traces")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_rank, (options, str(Path(directory) / "store")), nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        mp.start_processes(_rank, (options, str(Path(directory) / "store")), RANKS, start_method="forkserver")  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

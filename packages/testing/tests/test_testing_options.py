@@ -114,7 +114,7 @@ def test_other():
 """
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.nightly)])
 def test_x_stops_after_a_failure_k_chooses_tests_and_s_lets_ranks_print(pytester, monkeypatch, unbuffered):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     pytester.makepyfile(SEVERAL)
@@ -124,7 +124,7 @@ def test_x_stops_after_a_failure_k_chooses_tests_and_s_lets_ranks_print(pytester
     assert result.stdout.str().count("a fixture") == 4
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", [pytest.param("", marks=pytest.mark.nightly), "1"])
 def test_under_s_the_lines_of_several_ranks_stay_whole(pytester, monkeypatch, unbuffered):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     pytester.makepyfile("""
@@ -220,7 +220,9 @@ def test_it(here):
 """
 
 
-@pytest.mark.parametrize(("name", "started_in"), [("sub", "."), ("a[b]", "."), ("a[b]", "a[b]")])
+@pytest.mark.parametrize(
+    ("name", "started_in"), [pytest.param("sub", ".", marks=pytest.mark.nightly), ("a[b]", "."), ("a[b]", "a[b]")]
+)
 def test_several_files_of_a_directory_share_its_conftest_on_ranks(pytester, monkeypatch, name, started_in):
     inner = pytester.mkdir(name)
     (inner / "conftest.py").write_text(CONFTEST_OF_A_DIRECTORY)
@@ -233,7 +235,9 @@ def test_several_files_of_a_directory_share_its_conftest_on_ranks(pytester, monk
     result.assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("arguments", [("a/tests", "b/tests"), ("b/tests", "a/tests", "c"), (".",)])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(("a/tests", "b/tests"), marks=pytest.mark.nightly), ("b/tests", "a/tests", "c"), (".",)]
+)
 def test_each_of_several_folders_has_the_fixtures_of_its_own_conftest_on_ranks(pytester, arguments):
     for name in ("a/tests", "b/tests", "c"):
         folder = pytester.path / name

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -289,20 +287,6 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path):
     checkpoints.load(state)
     require_same(values_of(stages.values(), optimizer), expected)
     checkpoints.close()
-
-
-def test_a_script_that_ends_without_waiting_keeps_its_last_save(tmp_path):
-    program = (
-        "import sys; from torch import nn; from pipegrid.training import Checkpoints, TrainingState\n"
-        "state = TrainingState(stages={'head': {0: nn.Linear(2, 2)}})\n"
-        "Checkpoints(sys.argv[1]).save(state, step=5, blocking=False)\n"
-        "sys.exit(3)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (result.returncode, result.stderr) == (3, "")
-    assert Checkpoints(tmp_path).steps() == [5]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -65,28 +65,36 @@ def test_the_page_says_its_versions_and_its_refusals():
     assert listed == sorted(used) == list(range(1, len(used) + 1))
 
 
-def test_some_families_are_right_or_refused_by_name():
-    found = dict(run_in_a_process(list(OFTEN)))
-    assert {cell: word for cell, (word, _) in found.items()} == OFTEN, found
-    assert all(re.match(r"`(Cut|Generation)Error`: ", text) for word, text in found.values() if word == "unsupported")
+PROGRAM = f"""
+import os, time
+from {NAME} import COLUMNS, run_cells
+from {NAME}_cells import WrongNumbersError
+def wrong(family, world):
+    raise WrongNumbersError("loss")
+COLUMNS["hang"] = 2, lambda family, world: time.sleep(1000 * world.rank)
+COLUMNS["die"] = 2, lambda family, world: os._exit(3) if world.rank else None
+COLUMNS["wrong"] = 2, wrong
+COLUMNS["fine"] = 2, lambda family, world: None
+planted = [("Llama", column) for column in ("fine", "hang", "fine", "die", "wrong", "fine")]
+for cells, deadline in (({list(OFTEN)}, 300.0), (planted, 5.0)):
+    print("cells", [(cell, outcome.word, outcome.text) for cell, outcome in run_cells(cells, deadline)])
+"""
 
 
-def run_in_a_process(cells):
-    """The cells in a process of its own: it forks, and this one may have threads."""
-    code = (
-        f"from {NAME} import run_cells\n"
-        f"for cell, outcome in run_cells({cells!r}, 300.0): print('cell', (cell, (outcome.word, outcome.text)))"
-    )
-    return printed(code)
-
-
-def printed(code):
-    """The cells that a program of its own prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=_alone(), capture_output=True, text=True, check=False, timeout=900
-    )
+@pytest.fixture(scope="module")
+def outcomes():
+    """Of some families, and of planted cells; from a process of its own: it forks, and this one may have threads."""
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, env=_alone(), capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    return [eval(line.removeprefix("cell ")) for line in done.stdout.splitlines() if line.startswith("cell ")]
+    return [eval(line.removeprefix("cells ")) for line in done.stdout.splitlines() if line.startswith("cells ")]
+
+
+def test_some_families_are_right_or_refused_by_name(outcomes):
+    found = {cell: word for cell, word, _ in outcomes[0]}
+    assert found == OFTEN, outcomes[0]
+    refusals = [text for _, word, text in outcomes[0] if word == "unsupported"]
+    assert all(re.match(r"`(Cut|Generation)Error`: ", text) for text in refusals)
 
 
 def _alone():
@@ -192,24 +200,8 @@ def test_a_cell_is_as_bad_as_its_worst_rank(words, word):
     assert together(found, len(words), 5.0).word == word
 
 
-PLANTED = f"""
-import os, time
-from {NAME} import COLUMNS, run_cells
-from {NAME}_cells import WrongNumbersError
-def wrong(family, world):
-    raise WrongNumbersError("loss")
-COLUMNS["hang"] = 2, lambda family, world: time.sleep(1000 * world.rank)
-COLUMNS["die"] = 2, lambda family, world: os._exit(3) if world.rank else None
-COLUMNS["wrong"] = 2, wrong
-COLUMNS["fine"] = 2, lambda family, world: None
-cells = [("Llama", column) for column in ("fine", "hang", "fine", "die", "wrong", "fine")]
-for cell, outcome in run_cells(cells, 5.0):
-    print("cell", (cell[1], (outcome.word, outcome.text)))
-"""
-
-
-def test_a_rank_that_hangs_or_dies_fails_its_cell_alone():
-    assert [(column, word) for column, (word, _) in printed(PLANTED)] == [
+def test_a_rank_that_hangs_or_dies_fails_its_cell_alone(outcomes):
+    assert [(column, word) for (_, column), word, _ in outcomes[1]] == [
         ("fine", "right"),
         ("hang", "crash"),
         ("fine", "right"),

@@ -15,10 +15,12 @@ from .kit.models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
 CUTS = ("Et|tt|tL", "Et||ttt|L", "E|tttt|L", "EttttL", "Etttt|L")
 CUTS_OF_TWO = ("Eee|eet|tttL", "Eeee|e|tt||t|tL", "Eeeee|tttt|L", "E|eeeettttL")
 OFTEN = ("Et||ttt|L", "Eeee|e|tt||t|tL")  # the others run at night
+ALONE = ("llama tied", "t5")  # in every run also with each stage cut by itself
 CASES = [
-    pytest.param(name, layout, marks=[] if layout in OFTEN else pytest.mark.nightly)
+    pytest.param(name, layout, ranks, marks=[] if layout in OFTEN and (ranks or name in ALONE) else pytest.mark.nightly)
     for name in MAKERS
     for layout in (CUTS_OF_TWO if name in TWO_LISTS else CUTS)
+    for ranks in ((None, 2) if layout in OFTEN else (None,))
 ]
 
 
@@ -40,10 +42,11 @@ def require_equal(whole, make, layout, batch, **options):
             torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_family_in_stages_is_the_model(name, layout):
+@pytest.mark.parametrize(("name", "layout", "ranks"), CASES)
+def test_a_family_in_stages_is_the_model(name, layout, ranks):
+    """On two ranks, which have every other stage; or on one for each stage."""
     torch.manual_seed(1)
-    require_equal(MAKERS[name]().double(), MAKERS[name], layout, batch_of(name))
+    require_equal(MAKERS[name]().double(), MAKERS[name], layout, batch_of(name), ranks=ranks)
 
 
 class Plain(nn.Module):

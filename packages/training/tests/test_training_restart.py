@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +17,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, Attempt, AttemptRecord, read_attempts, torchelastic
 from pipegrid.training.restart.record import FILE, AttemptLine, reason_to_stop
+from pipegrid.training.restart.signals import StopSignals
 
 
 def attempts(*ends, launch="a"):
@@ -111,58 +111,61 @@ def test_a_line_that_a_power_failure_has_cut_costs_that_line_alone(tmp_path, cut
     assert read_attempts(tmp_path)[-1] == AttemptRecord(launch="b", restart=0, step=5)
 
 
-SIGNALLED = """
-import signal, sys, threading, time
-from pipegrid.training.restart.signals import StopSignals
-failed = []
-signals = StopSignals(lambda: failed[0] if failed else None)
-print("ready", flush=True)
-how = sys.argv[1]
-if how == "stuck":
-    # As an extension that holds the interpreter back: no Python handler runs in the main thread meanwhile.
-    threading.Timer(0.5, lambda: failed.append("rank 3 failed first")).start()
-    threading.Event().wait(60)
-while not signals.received:
-    time.sleep(0.01)
-print(signals.received.name, flush=True)
-if how == "again":
-    time.sleep(60)
-signals.close()
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-"""
+def wait_for_signals(how, errors, said):
+    """Say which signal came first, and end by what comes then; what the process writes to its stderr is in a file."""
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    failed = []
+    signals = StopSignals(lambda: failed[0] if failed else None)
+    said.send("ready")
+    if how == "stuck":
+        # As an extension that holds the interpreter back: no Python handler runs in the main thread meanwhile.
+        threading.Timer(0.5, lambda: failed.append("rank 3 failed first")).start()
+        threading.Event().wait(60)
+    while not signals.received:
+        time.sleep(0.01)
+    said.send(signals.received)
+    if how == "again":
+        time.sleep(60)
+    signals.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def signalled(how, *numbers):
-    with subprocess.Popen(
-        [sys.executable, "-c", SIGNALLED, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout.readline() == "ready\n"
-            lines = []
-            for number in numbers:
-                process.send_signal(number)
-                if how != "stuck" and not lines:
-                    lines.append(process.stdout.readline())
-            began = time.monotonic()
-            _, errors = process.communicate(timeout=40)
-            return process.returncode, "".join(lines), errors, time.monotonic() - began
-        finally:
-            process.kill()
+@pytest.fixture
+def signalled(context, tmp_path):
+    """A function: the exit code of a process that gets signals, the first that it has noted, its stderr, seconds."""
+
+    def ended(how, *numbers):
+        heard, said = context.Pipe(duplex=False)
+        process = context.Process(target=wait_for_signals, args=(how, tmp_path / "errors", said), daemon=True)
+        process.start()
+        assert heard.recv() == "ready"
+        noted = None
+        for number in numbers:
+            os.kill(process.pid, number)
+            if how != "stuck" and noted is None:
+                noted = heard.recv()
+        began = time.monotonic()
+        process.join(40)
+        process.kill()
+        return process.exitcode, noted, (tmp_path / "errors").read_text(), time.monotonic() - began
+
+    return ended
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_noted_and_the_process_goes_on(number):
-    assert signalled("once", number)[:3] == (0, f"{number.name}\n", "")
+def test_a_signal_is_noted_and_the_process_goes_on(signalled, number):
+    assert signalled("once", number)[:3] == (0, number, "")
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_after_sigint_ends_the_process_at_once(second):
-    code, said, errors, seconds = signalled("again", signal.SIGINT, second)
-    assert (code, said, errors) == (130, "SIGINT\n", "")
+def test_a_second_signal_after_sigint_ends_the_process_at_once(signalled, second):
+    code, noted, errors, seconds = signalled("again", signal.SIGINT, second)
+    assert (code, noted, errors) == (130, signal.SIGINT, "")
     assert seconds < 20
 
 
-def test_a_process_that_is_stuck_ends_once_the_job_has_failed():
+def test_a_process_that_is_stuck_ends_once_the_job_has_failed(signalled):
     code, _, errors, seconds = signalled("stuck", signal.SIGTERM)
     assert code == 1
     assert "stuck after SIGTERM in a job that has failed: rank 3 failed first" in errors

@@ -159,18 +159,21 @@ def require_a_step(ranks, schedule, variant, dp):
 
 
 REPRESENTATIVE = [
-    ("1f1b", "tied", 2),
     ("interleaved_1f1b", "tied", 2),
     ("zero_bubble_h1", "ragged", 2),
     ("zero_bubble_v", "tied", 2),
-    ("dualpipe_v", "checkpointed", 2),
-    ("1f1b", "compiled", 2),
-    ("zero_bubble_v", "compiled split", 2),
     ("zero_bubble_v", "fsdp", 2),
     ("interleaved_1f1b", "fsdp tied", 2),
-    ("zero_bubble_v", "sequence parallel", 2),  # pp 1, as the next
-    ("interleaved_1f1b", "fsdp tp per microbatch", 2),
+    ("interleaved_1f1b", "fsdp tp per microbatch", 2),  # pp 1
     ("zero_bubble_v", "fsdp hybrid", 4),
+]
+# What no replica has a part in: on the two ranks of one.
+OF_A_REPLICA = [
+    ("1f1b", "tied"),
+    ("dualpipe_v", "checkpointed"),
+    ("1f1b", "compiled"),
+    ("zero_bubble_v", "compiled split"),
+    ("zero_bubble_v", "sequence parallel"),  # pp 1
 ]
 # Dynamo looks at the gradient of what arrived, which is no leaf of its graph.
 QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -178,11 +181,17 @@ MATRIX = [(name, variant) for name in SCHEDULES for variant in VARIANTS]
 SPREAD_MATRIX = [(name, variant) for name in SCHEDULES for variant in SPREAD]
 
 
-@QUIET
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "variant", "dp"), REPRESENTATIVE)
 def test_a_step_has_the_gradients_of_one_process(ranks, schedule, variant, dp):
     require_a_step(ranks, schedule, variant, dp)
+
+
+@QUIET
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("schedule", "variant"), OF_A_REPLICA)
+def test_a_step_of_a_replica_has_the_gradients_of_one_process(ranks, schedule, variant):
+    require_a_step(ranks, schedule, variant, 1)
 
 
 @QUIET

@@ -8,12 +8,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipegrid.training import cut
 
 
-def stages_of(make, layout, **options):
-    """All stages of a model, in float64, each cut by itself as on a rank of its own; with the values of seed 1."""
-    stages = []
-    for number in range(layout.count("|") + 1):
+def stages_of(make, layout, *, ranks=None, **options):
+    """All stages of a model, in float64, with the values of seed 1.
+
+    Cut as on ``ranks`` ranks, to which the stages go in turn; by default as on one for each stage.
+    """
+    stages = [None] * (layout.count("|") + 1)
+    for rank in range(ranks or len(stages)):
         torch.manual_seed(1)
-        stages.append(cut(make, layout, number, allow_empty=True, **options).double())
+        numbers = range(rank, len(stages), ranks or len(stages))
+        for number, stage in zip(numbers, cut(make, layout, numbers, allow_empty=True, **options), strict=True):
+            stages[number] = stage.double()
     return stages
 
 

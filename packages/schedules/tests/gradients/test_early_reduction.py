@@ -68,12 +68,13 @@ def shard(stage, choice, mesh):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v"])
 @pytest.mark.parametrize("when", [None, "step", "microbatch"])
-def test_plain_parameters_beside_sharded_ones_have_the_gradients_of_one_process(ranks, schedule, when):
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 6), marks=pytest.mark.nightly)], ids=str)
+def test_plain_parameters_beside_sharded_ones_have_the_gradients_of_one_process(ranks, schedule, when, seeds):
     """Two replicas of one position: any mix of sharded, plain, large, reused and shared parameters."""
     grid = HyperCommGrid([2, 1], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
     mesh = grid.to_device_mesh(["dp"], device_type=ranks.device.type)
-    for seed in range(6):
+    for seed in seeds:
         choice = random.Random(f"{schedule} {when} {seed}")
         chunks = 2 if schedule == "zero_bubble_v" else choice.randint(2, 3)
         count, bucket = choice.randint(2, 4), choice.choice([1, 2**25])

@@ -144,7 +144,7 @@ MATRIX = [
     for checkpointed in (False, True)
     for special in ("none", "frozen", "without parameters", "empty", "tied")
 ]
-SAMPLE = MATRIX[::37]
+SAMPLE = MATRIX[::49]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

@@ -34,11 +34,18 @@ class WaitsForeverError(AssertionError):
     """A rank was not at its end after many fair turns."""
 
 
+def closed_gate():
+    """One release lets one acquire go on: a lock, which takes a fraction of a semaphore's time."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
 @define(eq=False)
 class Actor:
     process: int
     body: Callable[[Actor], None]
-    go: threading.Semaphore = field(factory=lambda: threading.Semaphore(0))
+    go: threading.Lock = field(factory=closed_gate)
     ready: Callable[[], bool] = bool
     ended: bool = False
     error: BaseException | None = None
@@ -137,7 +144,7 @@ class World:
     operations: dict[int, int] = field(factory=dict)
     acting: Actor | None = None
     scheduling: bool = False
-    back: threading.Semaphore = field(factory=lambda: threading.Semaphore(0))
+    back: threading.Lock = field(factory=closed_gate)
     epochs: dict[int, Epochs] = field(factory=dict)
     said: set[tuple[int, int, int]] = field(factory=set)
     true: set[tuple[int, int, int]] = field(factory=set)

@@ -1,9 +1,11 @@
-"""Plans that several test files ask for."""
+"""Plans that several test files ask for, and how many of them a property draws."""
 
+import functools
 import itertools
 import random
 
 from attrs import evolve
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -15,6 +17,7 @@ from pipegrid.schedules import (
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
+    lower,
     multi_module_1f1b,
     one_f_one_b,
     seq1f1b,
@@ -53,6 +56,12 @@ GENERATORS = {
 }
 
 
+@functools.cache
+def lowered(name, num_positions, num_microbatches):
+    """The plan of one of `GENERATORS`, lowered."""
+    return lower(GENERATORS[name](num_positions, num_microbatches))
+
+
 def compute_plans(num_positions, num_microbatches):
     """Every generator's plan, with 1 to 3 chunks where it loops, as (name, plan)."""
     for generator in (*FLAT, *V_SHAPED, *U_SHAPED):
@@ -75,6 +84,11 @@ def in_halves(plan):
         for actions in plan.positions
     ]
     return evolve(plan, positions=rows)
+
+
+def examples(day, night):
+    """The settings of a property that draws so many examples in every run, and in those of the nights."""
+    return settings(max_examples=night if settings.get_current_profile_name() == "night" else day)
 
 
 LETTERS = st.sampled_from("abcde")

@@ -164,7 +164,7 @@ def test_a_step_with_the_shapes_of_its_arguments_runs(function, stages, network)
 @BOTH
 @pytest.mark.parametrize(("length", "width"), [(5, HIDDEN), (6, HIDDEN + 1)], ids=["length", "width"])
 def test_a_wrong_shape_is_named_before_it_is_sent(function, stages, length, width, network):
-    config = PipelineConfig(hidden_size=HIDDEN, deadline=5.0)
+    config = PipelineConfig(hidden_size=HIDDEN, deadline=2.0)
     models = [Part(config, width), *(Part(config) for _ in range(stages - 1))]
     text = (
         f"stage 0 sends a tensor of shape {(length, 2, width)} for microbatch 0, but seq_length, micro_batch_size and"

@@ -20,14 +20,26 @@ from pipegrid.schedules.monitor.epochs import Epoch
 from pipegrid.schedules.monitor.epochs import epochs as epochs_module
 from pipegrid.schedules.monitor.epochs.records import admissible
 
+# Forks the ranks of each job that it reads, so that torch is imported once: into a group of processes with the number
+# of the first, which it writes.
 RANKS = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from pipegrid.schedules.monitor import Epochs
 
-kind, place, said = sys.argv[2], sys.argv[3], Path(sys.argv[4])
-ranks, deaths = int(sys.argv[1]), json.loads(sys.argv[5])
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+for line in sys.stdin:
+    first = os.fork()
+    if first == 0:
+        os.setsid()
+        break
+    print(first, flush=True)
+else:
+    sys.exit()
+
+ranks, kind, place, said, deaths = json.loads(line)
+said = Path(said)
 
 def connect():
     if kind == "file":
@@ -87,10 +99,19 @@ def place(request, tmp_path):
         del server
 
 
-def run(place, ranks, deaths, folder):
+@pytest.fixture(scope="module")
+def forking():
+    """The process that forks ranks."""
+    command, environment = [sys.executable, "-c", RANKS], os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=environment) as process:
+        yield process
+
+
+def run(forking, place, ranks, deaths, folder):
     """What each rank said, by rank."""
-    command = [sys.executable, "-c", RANKS, str(ranks), *place, str(folder), json.dumps(deaths)]
-    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    print(json.dumps([ranks, *place, str(folder), deaths]), file=forking.stdin, flush=True)
+    group = int(forking.stdout.readline())
     ended = ("finished", "dies")
     end, said = time.monotonic() + 90, [[]] * ranks
     try:
@@ -100,8 +121,7 @@ def run(place, ranks, deaths, folder):
             said = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(group, signal.SIGKILL)
     return said
 
 
@@ -115,10 +135,10 @@ def run(place, ranks, deaths, folder):
     ],
     ids=["the lowest", "two neighbours", "during the vote", "three one after the other"],
 )
-def test_survivors_of_sigkill_agree_and_finish(place, deaths, tmp_path):
+def test_survivors_of_sigkill_agree_and_finish(forking, place, deaths, tmp_path):
     ranks, folder = 4, tmp_path / "said"
     folder.mkdir()
-    said = run(place, ranks, deaths, folder)
+    said = run(forking, place, ranks, deaths, folder)
     dead = {rank for rank, _ in deaths}
     living = sorted(set(range(ranks)) - dead)
     for rank in living:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules import Action, Group, Plan, PlanError, from_csv, lower, verify
+from pipegrid.schedules import Action, Group, Plan, PlanError, from_csv, verify
 from pipegrid.schedules.orders import (
     Launch,
     Message,
@@ -23,7 +23,7 @@ from pipegrid.schedules.plan import forward
 from pipegrid.transport.edge import Edge
 from pipegrid.transport.order import ORDER_MODELS
 
-from ..kit.plans import GENERATORS
+from ..kit.plans import GENERATORS, lowered
 
 MODELS = tuple(ORDER_MODELS.values())
 
@@ -237,14 +237,14 @@ def test_the_slow_player_agrees_whether_waits_for_sends_end(found, buffered):
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_lowered_plan_ends_under_every_model(name, lanes, drains):
     for positions, microbatches in ((2, 4), (3, 3), (4, 8)):
-        plan = lower(GENERATORS[name](positions, microbatches))
+        found = orders_of_plan(lowered(name, positions, microbatches), lanes="separate" if lanes else "one")
         for model in MODELS:
-            prove_order(orders_of_plan(plan, lanes="separate" if lanes else "one"), model, drains=drains)
+            prove_order(found, model, drains=drains)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_v", "interleaved_1f1b"])
 def test_receives_one_compute_earlier_do_not_survive_a_wait_for_the_whole_device(name):
-    plan = lower(GENERATORS[name](4, 8))
+    plan = lowered(name, 4, 8)
     found = orders_of_plan(plan, lanes="separate")
     early = []
     for launches in found.ranks:
@@ -301,8 +301,7 @@ def test_a_wait_for_a_send_holds_the_host_where_the_send_alone_does_not():
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(2, 4), st.randoms(use_true_random=False))
 def test_what_verify_proves_holds_with_waits_anywhere_behind_their_sends(lanes, name, positions, random):
     """So a table's waits are no part of its plan."""
-    plan = lower(GENERATORS[name](positions, 4))
-    found = orders_of_plan(plan, lanes=lanes)
+    found = orders_of_plan(lowered(name, positions, 4), lanes=lanes)
     ranks = []
     for launches in found.ranks:
         row = list(launches)

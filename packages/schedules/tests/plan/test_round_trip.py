@@ -31,7 +31,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.plan import parse_action
 from pipegrid.transport.edge import Edge
 
-from ..kit.plans import module_graphs
+from ..kit.plans import examples, module_graphs
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
 IDS = ["text", "csv", "json"]
@@ -101,7 +101,7 @@ def plans(draw):
 
 
 @pytest.mark.parametrize(("write", "read"), FORMS, ids=IDS)
-@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(examples(day=100, night=300), suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_every_plan_reads_back_equal_or_raises(write, read, plan):
     written = write(plan)

@@ -30,7 +30,7 @@ from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCall
 from pipegrid.transport import Communicator, Direction, Edge, Verbs
 from pipegrid.transport.adapted import as_communicator
 
-from ..kit.plans import in_halves
+from ..kit.plans import examples, in_halves
 from ..kit.routed_plans import random_routed
 from ..kit.routed_runs import Matrix, Replicas, assert_gradients_of_one_process
 
@@ -66,7 +66,7 @@ def test_a_unit_may_skip_a_part_of_what_a_module_feeds():
     assert_gradients_of_one_process(replicas)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(day=25, night=60)
 @given(st.integers(0, 10**6), st.sampled_from([{}, {"reuse_buffers": True, "deallocate_outputs": True}]))
 def test_random_routes_have_the_gradients_of_one_process(seed, options):
     computes, lowering = random_routed(seed)

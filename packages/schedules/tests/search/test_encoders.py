@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError
@@ -16,6 +16,7 @@ from pipegrid.schedules.search.greedy import greedy, named, planned, problems
 from pipegrid.schedules.search.list_scheduler import list_schedule, policies
 
 from ..kit.orders import least_makespan, split_passes
+from ..kit.plans import examples
 
 nightly = pytest.mark.nightly
 SIZES, AHEAD = st.sampled_from([0.25, 0.5, 1.0, 2.0]), st.sampled_from([None, 1, 2])
@@ -54,7 +55,7 @@ def shapes(draw):
 
 
 @given(shapes())
-@settings(max_examples=60, deadline=None)
+@examples(day=25, night=60)
 def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_queue(shape):
     _, costs, limit, options = shape
     (problem,) = problems(costs, limit, **options)
@@ -72,7 +73,7 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
 
 
 @given(shapes())
-@settings(max_examples=40, deadline=None)
+@examples(day=20, night=40)
 def test_a_plan_found_verifies_keeps_to_the_peak_of_1f1b_and_is_no_longer(shape):
     base, costs, limit, options = shape
     found = search(costs, limit, **options, effort=0.002)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -25,7 +25,7 @@ from pipegrid.schedules.simulate.simulation import simulate
 from pipegrid.schedules.verify.verify import verify
 from pipegrid.transport.edge import Edge
 
-from ..kit.plans import module_graphs, random_module_plan
+from ..kit.plans import examples, module_graphs, random_module_plan
 
 
 def random_problem(rng):
@@ -55,7 +55,7 @@ def best_named(costs, cap, p, v, m):
     return min(makespans, default=None)
 
 
-@pytest.mark.parametrize(("count", "often"), [(20, 8), pytest.param(500, 150, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("count", "often"), [(10, 4), pytest.param(500, 150, marks=pytest.mark.nightly)])
 def test_never_worse_than_the_best_named_schedule_under_the_same_cap(count, often):
     rng, better = random.Random(0), 0
     for _ in range(count):
@@ -155,7 +155,9 @@ def test_a_limit_in_bytes_is_compared_up_to_rounding():
     assert verify(plan).peak_live == (1,)
 
 
-@pytest.mark.parametrize("seed", [*range(6), pytest.param(6, marks=pytest.mark.nightly), 7])
+@pytest.mark.parametrize(
+    "seed", [0, 2, 4, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 3, 5, 6, 7))]
+)
 def test_stages_on_several_positions_start_on_all_of_them_at_once(seed):
     plan, _ = random_module_plan(seed)
     size = (1.0,) * plan.num_stages
@@ -184,7 +186,7 @@ def problems(draw):
 
 
 @given(problem=problems())
-@settings(max_examples=30, deadline=None)
+@examples(day=15, night=30)
 def test_the_list_scheduler_never_locks_itself_in(problem):
     """Every microbatch gets through under any policy, any graph and the tightest cap that holds one."""
     for policy in policies():

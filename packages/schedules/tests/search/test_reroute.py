@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.bridges.graph import ModuleGraph
@@ -28,6 +28,7 @@ from pipegrid.schedules.search.routed import reroute, routed_bound, routed_probl
 from pipegrid.schedules.search.routed.scheduler import list_routes
 
 from ..kit.every_route import least_slots
+from ..kit.plans import examples
 from ..kit.player import play
 
 nightly = pytest.mark.nightly
@@ -211,7 +212,7 @@ def assert_right_and_no_shorter_than_the_bound(seed):
         assert found.makespan >= bound - 1e-9
 
 
-@settings(max_examples=150)
+@examples(day=50, night=150)
 @given(st.integers(0, 10**6))
 def test_orders_for_any_routes_are_right_and_no_shorter_than_the_bound(seed):
     assert_right_and_no_shorter_than_the_bound(seed)
@@ -240,7 +241,7 @@ def assert_plan_is_proved_and_simulated_as_scheduled(seed):
         assert simulation.peaks()[number] == pytest.approx(peak)
 
 
-@settings(max_examples=40)
+@examples(day=20, night=40)
 @given(st.integers(0, 10**6))
 def test_a_plan_is_proved_and_takes_what_its_schedule_says(seed):
     assert_plan_is_proved_and_simulated_as_scheduled(seed)

@@ -28,25 +28,25 @@ def on_a_v(costs, cap, p, m, **options):
 
 # Makespans in passes of a chunk that the authors' programs reach at the same peak.
 @pytest.mark.parametrize(
-    ("p", "m", "cap", "length"),
+    ("p", "m", "cap", "length", "effort"),
     [
-        (4, 8, 3, 53),
-        (4, 6, 2.5, 44),
-        pytest.param(4, 12, 2.5, 80, marks=nightly),
-        (6, 18, 3, 125),
-        pytest.param(8, 24, 4, 167, marks=nightly),
-        pytest.param(8, 24, 5, 161, marks=nightly),
-        pytest.param(8, 24, 6, 155, marks=nightly),
+        (4, 8, 3, 53, 0.1),
+        (4, 6, 2.5, 44, 0.1),
+        pytest.param(4, 12, 2.5, 80, 1, marks=nightly),
+        (6, 18, 3, 125, 0.1),
+        pytest.param(8, 24, 4, 167, 1, marks=nightly),
+        pytest.param(8, 24, 5, 161, 1, marks=nightly),
+        pytest.param(8, 24, 6, 155, 1, marks=nightly),
     ],
 )
-def test_as_short_as_the_authors_at_equal_costs(p, m, cap, length):
-    found = on_a_v(UNIT, cap, p, m, effort=0.2 if p == 6 else 1)
+def test_as_short_as_the_authors_at_equal_costs(p, m, cap, length, effort):
+    found = on_a_v(UNIT, cap, p, m, effort=effort)
     assert found.makespan <= length
     assert found.peak <= cap
 
 
 def test_as_short_as_the_authors_at_profiled_costs():
-    found = on_a_v(PROFILED, 5, 8, 24, effort=0.2)
+    found = on_a_v(PROFILED, 5, 8, 24, effort=0.1)
     assert found.makespan <= 769_413
     assert found.peak <= 5
 
@@ -64,7 +64,7 @@ def random_search(rng):
     return costs, cap, options, rng.choice(("makespan", "span"))
 
 
-@pytest.mark.parametrize(("count", "seed"), [(6, 0), pytest.param(100, 1, marks=nightly)])
+@pytest.mark.parametrize(("count", "seed"), [(4, 0), pytest.param(100, 1, marks=nightly)])
 def test_every_plan_found_verifies_keeps_to_the_cap_and_is_never_worse_than_a_named_one(count, seed):
     rng = random.Random(seed)
     for _ in range(count):
@@ -108,10 +108,12 @@ def test_all_orders_give_what_brute_force_gives(placement, m, cap):
     assert chain.timed(best.orders).value == least_makespan(passes, m, [cap] * p)
 
 
-@pytest.mark.parametrize(("hop", "cap", "release"), [(0, 1.5, 0), (0.5, 1.5, 0), (0, 1.2, 0.6)])
+@pytest.mark.parametrize(
+    ("hop", "cap", "release"), [pytest.param(0, 1.5, 0, marks=nightly), (0.5, 1.5, 0), (0, 1.2, 0.6)]
+)
 def test_the_search_reaches_the_optimum_of_a_small_chain_with_unequal_costs(hop, cap, release):
     costs = Costs(F=1, I=1.5, W=0.75, latency=hop, input_release=release)
-    found = search(costs, cap, num_positions=2, num_microbatches=2, num_stages=4, placement=(0, 1, 1, 0), effort=0.05)
+    found = search(costs, cap, num_positions=2, num_microbatches=2, num_stages=4, placement=(0, 1, 1, 0), effort=0.01)
     times = {"F": 1, "I": 1.5, "W": 0.75}
     passes = split_passes((0, 1, 1, 0), times, hop=hop, size=0.5, input_release=release)
     assert found.makespan == pytest.approx(least_makespan(passes, 2, [cap, cap]))
@@ -132,7 +134,7 @@ def test_the_span_gives_the_printed_bubble_rates(name, rate):
 
 
 def test_steps_apart_the_search_finds_the_printed_zb_2p_and_proves_that_none_is_better():
-    found = search(PRINTED, 16, num_positions=8, num_microbatches=24, objective="span", effort=0.5)
+    found = search(PRINTED, 16, num_positions=8, num_microbatches=24, objective="span", effort=0.25)
     assert bubble_rate(found.span) == 0.0433
     assert found.optimal
     assert found.peak <= 16
@@ -146,13 +148,13 @@ def test_the_bound_holds_where_whole_backwards_are_cheap():
 
 
 def test_what_brute_force_proves_is_said_to_be_optimal():
-    found = on_a_v(UNIT, 3, 4, 8)
+    found = on_a_v(UNIT, 3, 4, 8, effort=0.1)
     assert found.optimal  # no orders of 52 slots exist, and the bound is less
     assert found.bound < found.makespan == 53
 
 
 def test_the_same_on_every_rank():
-    plans = {on_a_v(PROFILED, 3, 3, 7, effort=0.05).plan for _ in range(2)}
+    plans = {on_a_v(PROFILED, 3, 3, 7, effort=0.01).plan for _ in range(2)}
     assert len(plans) == 1
 
 

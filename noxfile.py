@@ -52,6 +52,7 @@ TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
 # What ranks are forked with where the tests have imported it, so that each need not import it by itself.
 _SLOW_TO_IMPORT = (
+    "cattrs",
     "hypothesis.strategies",
     "numpy",
     "torch._dynamo",
@@ -61,6 +62,7 @@ _SLOW_TO_IMPORT = (
     "pipegrid.bridges.multimodule",
     "pipegrid.schedules.megatron",
     "pipegrid.training.checkpoint",
+    "pipegrid.training.pipeline",
 )
 PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"
 # What runs the notebook of the documentation.

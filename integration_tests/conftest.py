@@ -30,18 +30,23 @@ def context():
 
 
 @pytest.fixture(scope="session")
-def warm_ranks(tmp_path_factory):
-    """torchrun starts ranks that have imported torch already."""
+def warm_client(tmp_path_factory):
+    """An interpreter that has imported torch already."""
     modules = ("numpy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
     own = ("bridges.multimodule", "schedules.megatron", "training.checkpoint", "training.restart")
     models = ("llama.modeling_llama",)
     names = [*modules, *(f"pipegrid.{name}" for name in own), *(f"transformers.models.{name}" for name in models)]
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # read at an import
     server, client = warm_python.start(tmp_path_factory.mktemp("warm"), names, **quiet)
-    with server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHON_EXEC", str(client))
-        yield
+    with server:
+        yield client
         server.stdin.close()
+
+
+@pytest.fixture
+def warm_ranks(warm_client, monkeypatch):
+    """In this test torchrun starts ranks that have imported torch already."""
+    monkeypatch.setenv("PYTHON_EXEC", str(warm_client))
 
 
 @pytest.fixture

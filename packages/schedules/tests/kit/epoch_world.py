@@ -213,7 +213,8 @@ class World:
                 epochs.give_up("out of memory")
             here, edge = (process, epochs.current.number, number), number % EDGE == 0
             dead = any(self.is_member(one, epochs.current) for one in self.crashed)
-            failed = self.random.random() < (0.5 if dead else self.fails) or (edge and bool(epochs.asking))
+            asking = epochs.asking if edge else {}
+            failed = self.random.random() < (0.5 if dead else self.fails) or bool(asking)
             failed = failed or (process in self.faulty and not epochs.ready)
             if not failed and not epochs.ready:
                 self.get_state(process, number)
@@ -231,7 +232,9 @@ class World:
                     self.applied[process].append(number)
                     number += 1
                     continue
-            verdict = epochs.vote(f"key {number}", "it failed" if failed else "", edge=edge)
+            verdict = epochs.vote(f"key {number}", "it failed" if failed else "", edge=edge, asking=asking)
+            if asking and not verdict.dead and not verdict.joined:
+                self.faults.append(f"{here} has made room for {asking}, and nobody came")
             self.verdicts.append((*here, epochs.ready, verdict))
             if process % LATER in verdict.retired:
                 self.ends[process] = "retired"

@@ -111,9 +111,9 @@ def test_ranks_that_compute_together_come_in_together():
 def test_the_state_of_the_job_is_gone_with_its_last_rank():
     """The new process of one of two ranks does not get it, since the other one dies: all know."""
     seen = 0
-    for seed in range(40):
+    for seed in (*range(35), 147, 228, 240, 275, 345):  # one in eighty comes to it, the last five do
         rng = random.Random(seed)
-        dying = {(0, rng.randrange(30)): "after", (1, rng.randrange(60)): "before"}
+        dying = {(0, rng.randrange(100)): "after", (1, rng.randrange(40)): "before"}
         world = World(2, KEYS, rng, crashes=dying, comers=[LATER, 1 + LATER], fails=0.3)
         world.run()
         world.check()

@@ -290,6 +290,40 @@ def test_who_can_come_in():
     assert admissible(Epoch(4, (0, 1), dict.fromkeys(range(4), 1)), {2: 2, 3: 2}, (0, 1), pairs) == {2: 2, 3: 2}
 
 
+class SlowAfterBallots:
+    """A store whose rank is held up when its ballot is written."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def set(self, key, value):
+        self.store.set(key, value)
+        if "ballot" in key:
+            time.sleep(0.5)
+
+
+def test_a_process_for_which_one_rank_has_made_room_comes_in(store):
+    """Also if no thread has heard of it since, and the others vote first: without it nothing would have changed."""
+    settings = {"ranks": range(3), "heartbeat": 60.0}
+    zero, one, old = (
+        Epochs(own, rank=rank, **settings) for rank, own in enumerate([store, SlowAfterBallots(store), store])
+    )
+    zero.lost(2, "its connection has closed")
+    with ThreadPoolExecutor(3) as pool:
+        for vote in [pool.submit(epochs.vote, "step 0", edge=True) for epochs in (zero, one)]:
+            assert vote.result(20).epoch.members == (0, 1)
+        new = Epochs(store, rank=2, **settings)
+        joined, first = pool.submit(new.join), pool.submit(zero.vote, "step 0", edge=True)
+        verdict = one.vote("step 0", edge=True, asking={2: new.incarnation})
+        assert (verdict.joined, dict(verdict.dead)) == ((2,), {})
+        assert joined.result(20) == first.result(20) == verdict
+    for epochs in (zero, one, old, new):
+        epochs.close()
+
+
 def test_a_store_that_ends_fails_the_job():
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -145,7 +145,7 @@ class Survivors(Generic[W]):
             except RuntimeError as error:
                 if isinstance(error, JobFailedError) and self._world is None:
                     raise
-                self._agree("the state of the job", error, edge=True)
+                self._agree("the state of the job", error, edge=True, asking={})
             else:
                 return
 
@@ -189,11 +189,12 @@ class Survivors(Generic[W]):
         self._key, edge, self._edge = key, self._edge, False
         self._kept.keep(gradients=keep_gradients)
         while True:
-            done, error, results = False, None, list[T]()
+            done, error, results, asking = False, None, list[T](), dict[int, int]()
             try:
                 with giving_up(self._why_not_wait):
                     world = self._living_world()
-                    if not edge or not self.epochs.asking:
+                    asking = self.epochs.asking if edge else {}
+                    if not asking:
                         results.append(function(world))
                 if results:
                     self._kept.require_unwritten(key)
@@ -203,7 +204,7 @@ class Survivors(Generic[W]):
                 if isinstance(caught, JobFailedError) and self._world is None:  # of `build`
                     raise
                 error = caught
-            if done or self._agree(key, error, edge=edge):
+            if done or self._agree(key, error, edge=edge, asking=asking):
                 self._kept.drop()
                 return results[0]
             self._kept.restore()
@@ -272,14 +273,14 @@ class Survivors(Generic[W]):
         if self._watching:
             self.epochs.lost(rank, why, epoch)
 
-    def _agree(self, key: str, error: RuntimeError | None, *, edge: bool) -> bool:
+    def _agree(self, key: str, error: RuntimeError | None, *, edge: bool, asking: Mapping[int, int]) -> bool:
         """Agree with the others who has died and who has come; whether all that live had done ``key``."""
         began = time.monotonic()
         why = f"{key} is not done" if error is None else f"{key}: {type(error).__name__}: {error}".splitlines()[0]
         self._end(why)
         epoch = self.epochs.current
         handing = bool(epoch.joining) and not self._handed  # a key of its own, before this one
-        verdict = self.epochs.vote(_of_state(epoch) if handing else key, why, edge=edge)
+        verdict = self.epochs.vote(_of_state(epoch) if handing else key, why, edge=edge, asking=asking)
         self._handed = False
         self._leave_ring()  # not before: who watches a dead rank is to say so
         if not verdict.dead and not verdict.joined:

@@ -16,10 +16,11 @@ is written once, by ``compare_set``, so all who read it read the same:
    never complete: no rank, not even one that sleeps through the vote, sees the key as done.
 5. A rank that the verdict counts as dead, and that lives, is fenced: it can neither complete a counter of a later epoch
    nor vote there. A failure of the job is a verdict too: either all leave a vote, or none does.
-6. A new process of a dead rank asks to come in, and a verdict names it as a member. The next key is one that it may
-   begin with, and the state before that key is on members that were there before. The processes of a rank have
-   numbers, incarnations, and a member is a rank with its incarnation. So an old process of the rank that wakes up is in
-   no epoch of a later one, and writes nothing there.
+6. A new process of a dead rank asks to come in, and a verdict names it as a member. A member says who asks before its
+   ballot, and who proposes reads that when it has all ballots. The next key is one that the process may begin with, and
+   the state before that key is on members that were there before. The processes of a rank have numbers, incarnations,
+   and a member is a rank with its incarnation. So an old process of the rank that wakes up is in no epoch of a later
+   one, and writes nothing there.
 7. A loss that is recorded while a verdict is proposed without it is found either by its recorder, which sees the
    verdict and records it in the next epoch, or by the members, which read the alarm again after the verdict.
 """
@@ -29,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from threading import Event, Thread, current_thread
@@ -193,7 +194,7 @@ class Epochs:
         except RuntimeError as error:
             self._pulse.fail(silent(error))
 
-    def vote(self, key: str, why: str = "", *, edge: bool = False) -> Verdict:
+    def vote(self, key: str, why: str = "", *, edge: bool = False, asking: Mapping[int, int] | None = None) -> Verdict:
         """Agree with the living members on who is lost and on what is done; the next epoch begins.
 
         Every member votes once per epoch that ends. ``dead`` of the verdict is empty if all of them did, unless a new
@@ -203,6 +204,8 @@ class Epochs:
             key: that this rank works on: the last one given to `done`, if that was not True, or the one after it.
             why: the reason of this rank, for the others.
             edge: whether new processes may begin with this key; the same on all ranks.
+            asking: those for which this rank has not begun with the key; they come in, also if nothing was heard of
+                them since.
 
         Raises:
             JobFailedError: the vote did not end in time, a rank has given up, or the store does not answer; for all.
@@ -212,9 +215,10 @@ class Epochs:
         epoch, number = self.current, self._number
         self._voted = epoch.number
         with self._answering(f"the vote on {key!r}"), self._waiting():
-            self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number, edge, self.ready))
             said = f"rank {self.rank} has called for a vote: {why or key}"
-            self._ledger.raise_alarm(epoch.number, Alarm(why=said, asking=self.asking if edge else {}))
+            asking = {**(asking or {}), **self.asking} if edge else {}
+            self._ledger.raise_alarm(epoch.number, Alarm(why=said, asking=asking))  # known to who has all ballots
+            self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number, edge, self.ready))
             outcome = self._outcome(epoch, key)
             if isinstance(outcome, Failure):
                 raise self._ended(outcome)
@@ -300,6 +304,7 @@ class Epochs:
                 voted = {member: ballot for member, ballot in ballots.items() if ballot is not None}
                 silent = [member for member in living if member not in voted]
                 if not silent:
+                    alarm = self._ledger.alarm(epoch.number)  # with who asks, as each knew before it voted
                     decided = decide(epoch, voted, alarm or Alarm(), self._retire, rank=self.rank)
                     return self._ledger.propose(epoch.number, decided)
                 if waited > self._deadline:

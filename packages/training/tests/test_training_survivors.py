@@ -36,8 +36,8 @@ class Epochs:
             return True
         return False
 
-    def vote(self, key, why="", *, edge):
-        self.calls.append(f"vote {key}{' at an edge' * edge}")
+    def vote(self, key, why="", *, edge, asking):
+        self.calls.append(f"vote {key}{' at an edge' * edge}{f' for {asking}' if asking else ''}")
         self.asking = {}
         verdict = self.script.pop(0)[1]
         self.current = verdict.epoch
@@ -350,7 +350,13 @@ class TestNewProcesses:
                 made.run(f"norm {step}", lambda world: None)
         assert steps == [(0, 0), (1, 1)]
         assert state.calls == [("the peers", (1,), 1)]
-        calls = ["done step 0", "done norm 0", "vote step 1 at an edge", "done the state in epoch 1", "done step 1"]
+        calls = [
+            "done step 0",
+            "done norm 0",
+            "vote step 1 at an edge for {1: 2}",
+            "done the state in epoch 1",
+            "done step 1",
+        ]
         assert made.epochs.calls == [*calls, "done norm 1", "close"]
         assert [str(event).split(", ")[0] for event in events] == [
             "epoch 1: a new process of rank 1 has come; step 1 is done again"

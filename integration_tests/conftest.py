@@ -30,14 +30,11 @@ def context():
 
 
 @pytest.fixture(scope="session")
-def warm_client(tmp_path_factory):
-    """An interpreter that has imported torch already."""
-    modules = ("numpy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
-    own = ("bridges.multimodule", "schedules.megatron", "training.checkpoint", "training.restart")
-    models = ("llama.modeling_llama",)
-    names = [*modules, *(f"pipegrid.{name}" for name in own), *(f"transformers.models.{name}" for name in models)]
+def warm_client(tmp_path_factory, pytestconfig):
+    """An interpreter that has imported torch already, and what the ranks of the pool are forked with."""
+    modules = ["torch", *pytestconfig.getini("ranks_preload")]
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # read at an import
-    server, client = warm_python.start(tmp_path_factory.mktemp("warm"), names, **quiet)
+    server, client = warm_python.start(tmp_path_factory.mktemp("warm"), modules, **quiet)
     with server:
         yield client
         server.stdin.close()

@@ -3,7 +3,7 @@
 A server imports what they need, and forks. What takes the place of the interpreter is a client of it: it hands over
 arguments, environment, folder and standard streams, passes signals on, and ends as the fork did, which runs to the
 natural end of an interpreter. A client that is killed takes its fork along. The fork's parent is the server: not for
-programs that send signals to who has started them.
+programs that send signals to their parent.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 # What is read when an interpreter starts or a library is loaded: a client with other values starts a real interpreter.
@@ -69,39 +70,41 @@ def start(folder: Path, modules: list[str], **environment: str) -> tuple[subproc
 
 
 class Server:
-    """Forks for its clients until its standard input ends; `fork` returns in a fork, with its arguments."""
+    """Forks for its clients until its standard input ends. The data of each event is what handles it."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(64)
         self._events = selectors.DefaultSelector()
-        self._events.register(self._listener, selectors.EVENT_READ)
-        self._events.register(0, selectors.EVENT_READ)
+        self._events.register(self._listener, selectors.EVENT_READ, self._fork)
+        self._events.register(0, selectors.EVENT_READ, self._end)
         self._forks: dict[socket.socket, int] = {}
 
-    def fork(self) -> list[str]:
-        print("ready", flush=True)  # noqa: T201
+    def serve(self) -> list[str]:
+        """Returns in each fork, with the arguments of its client."""
+        os.write(1, b"ready\n")
         while True:
             for key, _ in self._events.select():
-                if key.fileobj == 0:
-                    for pid in self._forks.values():
-                        os.killpg(pid, signal.SIGKILL)
-                    os._exit(0)
-                elif key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    if (arguments := self._forked(connection)) is not None:
-                        return arguments
-                elif key.fileobj in self._forks:
-                    self._heard(key.fileobj)  # type: ignore[arg-type]
-                elif key.data is not None:
-                    self._ended(key.fileobj, key.data)  # type: ignore[arg-type]
+                if (arguments := key.data()) is not None:
+                    return arguments
 
-    def _forked(self, connection: socket.socket) -> list[str] | None:
+    def _end(self) -> None:
+        for pid in self._forks.values():
+            os.killpg(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _fork(self) -> list[str] | None:
+        connection, _ = self._listener.accept()
         size, streams, *_ = socket.recv_fds(connection, 4, 3)
         text = b""
-        while len(text) < int.from_bytes(size, "big"):
-            text += connection.recv(1 << 20)
+        while len(text) < int.from_bytes(size, "big") and (part := connection.recv(1 << 20)):
+            text += part
+        if not size or len(text) < int.from_bytes(size, "big"):  # a client that was killed
+            for stream in streams:
+                os.close(stream)
+            connection.close()
+            return None
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
@@ -121,22 +124,27 @@ class Server:
         for stream in streams:
             os.close(stream)
         self._forks[connection] = pid
-        self._events.register(connection, selectors.EVENT_READ)
-        self._events.register(os.pidfd_open(pid), selectors.EVENT_READ, connection)
+        self._events.register(connection, selectors.EVENT_READ, partial(self._pass_on, connection))
+        pidfd = os.pidfd_open(pid)
+        self._events.register(pidfd, selectors.EVENT_READ, partial(self._reap, pidfd, connection))
         return None
 
-    def _heard(self, connection: socket.socket) -> None:
-        """A signal, or the end of a client."""
-        number = connection.recv(1)
-        pid = self._forks[connection]
+    def _pass_on(self, connection: socket.socket) -> None:
+        """Send a client's signal to its fork; kill the fork of a client that has ended."""
+        pid = self._forks.get(connection)
+        if pid is None:  # reaped in the same round of events
+            return
+        number = b""
+        with contextlib.suppress(ConnectionResetError):
+            number = connection.recv(1)
         if number:
             os.kill(pid, number[0])
         else:
             os.killpg(pid, signal.SIGKILL)
             self._events.unregister(connection)
 
-    def _ended(self, pidfd: int, connection: socket.socket) -> None:
-        """A fork has; its client is told how."""
+    def _reap(self, pidfd: int, connection: socket.socket) -> None:
+        """Tell a client the exit code of its fork, which has ended."""
         self._events.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(self._forks.pop(connection), 0)
@@ -149,7 +157,7 @@ class Server:
 
 def main(arguments: list[str]) -> None:
     """Run ``[-u] [-m | -c] program ...`` as an interpreter does."""
-    sys.stdout.reconfigure(write_through=arguments[0] == "-u")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(write_through=arguments[0] == "-u")
     kind, *rest = arguments[arguments[0] == "-u" :]
     if kind not in {"-m", "-c"}:
         kind, rest = "", [kind, *rest]
@@ -170,4 +178,4 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.freeze()
-    main(Server(sys.argv[1]).fork())
+    main(Server(sys.argv[1]).serve())

@@ -52,8 +52,8 @@ def launch(script: Path, arguments: Sequence[str], *, processes: int, checkpoint
         max_restarts=0,
         monitor_interval=0.1,
     )
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun has it
     try:
-        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun has it
         elastic_launch(config, python)("-u", str(script), *arguments, "--control", f"localhost:{store.port}")
     except SignalException as error:  # which the ranks were sent as well, and had time to answer
         attempts = [] if checkpoints is None else read_attempts(checkpoints)

@@ -80,7 +80,7 @@ class Reports:
 def on_ranks(ranks: int, work: Callable[..., None], *arguments: Any, join: Join = over_gloo) -> Iterator[Reports]:
     """Run ``work(report, *arguments)`` on ``ranks`` processes; the block reads what they give to ``report``.
 
-    They are forks of a server that has imported the program, which each would take seconds for.
+    The ranks are forked by a server that has imported the program: an import takes seconds.
 
     Raises:
         RuntimeError: a rank failed, though it may have reported everything before.

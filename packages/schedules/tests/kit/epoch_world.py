@@ -234,7 +234,7 @@ class World:
                     continue
             verdict = epochs.vote(f"key {number}", "it failed" if failed else "", edge=edge, asking=asking)
             if asking and not verdict.dead and not verdict.joined:
-                self.faults.append(f"{here} has made room for {asking}, and nobody came")
+                self.faults.append(f"{here} was skipped for the new processes {asking}, and the verdict admits none")
             self.verdicts.append((*here, epochs.ready, verdict))
             if process % LATER in verdict.retired:
                 self.ends[process] = "retired"

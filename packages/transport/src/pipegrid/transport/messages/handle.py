@@ -176,7 +176,7 @@ class ReceiveTransfer(Transfer):
     expected: ExpectedShape | None = None  # by the caller, where given
     buffers: ReceiveBuffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
-    attended: bool = False  # by the caller, who waits at once: the lane's thread need not read its header
+    attended: bool = False  # whether the caller waits at once, so that the lane's thread need not read the header
 
     sending = False
 

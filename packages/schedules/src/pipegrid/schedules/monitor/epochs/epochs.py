@@ -204,8 +204,8 @@ class Epochs:
             key: that this rank works on: the last one given to `done`, if that was not True, or the one after it.
             why: the reason of this rank, for the others.
             edge: whether new processes may begin with this key; the same on all ranks.
-            asking: those for which this rank has not begun with the key; they come in, also if nothing was heard of
-                them since.
+            asking: incarnations, by rank, of the new processes for which this rank has skipped the key. They are
+                admitted even if they have been silent since.
 
         Raises:
             JobFailedError: the vote did not end in time, a rank has given up, or the store does not answer; for all.
@@ -217,7 +217,7 @@ class Epochs:
         with self._answering(f"the vote on {key!r}"), self._waiting():
             said = f"rank {self.rank} has called for a vote: {why or key}"
             asking = {**(asking or {}), **self.asking} if edge else {}
-            self._ledger.raise_alarm(epoch.number, Alarm(why=said, asking=asking))  # known to who has all ballots
+            self._ledger.raise_alarm(epoch.number, Alarm(why=said, asking=asking))  # before the ballot: see 6
             self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number, edge, self.ready))
             outcome = self._outcome(epoch, key)
             if isinstance(outcome, Failure):

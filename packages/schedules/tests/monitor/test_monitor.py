@@ -65,6 +65,24 @@ class TestMonitor:
         monitor.close()
         assert said[0].startswith("position 0, step 1 (last heard")
 
+    def test_the_place_of_a_step_that_fails_during_a_look_is_where_it_failed(self, store):
+        monitor = Monitor(store, rank=0, ranks=[0], interval=600.0)
+        failing = []
+
+        def where():
+            # A look has read a place; the step leaves it, and fails, before the look has written it.
+            if failing == [threading.current_thread()]:
+                failing.clear()
+                monitor.failed("rank 0: ValueError: bad sample")
+                return "step 1: 0F0"
+            return "step 2: 0F1"
+
+        monitor.begin(one_f_one_b(1, 2), where=where, abort=lambda text: None)
+        failing.append(threading.current_thread())
+        monitor.look(0.0)
+        monitor.close()
+        assert Control(store, 0, (0,)).positions(seconds=0.01) == {0: "step 2: 0F1"}
+
     @pytest.mark.parametrize("value", ["garbage", "[1]", "5", "[", '{"rank": 0}'], ids=range(5))
     def test_a_value_of_the_store_that_no_rank_wrote_ends_the_step_and_not_the_watch_in_silence(self, store, value):
         monitor = Monitor(store, rank=0, ranks=[0], interval=0.01)

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, frozen
@@ -136,6 +137,7 @@ class Monitor:
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._untold = False  # whether the store has not heard of it
+        self._telling = threading.Lock()  # of the step's thread and this monitor's: the later one tells where it stands
         self._steps = 0
         self._plan: tuple[Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
@@ -200,7 +202,7 @@ class Monitor:
         watched, self._watched = self._watched, None
         first = self._record(text)
         if watched is not None:
-            self._untold = self._untold or not self._tells(watched.where())
+            self._untold = self._untold or not self._tells(watched.where)
             watched.abort(first.text)
         try:
             if self._untold:
@@ -320,15 +322,17 @@ class Monitor:
 
     def _fail(self, watched: _Watched, failure: Failure) -> None:
         self._failure = failure
-        told = not self._untold and self._tells(watched.place)  # before the abort, as in `failed`
+        place = partial(self._place, watched)  # now: the failure may be that of the step itself, since the look began
+        told = not self._untold and self._tells(place)  # before the abort, as in `failed`
         watched.abort(failure.text)
         if not told:
-            self._tells(watched.place)
+            self._tells(place)
 
-    def _tells(self, place: str) -> bool:
+    def _tells(self, place: Callable[[], str]) -> bool:
         """Publish where this rank stays; whether the store has answered."""
         try:
-            self._brief.publish(place, last=True)
+            with self._telling:
+                self._brief.publish(place(), last=True)
         except RuntimeError:
             return False
         return True

@@ -52,9 +52,11 @@ TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["
 EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
 # What ranks are forked with where the tests have imported it, so that each need not import it by itself.
 _SLOW_TO_IMPORT = (
+    "anyio.pytest_plugin",
     "cattrs",
     "hypothesis.strategies",
     "numpy",
+    "sklearn.datasets",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

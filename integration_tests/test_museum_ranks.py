@@ -38,7 +38,8 @@ def _ends(cells, directory):
     """The same of ``cells``, in one session of pytest."""
     report = directory / "out.xml"
     shutil.copy(HERE / "museum_ranks.py", directory / "test_orders.py")
-    (directory / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    settings = ("addopts = --import-mode=importlib", "ranks_preload = kit.museum anyio.pytest_plugin")
+    (directory / "pytest.ini").write_text("\n".join(["[pytest]", *settings]))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),

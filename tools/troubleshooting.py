@@ -8,6 +8,7 @@ sources, with … for each value.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -47,6 +48,7 @@ class ErrorClass:
         return ".".join(self.module.split(".")[:2])
 
 
+@functools.cache
 def _trees() -> dict[Path, ast.Module]:
     files = sorted(ROOT.glob("packages/*/src/pipegrid/**/*.py"))
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -41,6 +42,7 @@ def table() -> dict[tuple[str, str], str]:
     return found | {(name, model): "ends" for name in mended for model in _COLUMNS}
 
 
+@functools.cache
 def orders_of(name: str) -> Orders:
     """The orders of a file."""
     return orders_from_json((MUSEUM / f"{name}.json").read_text())

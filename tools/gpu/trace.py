@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl")
     parser.add_argument("--out", default=".", help="the folder for the traces")
     options = parser.parse_args()
+    mp.set_forkserver_preload(["torch._inductor.config", "pipegrid.schedules.runtime"])
     with tempfile.TemporaryDirectory() as directory:
         mp.start_processes(_rank, (options, str(Path(directory) / "store")), RANKS, start_method="forkserver")  # type: ignore[attr-defined, no-untyped-call]
 

@@ -30,7 +30,9 @@ def test_a_script_is_valid_shell_documented_and_bounded(script):
         ("1_facts.sh", ("exchange 4 of 1 MB", "split backwards (ZB-H1)")),
         ("2_transport.sh", ("test_two_ranks_over_nccl",)),
         pytest.param("3_integration.sh", ("3 passed",), marks=pytest.mark.nightly),  # 0_staged.sh with another backend
-        ("5_survive.sh", ("2 x 2, rank 3 killed at its second B: again after",)),
+        pytest.param(  # its benches run in every run, too
+            "5_survive.sh", ("2 x 2, rank 3 killed at its second B: again after",), marks=pytest.mark.nightly
+        ),
         pytest.param("4_ratios.sh", ("overlap/after",), marks=pytest.mark.nightly),
         ("0_staged.sh", ("3 passed",)),
         ("6_trace.sh", ("1f1b-computing-stream-rank-1.json",)),

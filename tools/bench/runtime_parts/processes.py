@@ -19,6 +19,14 @@ Join: TypeAlias = Callable[[int, int, Any], AbstractContextManager[None]]
 """Joins a rank of so many ranks by a store, for a block."""
 
 PATIENCE_SECONDS = 300.0  # without a report of any rank
+# What ranks import, by names that a server finds without the program's path; before Python 3.12.8 it has no program.
+_PRELOAD = (
+    "numpy",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "pipegrid.bridges.multimodule",
+    "pipegrid.schedules.megatron",
+)
 
 
 @contextmanager
@@ -80,12 +88,13 @@ class Reports:
 def on_ranks(ranks: int, work: Callable[..., None], *arguments: Any, join: Join = over_gloo) -> Iterator[Reports]:
     """Run ``work(report, *arguments)`` on ``ranks`` processes; the block reads what they give to ``report``.
 
-    The ranks are forked by a server that has imported the program: an import takes seconds.
+    The ranks are forked by a server that has imported what the program imports: that takes seconds.
 
     Raises:
         RuntimeError: a rank failed, though it may have reported everything before.
     """
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         shared = (ranks, str(Path(directory) / "store"), join, results, work, arguments)

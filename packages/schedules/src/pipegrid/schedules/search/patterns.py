@@ -79,6 +79,9 @@ class _Patterns:
         self.chain, self.sweeps = chain, sweeps
         self.last = chain.num_positions - 1
         self.period = 3 * len(sweeps) // 2
+        hops = HOPS if len(sweeps) <= 4 else DEEP_HOPS
+        # Where there is no other position than the first two, hops that differ between others are one.
+        self.hops = hops if self.last > 1 else tuple(dict.fromkeys((first, first) for first, _ in hops))
         self.checked = sorted({*range(min(chain.num_positions, self.period + 1)), self.last})
         self.ends = sorted({0, min(1, self.last), self.last})
         sizes = chain.held[: chain.num_stages]
@@ -107,7 +110,7 @@ class _Patterns:
                 yield Pattern(live, start, self._dates(dates))
             return
         upward = self.sweeps[index].upward
-        for turn, hop in itertools.product(TURNS if index else (0,), HOPS if len(self.sweeps) <= 4 else DEEP_HOPS):
+        for turn, hop in itertools.product(TURNS if index else (0,), self.hops):
             length = self._way(hop, self.last)
             zero = start + turn if upward else start + turn + length
             sign = 1 if upward else -1

@@ -9,6 +9,7 @@ from attrs import evolve
 
 from pipegrid.schedules.plan import Action, ActionKind, Plan
 from pipegrid.schedules.simulate import Costs, Simulation, simulate
+from pipegrid.schedules.simulate.engine import collector_paused
 from pipegrid.schedules.simulate.recording import Recording, TimelineError
 from pipegrid.schedules.timeline.timeline import Counter, Flow, Span, Timeline, amount
 from pipegrid.schedules.verify import dataflow_of
@@ -20,6 +21,7 @@ LIVE, ACTIVATIONS = "live microbatches", "activations"
 GATHERED = "gathered parameters and gradients"
 
 
+@collector_paused()
 def timeline(
     source: Plan | Simulation | Recording | Timeline,
     *,

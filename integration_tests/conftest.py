@@ -32,7 +32,7 @@ def context():
 @pytest.fixture(scope="session")
 def warm_client(tmp_path_factory, pytestconfig):
     """An interpreter that has imported torch already, and what the ranks of the pool are forked with."""
-    modules = ["torch", *pytestconfig.getini("ranks_preload")]
+    modules = ["torch", *(name for name in pytestconfig.getini("ranks_preload") if name in sys.modules)]
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # read at an import
     server, client = warm_python.start(tmp_path_factory.mktemp("warm"), modules, **quiet)
     with server:

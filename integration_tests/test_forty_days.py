@@ -182,7 +182,8 @@ def fail(ranks, kind, fault, hours):
         run(clock)
     first, _, rest = str(found.value).partition("\n")
     # Rank 1 may have ended before its first action, or before it told its place in the step.
-    assert re.search(r"\n  rank 0: position 0, step .*\n  rank 1: (position 1, (step|before)|between steps)", rest), rest
+    places = r"\n  rank 0: position 0, step .*\n  rank 1: (position 1, (step|before)|between steps)"
+    assert re.search(places, rest), rest
     return type(found.value), re.sub(r"\d+(\.\d+)?", "#", first), time.perf_counter() - began[0]
 
 

@@ -111,9 +111,10 @@ class Server:
             arguments, folder, environment = json.loads(text)
             for stream, number in zip(streams, (0, 1, 2), strict=True):
                 os.dup2(stream, number)
-            for other in [*streams, self._events.fileno(), self._listener.fileno()]:
-                os.close(other)
-            for other in [connection, *self._forks]:
+            for stream in streams:
+                os.close(stream)
+            # Each by its object: one whose number is closed would close it again, when something else has it.
+            for other in [connection, *self._forks, self._events, self._listener]:
                 other.close()
             os.chdir(folder)
             os.environ.clear()

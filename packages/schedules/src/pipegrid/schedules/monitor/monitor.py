@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, frozen
@@ -75,6 +74,11 @@ class _Watched:
     place: str = ""
     published: str = ""
     since: float = 0.0
+    unfinished: str = ""
+
+    def stands(self) -> str:
+        """This rank's place now, with what the device had not finished at the last look."""
+        return (self.where() if self.running else self.beside) + self.unfinished
 
 
 class Monitor:
@@ -137,7 +141,7 @@ class Monitor:
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._untold = False  # whether the store has not heard of it
-        self._telling = threading.Lock()  # of the step's thread and this monitor's: the later one tells where it stands
+        self._telling = threading.Lock()  # from several threads: the place that is published last was read last
         self._steps = 0
         self._plan: tuple[Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
@@ -297,7 +301,9 @@ class Monitor:
         except RuntimeError as error:
             self._fail(watched, self._record(f"rank {self.rank}: {error}"))
             return
-        place = self._place(watched)
+        unfinished = None if self.progress is None else self.progress.oldest()
+        watched.unfinished = "" if unfinished is None else f"; the device has not finished {unfinished}"
+        place = watched.stands()
         if place != watched.place:
             watched.place, watched.since = place, now
         stood = now - watched.since
@@ -322,14 +328,16 @@ class Monitor:
 
     def _fail(self, watched: _Watched, failure: Failure) -> None:
         self._failure = failure
-        place = partial(self._place, watched)  # now: the failure may be that of the step itself, since the look began
-        told = not self._untold and self._tells(place)  # before the abort, as in `failed`
+        told = not self._untold and self._tells(watched.stands)  # before the abort, as in `failed`
         watched.abort(failure.text)
         if not told:
-            self._tells(place)
+            self._tells(watched.stands)
 
     def _tells(self, place: Callable[[], str]) -> bool:
-        """Publish where this rank stays; whether the store has answered."""
+        """Publish the ``place`` where this rank stays, read now: a step may have left what a look has seen.
+
+        Whether the store has answered.
+        """
         try:
             with self._telling:
                 self._brief.publish(place(), last=True)
@@ -354,11 +362,6 @@ class Monitor:
 
     def _busy(self, watched: _Watched) -> bool:
         return watched.running or (self.progress is not None and self.progress.oldest() is not None)
-
-    def _place(self, watched: _Watched) -> str:
-        place = watched.where() if watched.running else watched.beside
-        unfinished = None if self.progress is None else self.progress.oldest()
-        return place if unfinished is None else f"{place}; the device has not finished {unfinished}"
 
     def _name(self, plan: Plan) -> str:
         if self._plan is not None and self._plan[0] is plan:

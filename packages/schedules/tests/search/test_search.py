@@ -12,6 +12,7 @@ from pipegrid.schedules.generators import SCHEDULES, v_placement
 from pipegrid.schedules.network.network import as_network
 from pipegrid.schedules.search.exact import has_equal_costs, shortest
 from pipegrid.schedules.search.greedy import candidates, problems
+from pipegrid.schedules.search.patterns import patterns
 
 from ..kit.orders import least_makespan, split_passes
 
@@ -126,6 +127,15 @@ PRINTED = Costs(F=18.522, I=18.086, W=9.337, latency=0.601, input_release=1 - 32
 
 def bubble_rate(span):
     return round(1 - 24 * (18.522 + 18.086 + 9.337) / span, 4)
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 0), (0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2), (0, 1, 2, 2, 1, 0)])
+def test_no_pattern_is_listed_twice(placement):
+    p = max(placement) + 1
+    (problem,) = problems(UNIT, 8, num_positions=p, num_microbatches=8, num_stages=len(placement), placement=placement)
+    found = [pattern.dates for pattern in patterns(as_network(problem))]
+    assert found
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize(("name", "rate"), [("1f1b", 0.2431), ("zero_bubble_h1", 0.1585), ("zero_bubble_h2", 0.1083)])

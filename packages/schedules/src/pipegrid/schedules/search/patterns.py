@@ -80,8 +80,8 @@ class _Patterns:
         self.last = chain.num_positions - 1
         self.period = 3 * len(sweeps) // 2
         hops = HOPS if len(sweeps) <= 4 else DEEP_HOPS
-        # Where there is no other position than the first two, hops that differ between others are one.
-        self.hops = hops if self.last > 1 else tuple(dict.fromkeys((first, first) for first, _ in hops))
+        # One or two positions do not take both numbers of a hop: those that differ in the others are one.
+        self.hops = tuple({hop[: self.last]: hop for hop in hops}.values())
         self.checked = sorted({*range(min(chain.num_positions, self.period + 1)), self.last})
         self.ends = sorted({0, min(1, self.last), self.last})
         sizes = chain.held[: chain.num_stages]

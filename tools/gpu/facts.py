@@ -104,7 +104,7 @@ def main() -> None:
         versions()
         return
     part = exchange if options.part == "exchange" else memory
-    mp.set_forkserver_preload(["numpy", "torch.distributed"])
+    mp.set_forkserver_preload(["torch.distributed"])
     with tempfile.TemporaryDirectory() as directory:
         mp.start_processes(_rank, (part, options, str(Path(directory) / "store")), 2, start_method="forkserver")  # type: ignore[attr-defined, no-untyped-call]
 

@@ -154,7 +154,8 @@ class Script:
                 return
             if step in (5, 9) and rank == survivors.epochs.current.members[0]:
                 while len(survivors.epochs.current.members) < RANKS and not survivors.epochs.asking:
-                    assert not any(one.done() and one.exception() for one in self.futures)  # then nobody comes
+                    # A process whose thread has failed does not ask to come in: the wait would not end.
+                    assert not any(one.done() and one.exception() for one in self.futures)
                     time.sleep(0.02)
             members = []
 

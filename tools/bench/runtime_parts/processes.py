@@ -21,7 +21,6 @@ Join: TypeAlias = Callable[[int, int, Any], AbstractContextManager[None]]
 PATIENCE_SECONDS = 300.0  # without a report of any rank
 # What ranks import, by names that a server finds without the program's path; before Python 3.12.8 it has no program.
 _PRELOAD = (
-    "numpy",
     "torch._dynamo",
     "torch.distributed.pipelining",
     "pipegrid.bridges.multimodule",

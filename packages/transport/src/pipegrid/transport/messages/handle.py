@@ -176,7 +176,7 @@ class ReceiveTransfer(Transfer):
     expected: ExpectedShape | None = None  # by the caller, where given
     buffers: ReceiveBuffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
-    attended: bool = False  # whether the caller waits at once, so that the lane's thread need not read the header
+    attended: bool = False  # the caller waits at once and reads the header itself, not the lane's thread
 
     sending = False
 

@@ -135,7 +135,8 @@ def install(
 def _test_package(session: nox.Session, name: str) -> None:
     needs = TEST_NEEDS[name]
     others = [need for need in needs if not _siblings([need])]
-    install(session, (*DEPENDENCIES[name], *_siblings(needs), name), *others)
+    siblings = {each for need in _siblings(needs) for each in (*DEPENDENCIES[need], need)}
+    install(session, tuple(sorted({*DEPENDENCIES[name], *siblings, name})), *others)
     preload = ("-o", PRELOAD) if "pipegrid-testing" in needs else ()
     session.run("pytest", "-m", "not nightly", *preload, str(PACKAGES / name / "tests"), *session.posargs)
 

@@ -25,6 +25,7 @@ from kit.processes import write_to
 from kit.reach import Reach
 from kit.stages import Stage
 from pipegrid.bridges import MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
+from pipegrid.fake_nccl import FakeDevice, register
 from pipegrid.schedules import (
     Monitor,
     PipelineRuntime,
@@ -40,7 +41,6 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.testing.clock import MovedClock, moved_clock
-from pipegrid.testing.fake_nccl import FakeDevice, register
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, torch_compat
 from pipegrid.training import attempt_store
 from pipegrid.transport import P2PCommunicator, P2PConfig

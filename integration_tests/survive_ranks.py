@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipegrid.testing.fake_nccl import FakeDevice, Nccl2Rules, register
+from pipegrid.fake_nccl import FakeDevice, Nccl2Rules, register
 from pipegrid.training.survive import RankRetiredError, init_process_group
 
 from .kit.processes import write_to

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.fake_nccl import FakeWork
 from pipegrid.schedules import PipelineRuntime, lower, one_f_one_b
-from pipegrid.testing.fake_nccl import FakeWork
 from pipegrid.transport import P2PCommunicator, P2PConfig
 
 from .kit.models import Part, require_same_gradients

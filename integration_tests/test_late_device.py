@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
+from pipegrid.fake_nccl import Mark
 from pipegrid.schedules import (
     SCHEDULES,
     Costs,
@@ -23,7 +24,6 @@ from pipegrid.schedules import (
     reduce_gradients,
     simulate,
 )
-from pipegrid.testing.fake_nccl import Mark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 

@@ -79,7 +79,7 @@ def _metadata(files: dict[str, bytes], stem: str, project: dict[str, Any], versi
 
 def _pins(written: email.message.Message, version: str) -> Iterator[str]:
     for requirement in written.get_all("Requires-Dist", []):
-        found = re.match(r"(pipegrid-[a-z]+)(\[[a-z,]+\])?(.*?)(;|$)", str(requirement))
+        found = re.match(r"(pipegrid-[a-z_-]+)(\[[a-z,]+\])?(.*?)(;|$)", str(requirement))
         if found and found[3].strip() != f"=={version}":
             yield f"requires {requirement}; a sibling is required at =={version}"
 

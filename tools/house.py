@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing")
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing", "fake_nccl")
 LATER = {
     "routes": "schedules.plan.routes schedules.plan.routes_check schedules.plan.routes_text "
     "schedules.generators.routed schedules.runtime.passages schedules.runtime.stages.shared_calls "
@@ -40,10 +40,10 @@ LATER = {
     "goodput": "planner.failures",
     "html": "schedules.timeline.html schedules.timeline.kinds",
     "backends": "transport.backends.dry transport.backends.kinds",
-    "fake modes": "testing.fake_nccl.capture testing.fake_nccl.elapsed testing.fake_nccl.frees "
-    "testing.fake_nccl.groups.backend testing.fake_nccl.groups.ending testing.fake_nccl.groups.lazy "
-    "testing.fake_nccl.groups.meeting testing.fake_nccl.groups.nccl2 testing.fake_nccl.groups.pairs "
-    "testing.fake_nccl.lines testing.fake_nccl.watchdog testing.clock",
+    "fake modes": "fake_nccl.capture fake_nccl.elapsed fake_nccl.frees "
+    "fake_nccl.groups.backend fake_nccl.groups.ending fake_nccl.groups.lazy "
+    "fake_nccl.groups.meeting fake_nccl.groups.nccl2 fake_nccl.groups.pairs "
+    "fake_nccl.lines fake_nccl.watchdog testing.clock",
     "first failure": "schedules.runtime.flight_recorder schedules.monitor.first_failure transport.waits.aborts "
     "topology.ending",
     "hostile files": "layout.strict_json training.checkpoint.last_save training.checkpoint.stored.lock "

@@ -56,7 +56,7 @@ SMOKE: dict[str, list[list[str]]] = {
 def set_version(text: str, version: str) -> str:
     """``text`` of a pyproject.toml with its version and its pins on sibling packages replaced."""
     text = re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', text, count=1)
-    return re.sub(r'"(pipegrid-[a-z]+(?:\[[a-z]+\])?)==[^"]+"', rf'"\1=={version}"', text)
+    return re.sub(r'"(pipegrid-[a-z_]+(?:\[[a-z]+\])?)==[^"]+"', rf'"\1=={version}"', text)
 
 
 def set_changelog(text: str, version: str, day: str) -> str:

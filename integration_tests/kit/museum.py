@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipegrid.fake_nccl import FakeGroup
 from pipegrid.schedules.errors import PlanError
 from pipegrid.schedules.orders import Launch, Message, Orders, orders_from_json
 from pipegrid.schedules.orders.prove import play_orders
-from pipegrid.testing.fake_nccl import FakeGroup
 from pipegrid.transport.order import ORDER_MODELS
 
 MUSEUM = Path(__file__).parents[2] / "docs" / "museum"

@@ -121,7 +121,7 @@ def _over(backend: str, rank: int, ranks: int, store: Any) -> Iterator[None]:
     """The default process group is of ``backend`` inside the block."""
     fake = None
     if backend == "fake_nccl":
-        from pipegrid.testing.fake_nccl import FakeDevice, register  # pipegrid-testing is needed for this alone
+        from pipegrid.fake_nccl import FakeDevice, register  # pipegrid-fake_nccl is needed for this alone
 
         fake = FakeDevice()
         register(fake)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing")
+PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing", "fake_nccl")
 
 
 def lint_imports(sources: Path) -> subprocess.CompletedProcess[str]:
@@ -72,8 +72,11 @@ PLANTED = [
     ("schedules", "", "import pipegrid.planner", "strictly downward"),
     ("planner", "", "import pipegrid.training", "strictly downward"),
     ("planner", "", "import torch", "planner has no torch"),
-    ("testing", "", "import pipegrid.topology", "testing imports no pipegrid package"),
+    ("testing", "", "import pipegrid.topology", "testing imports fake_nccl alone"),
+    ("fake_nccl", "", "import pipegrid.topology", "testing imports fake_nccl alone"),
+    ("fake_nccl", "groups", "import pipegrid.testing", "fake_nccl is below testing"),
     ("transport", "", "import pipegrid.testing", "no package imports testing"),
+    ("bridges", "bridge", "import pipegrid.fake_nccl", "no package imports testing"),
     ("training", "", "import pipegrid.testing", "no package imports testing"),
     ("layout", "", "import torch", "layout has no torch and no numpy"),
     ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipegrid.training import attempt_store
 
 if TYPE_CHECKING:
-    from pipegrid.testing.fake_nccl import FakeDevice
+    from pipegrid.fake_nccl import FakeDevice
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def process_group(asked: str | None, *, deadline: float) -> Iterator[torch.devic
 
 
 def _fake_device(*, serial: bool) -> FakeDevice:
-    from pipegrid.testing.fake_nccl import FakeDevice, register  # pipegrid-testing is needed for this alone
+    from pipegrid.fake_nccl import FakeDevice, register  # pipegrid-fake_nccl is needed for this alone
 
     device = FakeDevice(serial=serial)
     register(device)

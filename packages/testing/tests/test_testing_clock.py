@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.fake_nccl import Nccl2Rules
 from pipegrid.testing.clock import moved_clock
-from pipegrid.testing.fake_nccl import Nccl2Rules
 
 DAY = 24 * 3600.0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.testing.fake_nccl import FakeGroup
+from pipegrid.fake_nccl import FakeGroup
 from pipegrid.topology import torch_compat
 from pipegrid.transport import LaneSpec, open_lanes
 

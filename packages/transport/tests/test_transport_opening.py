@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.testing.fake_nccl import FakeDevice, register
+from pipegrid.fake_nccl import FakeDevice, register
 from pipegrid.topology import GroupSpec, GroupStoreError
 from pipegrid.transport import (
     LaneSpec,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from pipegrid.testing.fake_nccl.torch_compat import BackendBase, GroupBase, WorkBase
+from pipegrid.fake_nccl.torch_compat import BackendBase, GroupBase, WorkBase
 
 _NEVER_SENT = 2**30 + 1  # a tag
 

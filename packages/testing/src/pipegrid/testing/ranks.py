@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from pipegrid.testing.fake_nccl import FakeDevice
+    from pipegrid.fake_nccl import FakeDevice
 
 
 @define(eq=False, repr=False)

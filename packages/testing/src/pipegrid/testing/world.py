@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from pipegrid.testing.fake_nccl import FakeDevice, Nccl2Rules, register
+from pipegrid.fake_nccl import FakeDevice, Nccl2Rules, register
 from pipegrid.testing.messages import Channel, RunTest
 from pipegrid.testing.ranks import Ranks
 

@@ -1,0 +1,125 @@
+"""Communicators of pairs beside that of a group: for lone messages, as in ``nccl-legacy`` and ``nccl-lazy``.
+
+A batch or a collective is on the group's communicator; a lone message is on that of the two ranks, in both directions,
+made at the first one: the host waits there until the peer has come to one as well. Each communicator has a stream, so
+nothing orders a lone message and a batch, or lone messages of two peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from pipegrid.fake_nccl.device import FakeDevice
+from pipegrid.fake_nccl.groups.group import FakeGroup
+from pipegrid.fake_nccl.groups.meeting import global_ranks
+
+
+@frozen(kw_only=True)
+class _PairOptions:
+    """What torch gives a backend of its group, here of two ranks of a group."""
+
+    store: Any
+    group_rank: int
+    group_size: int = 2
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
+
+
+class PairsGroup(FakeGroup):
+    """A group with a communicator for each pair of its ranks that exchanges lone messages.
+
+    Attributes:
+        pairs: by peer, those made so far.
+        pair_class: what they are.
+    """
+
+    pair_class: ClassVar[type[FakeGroup]] = FakeGroup
+
+    def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
+        super().__init__(device, options, chosen)
+        self._store = options.store
+        self._members = global_ranks(options)
+        self.pairs: dict[int, FakeGroup] = {}
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
+        """Add a send to the batch; a lone one is launched on the communicator of the pair."""
+        if self._batch is not None or not self._has_pairs():
+            return super().send(tensors, peer, tag)
+        return self._pair(peer).send(tensors, int(peer > self._here), tag)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
+        """Add a receive to the batch; a lone one is launched on the communicator of the pair."""
+        if self._batch is not None or not self._has_pairs():
+            return super().recv(tensors, peer, tag)
+        return self._pair(peer).recv(tensors, int(peer > self._here), tag)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the operations of all communicators."""
+        super().set_timeout(timeout)
+        for pair in self.pairs.values():
+            pair.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Shut each pair down, then the group's communicator."""
+        for pair in self.pairs.values():
+            pair.shutdown()
+        super().shutdown()
+
+    def _has_pairs(self) -> bool:
+        """Whether a lone message is on the communicator of its pair."""
+        return True
+
+    def _pair_name(self, both: tuple[int, int]) -> str:
+        """The name of a new communicator of two ranks of the group, the same on both."""
+        return f"{self._name}/{both[0]}-{both[1]}"
+
+    def _pair(self, peer: int) -> FakeGroup:
+        if peer == self._here:
+            raise ValueError(f"a lone message of group {self._name} names this rank itself as its peer")
+        self._require_not_aborted()
+        if peer not in self.pairs:
+            both = (min(self._here, peer), max(self._here, peer))
+            name = self._pair_name(both)
+            options = _PairOptions(
+                store=dist.PrefixStore(name, self._store),  # type: ignore[attr-defined]  # public, untyped
+                group_rank=both.index(self._here),
+                timeout=timedelta(seconds=self.timeout),
+                group_id=name,
+                global_ranks_in_group=[self._members[rank] for rank in both],
+            )
+            self.pairs[peer] = self.pair_class(self.device, options, self.options)
+        return self.pairs[peer]
+
+
+class LegacyGroup(PairsGroup):
+    """A group of the backend ``fake_nccl`` by the rules of nccl-legacy.
+
+    It connects at its first use, and a lone message is on a communicator of the pair. A group with a bound device
+    (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator for everything; new
+    groups beside a bound default group are splits of it. An abort ends all communicators of a group together.
+    """
+
+    supports_splitting = True
+    _set_default_timeout = PairsGroup.set_timeout
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connect with all members, and bind the group to the device."""
+        super().eager_connect_single_device(device)
+        self.bound_device_id = device
+
+    def _connects_at_use(self) -> bool:
+        return True
+
+    def _has_pairs(self) -> bool:
+        return not self.connected
+
+    def _aborted_together(self) -> list[FakeGroup]:
+        return [self, *self.pairs.values()]

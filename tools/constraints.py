@@ -1,4 +1,4 @@
-"""What every session installs, pinned: `python tools/constraints.py` writes constraints.txt.
+"""What sessions install, pinned: `python tools/constraints.py` writes constraints.txt and the table of docs/install.md.
 
 pip resolves, for one environment, everything that a session of noxfile.py may install and what that needs in turn. Pins
 that are there stay; `--upgrade NAME ...` takes the newest release of some, `--upgrade-all` of all but torch. So a fresh
@@ -22,6 +22,8 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "constraints.txt"
+PAGE = ROOT / "docs" / "install.md"
+BEGIN, END = "<!-- tested: begin -->", "<!-- tested: end -->"
 _INSTALLING = ("install", "_shared")
 _HEAD = """\
 # What the sessions of noxfile.py install, whole: `python tools/constraints.py` writes it, `--upgrade NAME` moves a pin.
@@ -125,6 +127,21 @@ def table(kind: str, installed: Mapping[str, str], held: Iterable[str], junit: P
     return "\n".join(lines)
 
 
+def install_table(pinned: Mapping[str, str]) -> str:
+    """What the packages need at run time: the versions that they allow, and the one that every test runs with."""
+    projects = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    lists = [[project["dependencies"], *project.get("optional-dependencies", {}).values()] for project in projects]
+    needs = sorted({one for lists_of in lists for each in lists_of for one in each if not one.startswith("pipegrid-")})
+    rows = [f"| {name_of(one)} | {one[len(name_of(one)) :] or 'any'} | {pinned[name_of(one)]} |" for one in needs]
+    return "\n".join(["| dependency | allowed | tested |", "| --- | --- | --- |", *rows])
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replace the table between the marks of a page."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+
+
 def _cases(junit: Path) -> list[ET.Element]:
     return list(ET.parse(junit).iter("testcase"))
 
@@ -139,7 +156,7 @@ def failures(junit: Path) -> int:
 
 
 def main() -> None:
-    """Write constraints.txt."""
+    """Write the pins and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upgrade", nargs="+", default=[], metavar="NAME", help="their newest releases")
     parser.add_argument("--upgrade-all", action="store_true", help="the newest release of all but torch")
@@ -149,6 +166,7 @@ def main() -> None:
     kept = {name: at for name, at in now.items() if name not in free and (name == "torch" or not given.upgrade_all)}
     found = resolve(requirements((ROOT / "noxfile.py").read_text()), kept)
     FILE.write_text(_HEAD + "".join(f"{name}=={found[name]}\n" for name in sorted(found)))
+    write_page(PAGE, install_table(found))
     for name in sorted({*now, *found}):
         if now.get(name) != found.get(name):
             print(f"{name}: {now.get(name, 'none')} -> {found.get(name, 'none')}")

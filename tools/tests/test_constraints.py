@@ -13,8 +13,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from constraints import (  # noqa: E402  -- a script beside this folder, not an installed package
     FILE,
+    PAGE,
     declared,
     failures,
+    install_table,
     lowest,
     name_of,
     pins,
@@ -31,6 +33,12 @@ def test_all_that_a_session_installs_is_pinned():
     assert needed <= pinned.keys(), "run python tools/constraints.py"
     assert {"pluggy", "filelock", "sympy", "griffelib"} <= pinned.keys(), "what these need is pinned as well"
     assert all(re.fullmatch(r"\d[\w.]*", version) for version in pinned.values())
+
+
+def test_the_page_has_the_versions_that_are_pinned():
+    made = install_table(pins(FILE.read_text()))
+    assert re.search(r"^\| transformers \| >=5\.0 \| \d", made, re.MULTILINE)
+    assert made in PAGE.read_text(), "run python tools/constraints.py"
 
 
 def test_a_new_requirement_of_a_session_is_seen():

@@ -7,8 +7,12 @@ folder of its own, and the packages themselves as wheels that refer to their sou
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
 import difflib
 import hashlib
+import importlib
+import json
 import os
 import re
 import shutil
@@ -191,6 +195,8 @@ def integration(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The full matrices and fuzzing that are too long for every run."""
     install(session, ALL, *EVERY_TEST)
+    for kind in ("newest", "oldest"):
+        session.notify(kind, posargs=[])
     tests = ("packages", "integration_tests", "tools/tests", "--hypothesis-profile", "night", *session.posargs)
     for chosen in ("nightly", "hypothesis and not nightly"):  # properties with more examples, drawn anew
         session.run("pytest", "-m", chosen, *tests)
@@ -224,6 +230,55 @@ def tests_torch(session: nox.Session) -> None:
     session.run("pytest", "-m", "not nightly", "packages", "integration_tests", "tools/tests", *options)
 
 
+def _with_other_releases(session: nox.Session, kind: str, pinned: dict[str, str], *wanted: str) -> None:
+    """Install under ``pinned`` alone, run packages that declare what differs from constraints.txt, print the table."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    tool = importlib.import_module("constraints")
+    parser = argparse.ArgumentParser(prog=f"nox -s {kind} --")
+    parser.add_argument("--hold", nargs="+", default=[], metavar="NAME", help="keep these as tested")
+    given, options = parser.parse_known_args(session.posargs)
+    held = {tool.name_of(name) for name in given.hold}
+    kept = {name: version for name, version in tool.pins(CONSTRAINTS.read_text()).items() if name in held}
+    folder = Path(session.virtualenv.location)
+    constraints, junit = folder / "constraints.txt", folder / "cases.xml"
+    # The day is part of what is shared by its content: releases of another day are installed anew.
+    lines = [f"# {dt.datetime.now(tz=dt.UTC):%F}", *(f"{name}=={at}" for name, at in {**pinned, **kept}.items())]
+    constraints.write_text("".join(f"{line}\n" for line in lines))
+    asked = [one for one in wanted if tool.name_of(one) not in held]
+    for one in list(asked):
+        look = ("pip", "install", "--quiet", "--dry-run", "--no-deps", one)
+        if subprocess.run([str(Path(session.bin) / "python"), "-m", *look], check=False).returncode:
+            print(f"{one} is not on the indexes of this machine; the newest that is there is installed")
+            asked.remove(one)
+    install(session, ALL, *EVERY_TEST, *asked, constraints=constraints)
+    listing = (
+        "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
+    )
+    found = json.loads(str(session.run("python", "-c", listing, silent=True)))
+    installed = {tool.name_of(name): version.partition("+")[0] for name, version in found}
+    tests = [str(PACKAGES / package / "tests") for package in tool.to_test(installed, held)]
+    if tests:
+        junit.unlink(missing_ok=True)
+        run = ("pytest", "-m", "not nightly", "-o", PRELOAD, "--junit-xml", str(junit), *tests, *options)
+        session.run(*run, success_codes=[0, 1])  # failures are counted in the table
+    print(tool.table(kind, installed, held, junit if tests else None), flush=True)
+    if tests and tool.failures(junit):
+        session.error(f"{tool.failures(junit)} cases fail with the {kind} releases")
+
+
+@nox.session(reuse_venv=False)
+def newest(session: nox.Session) -> None:
+    """What the newest releases of all dependencies change: `nox -s newest -- --hold torch`; pytest's options follow."""
+    _with_other_releases(session, "newest", {}, "torch>=2.15")
+
+
+@nox.session(reuse_venv=False)
+def oldest(session: nox.Session) -> None:
+    """The same with the lowest versions that the packages' metadata allows; others are the newest."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    _with_other_releases(session, "oldest", importlib.import_module("constraints").lowest())
+
+
 # An indented line of a README that begins so is what its readers type.
 _INSTALL_LINE = re.compile(r"^ +pip install ((?:\./packages/\S+ ?)+)", re.MULTILINE)
 
@@ -253,13 +308,15 @@ def install_as_written(session: nox.Session) -> None:
         _installed_by(session, PACKAGES / name / "README.md", {name})
     everything = _installed_by(session, ROOT / "README.md", set(ALL))
     quick = ("--no-compile", *PIP, str(CONSTRAINTS))  # each is imported once
-    session.install(*quick, *everything)
+    # pip builds each in an environment of its own, which is under the second name; before pip 25.3 under the first.
+    builds = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(CONSTRAINTS))
+    session.install(*quick, *everything, env=builds)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
     extras = "./meta[hf,cli]"
     if f'`pip install ./packages/* "{extras}"`' not in (ROOT / "docs" / "install.md").read_text():
         session.error(f"docs/install.md has no line that installs ./packages/* and {extras}")
-    session.install(*quick, extras)
+    session.install(*quick, extras, env=builds)
     session.run("python", "-c", "import transformers, rich, pipegrid.training", silent=True)
 
 

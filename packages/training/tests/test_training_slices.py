@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from attrs import evolve
 from torch.nn import functional as F
 
 from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
+from pipegrid.training.stages.transformers_compat import cache_name, require_known_names
 from pipegrid.transport import P2PCommunicator
 
 from .kit.gradients import named_in, require_gradients
@@ -259,3 +261,65 @@ def test_an_error_of_a_slice_is_that_of_the_step(ranks):
     with pytest.raises(PipelineError, match="labels was given for a slice; .* as sequence_slices makes them"):
         run(raw, model_loss)
     dist.barrier()
+
+
+# -- Names of transformers, on stand-ins of its releases.
+
+
+def mask_before(config, inputs_embeds, past_key_values=None): ...
+
+
+def mask_after(config, inputs_embeds, cache=None): ...
+
+
+class Before(torch.nn.Module):
+    def forward(self, hidden, past_key_values=None, **kwargs): ...
+
+
+class After(torch.nn.Module):
+    def forward(self, hidden, cache=None, **kwargs): ...
+
+
+class Without(torch.nn.Module):
+    def forward(self, hidden, **kwargs): ...
+
+
+def whole_with(kind, *layers):
+    made = kind()
+    made.layers = torch.nn.ModuleList(layer() for layer in layers)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("whole", "layers", "mask_function", "name"),
+    [
+        (Before, (Before, Without), mask_before, "past_key_values"),
+        (After, (After, Without), mask_after, "cache"),
+        (Before, (Before,), mask_after, "past_key_values"),  # a model of its own file, written before 5.24
+        (After, (After,), mask_before, None),  # XLM before 5.24: another thing
+        (Without, (After,), mask_after, None),
+    ],
+)
+def test_the_argument_for_keys_and_values_is_that_of_the_model_and_its_layers(whole, layers, mask_function, name):
+    assert cache_name(whole_with(whole, *layers), mask_function) == name
+
+
+@pytest.mark.parametrize(("whole", "layer"), [(Before, After), (After, Before)])
+def test_a_layer_that_would_take_the_cache_into_its_kwargs_is_an_error(whole, layer):
+    model = whole_with(whole, whole, layer)
+    with pytest.raises(CutError, match=rf"layers\.1 \({layer.__name__}\) takes .* not read .* transformers \d"):
+        cache_name(model, mask_after)
+
+
+def test_another_name_for_the_cache_is_an_error_with_the_version():
+    with pytest.raises(CutError, match=r"create_causal_mask of transformers \d.* takes none of cache, past_key_values"):
+        cache_name(whole_with(Before), lambda config, key_values: None)
+
+
+def test_a_renamed_attribute_is_an_error_with_the_version(monkeypatch):
+    before = torch.get_rng_state()
+    require_known_names.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.delattr(transformers.Qwen2VLModel, "get_rope_index")
+    with pytest.raises(CutError, match=r"Qwen2VLModel of transformers \d.* has no get_rope_index"):
+        require_known_names.__wrapped__()

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble, s
 from transformers.masking_utils import create_causal_mask
 
 from hf_parts.job import Batch, Make, loss_of
+from pipegrid.training.stages.transformers_compat import cache_name
 
 
 class Part(nn.Module):
@@ -20,6 +21,7 @@ class Part(nn.Module):
     def __init__(self, whole: Any, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
         self.config, self.rotary = whole.config, whole.model.rotary_emb
+        self.cache = cache_name(whole) or "cache"
         self.layers = nn.ModuleList(whole.model.layers[layer] for layer in layers)
         self.embedding = whole.model.embed_tokens if first else None
         self.norm = whole.model.norm if last else None
@@ -30,11 +32,12 @@ class Part(nn.Module):
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        no_cache: dict[str, Any] = {self.cache: None}
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,
-            past_key_values=None,
+            **no_cache,
             position_ids=positions,
         )
         rotary = self.rotary(hidden, position_ids=positions)

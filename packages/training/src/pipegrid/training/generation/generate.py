@@ -15,7 +15,7 @@ from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.schedules.megatron.call import flat
 from pipegrid.topology.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
-from pipegrid.training.generation.kv_cache import KVCache, cache_of
+from pipegrid.training.generation.kv_cache import kv_cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.generation.texts import Texts
@@ -149,10 +149,7 @@ def _stages_of(model: Any, module: str | None, communicator: Communicator) -> tu
 def _kv_caches(stages: Sequence[Stage], microbatches: int, new: int) -> Iterator[None]:
     """Give each stage a KV cache of every microbatch, and take it away."""
     for stage in stages:
-        stage.kv_caches = [
-            KVCache(cache_of(stage.whole, stage.assignment, stage.number), stage.whole, new)
-            for _ in range(microbatches)
-        ]
+        stage.kv_caches = [kv_cache_of(stage.whole, stage.assignment, stage.number, new) for _ in range(microbatches)]
     try:
         yield
     finally:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from pipegrid.training.errors import GenerationError
+from pipegrid.training.errors import CutError, GenerationError
 from pipegrid.training.stages import Assignment
 from pipegrid.training.stages.slicing.slices import other_states, require_length
+from pipegrid.training.stages.transformers_compat import cache_name, require_known_names
 
 
 @define(eq=False)
@@ -20,6 +20,8 @@ class KVCache:
 
     Attributes:
         cache: Hugging Face's, with entries for all layers of the model; only those of the stage are filled.
+        argument: of the model's forward, for ``cache``.
+        own: the entries of the stage's own layers, by the name of the layer.
         whole: the model's tree on the stage.
         new: tokens that are generated at most.
         mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
@@ -27,6 +29,8 @@ class KVCache:
     """
 
     cache: Any
+    argument: str
+    own: dict[str, Any]
     whole: nn.Module
     new: int
     mask: Tensor | None = None
@@ -39,6 +43,11 @@ class KVCache:
         """
         mask = given.get("attention_mask")
         if self.mask is not None:
+            if self.own and not any(entry.get_seq_length() for entry in self.own.values()):
+                raise GenerationError(
+                    f"{next(iter(self.own))} has kept nothing of the prompt in {self.argument}; generate() needs "
+                    "layers that keep their keys and values in the cache that the model was called with"
+                )
             mask = torch.cat((self.mask, self.mask.new_ones(batch, length)), dim=1)
         elif mask is None:
             mask = torch.ones(batch, length, dtype=torch.long, device=device)
@@ -57,13 +66,13 @@ class KVCache:
             **self.flags,
             **given,
             "attention_mask": mask,
-            "past_key_values": self.cache,
+            self.argument: self.cache,
             "use_cache": True,
         }
 
 
-def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
-    """Hugging Face's cache for the layers of a stage.
+def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) -> KVCache:
+    """The KV cache of a stage, for at most ``new`` tokens.
 
     A model asks the entry of some layer, often the first, how many tokens the cache has; so the entry of a layer on
     another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one.
@@ -77,9 +86,16 @@ def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
         raise GenerationError(
             f"{type(whole).__name__} has no next token (its can_generate() is False); cut a ...ForCausalLM"
         )
-    if "past_key_values" not in inspect.signature(whole.forward).parameters:
+    try:
+        argument = cache_name(whole)
+        if argument is not None:
+            require_known_names()
+    except CutError as error:
+        raise GenerationError(str(error)) from error
+    if argument is None:
         raise GenerationError(
-            f"the forward of {type(whole).__name__} takes no past_key_values; generate() keeps keys and values alone"
+            f"the forward of {type(whole).__name__} takes no past_key_values or cache; generate() keeps keys and "
+            "values alone"
         )
     if any(hasattr(module, "get_rope_index") for module in whole.modules()):
         raise GenerationError(
@@ -94,9 +110,10 @@ def cache_of(whole: nn.Module, assignment: Assignment, stage: int) -> Any:
     from transformers import DynamicCache  # only here is Hugging Face needed
 
     cache = DynamicCache(config=config)
-    own = [number for number, layer in enumerate(assignment.layers) if assignment.stage_of_layer[layer] == stage]
-    for number, entry in enumerate(cache.layers):
-        alike = next((cache.layers[one] for one in own if type(cache.layers[one]) is type(entry)), None)
-        if number not in own and alike is not None:
+    kept = dict(zip(assignment.layers, cache.layers, strict=False))  # some layers read the entry of an earlier one
+    own = {layer: entry for layer, entry in kept.items() if assignment.stage_of_layer[layer] == stage}
+    for number, (layer, entry) in enumerate(kept.items()):
+        alike = next((one for one in own.values() if type(one) is type(entry)), None)
+        if layer not in own and alike is not None:
             cache.layers[number] = alike
-    return cache
+    return KVCache(cache, argument, own, whole, new)

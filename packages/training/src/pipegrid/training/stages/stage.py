@@ -131,7 +131,7 @@ class Stage(nn.Module):
         Arguments are those of the whole model.
         """
         received: Any = None if self.is_first else self._arrived()
-        part = None if self.current_slice is None or self._slices_itself else self.current_slice
+        part = None if self.current_slice is None or self._slice_argument is None else self.current_slice
         if received is not None or self._carry or self.kv_caches is not None or part is not None:
             kwargs, args = by_name(self._flow.accepted, args, kwargs), ()
         carried: list[Any] = []
@@ -151,7 +151,7 @@ class Stage(nn.Module):
             absent = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs))
         if self.kv_caches is not None:
             kwargs = self._with_cache(received, kwargs)
-        if part is None:
+        if part is None or self._slice_argument is None:
             result = self._flow.run(self._run, received, args, kwargs)
         else:
             result = forward_of_slice(
@@ -161,6 +161,7 @@ class Stage(nn.Module):
                 part,
                 self._tokens(received, kwargs),
                 kwargs,
+                self._slice_argument,
                 lambda given: self._flow.run(self._run, received, (), given),
             )
         if self.is_last and absent:
@@ -223,12 +224,11 @@ class Stage(nn.Module):
         return kwargs["input_ids"] if hidden is None else hidden
 
     @cached_property
-    def _slices_itself(self) -> bool:
-        """Whether attention modules of the model read the slice, rather than the cache of a Hugging Face model."""
+    def _slice_argument(self) -> str | None:
+        """The argument for the cache of Hugging Face's; None where attention modules read the slice themselves."""
         if any(hasattr(module, "current_slice") for module in self.modules() if module is not self):
-            return True
-        require_slices(self, self.assignment, self._flow.accepted, getattr(self.whole, "config", None))
-        return False
+            return None
+        return require_slices(self, self.whole, self.assignment)
 
 
 def compile_layers(

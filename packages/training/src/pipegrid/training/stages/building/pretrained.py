@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError, few
 from pipegrid.training.safetensors_files import Stored, stored_in
+from pipegrid.training.stages.transformers_compat import require_names
 
 _MODULE, _OPEN = "transformers.modeling_utils", "safe_open"
 _IN_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -116,10 +117,15 @@ def stored_twice(model: nn.Module, origin: Callable[[nn.Parameter], Collection[S
         origin: what of files a parameter is made of.
 
     Raises:
-        CutError: the config ties two parameters whose values in the files differ.
+        CutError: the config ties two parameters whose values in the files differ; or this transformers has other names
+            than those by which its files and ties are found.
     """
     found = set()
+    library = sys.modules.get(_MODULE)
     for module in model.modules():
+        if library is not None and isinstance(module, library.PreTrainedModel):
+            require_names(library, _OPEN)
+            require_names(module, "all_tied_weights_keys")
         pairs = getattr(module, "all_tied_weights_keys", None) or {}
         parameters = dict(module.named_parameters(remove_duplicate=False)) if pairs else {}
         for target, source in pairs.items():

@@ -7,7 +7,7 @@ values out of the cache. Unlike in generation they belong to the graph of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
+from pipegrid.training.stages.transformers_compat import cache_name, require_known_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
@@ -35,11 +36,13 @@ def forward_of_slice(
     part: Slice,
     tokens: Tensor,
     given: Mapping[str, Any],
+    cache_argument: str,
     forward: Callable[[dict[str, Any]], Any],
 ) -> Any:
     """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments ``given``.
 
-    ``tokens``: the ids or hidden states of the slice; ``number``: of the stage of the model ``whole``.
+    ``tokens``: the ids or hidden states of the slice; ``number``: of the stage of the model ``whole``;
+    ``cache_argument``: of `cache_name`.
     """
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {*_INPUTS, *_LABELS}
@@ -65,7 +68,7 @@ def forward_of_slice(
     from pipegrid.training.stages.slicing.slice_cache import SliceCache  # only here is Hugging Face needed
 
     cache = SliceCache(part, len(assignment.layers), past)
-    result = forward({**given, "past_key_values": cache, "use_cache": True})
+    result = forward({**given, cache_argument: cache, "use_cache": True})
     unread = [assignment.layers[n] for n in own if n not in cache.read]
     if unread:
         raise CutError(
@@ -90,27 +93,32 @@ def _loss(whole: nn.Module, result: Any, *, shift_labels: Tensor, num_items_in_b
     return loss
 
 
-def require_slices(stage: nn.Module, assignment: Assignment, accepted: Sequence[str], config: Any) -> None:
-    """Raise unless the attention of a stage can be that of a Hugging Face decoder in slices."""
-    decoder = "past_key_values" in accepted and config is not None and not getattr(config, "is_encoder_decoder", False)
+def require_slices(stage: nn.Module, whole: nn.Module, assignment: Assignment) -> str:
+    """The argument for the cache of ``whole``; raise unless a stage's attention can be a decoder's in slices."""
+    config = getattr(whole, "config", None)
+    decoder = config is not None and not getattr(config, "is_encoder_decoder", False)
+    argument = cache_name(whole) if decoder else None
+    if argument is not None:
+        require_known_names()
     both_ways = [path for path, module in stage.named_modules() if getattr(module, "is_causal", True) is False]
     if getattr(config, "use_bidirectional_attention", None):
         both_ways.append("the model")
     compiled = compiled_modules(stage)
     states = other_states(stage, assignment.layers, config)
     faults = {
-        "its forward takes no past_key_values of one list of layers": not decoder,
+        "its forward takes no past_key_values or cache of one list of layers": argument is None,
         f"{', '.join(both_ways)} attends in both directions": both_ways,
         f"{', '.join(compiled)} is compiled": compiled,
         f"{', '.join(states)} keeps another state than keys and values": states,
         "output_router_logits adds a loss of whole microbatches": getattr(config, "output_router_logits", False),
     }
-    if any(faults.values()):
+    if argument is None or any(faults.values()):
         raise CutError(f"a stage does not run in slices: {'; '.join(text for text, found in faults.items() if found)}")
     for module in stage.modules():
         if hasattr(module, "_can_checkpoint_with_cache"):
             # Checkpointed layers drop a cache, which a second run would extend again; it does not extend a slice's.
             module._can_checkpoint_with_cache = True  # type: ignore[assignment]  # noqa: SLF001
+    return argument
 
 
 def other_states(model: nn.Module, layers: Iterable[str], config: Any) -> list[str]:

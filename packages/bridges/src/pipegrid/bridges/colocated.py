@@ -13,6 +13,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.autograd.function import once_differentiable
 
+from pipegrid.bridges.bridge.structure import samples_of
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
@@ -270,8 +271,9 @@ class ColocatedBridgeCommunicator:
         Raises:
             BridgeError: FAN_OUT by an integer scale that does not divide the batch; with ``check_replicated``, the
                 copies of a source replica differ.
-            ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
-                ``dim_mapping``: compared in the first call with each shape.
+            ShapeError: too few axes for ``dim_mapping``; a tensor that Megatron's model has marked with the rows of its
+                samples (``_mimo_bridge_split_sizes``), where equal slices cut inside of one; or the ranks' tensors
+                differ in shape or dtype, or their ``dim_mapping``: compared in the first call with each shape.
             CollectiveFailedError: a rank did not come before the deadline, or died; or the bridge was aborted.
             P2PLaneDeadError: after `destroy`.
         """
@@ -288,8 +290,22 @@ class ColocatedBridgeCommunicator:
             self._agree(tensor)
         if self.is_fan_out():
             self._check_divisible(tensor.shape[axis])
+        self._require_equal_cuts(tensor)
         result: torch.Tensor = _ColocatedCommunicate.apply(tensor, self)  # type: ignore[no-untyped-call]
         return result
+
+    def _require_equal_cuts(self, tensor: torch.Tensor) -> None:
+        """Raise ShapeError for a tensor marked with the rows of its samples that equal slices cut inside of one."""
+        samples = samples_of(tensor)
+        if not samples or (self._by_slots and self.is_fan_in()):
+            return
+        slices = self.scale if self._by_slots and self.scale is not None else len(samples)
+        count, rest = divmod(len(samples), slices)
+        if rest or len({sum(samples[first : first + count]) for first in range(0, len(samples), count)}) > 1:
+            raise ShapeError(
+                f"{self._label}: the tensor is marked as samples of {shown(samples)} rows, and replicas get equal "
+                "slices, which cut inside of samples; pad the samples, or use a BridgeCommunicator with variable shapes"
+            )
 
     def abort(self, reason: str) -> None:
         """End exchanges under way on this rank, now or later, with ``reason``: for a rank that fails elsewhere."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.autograd.function import once_differentiable
 
-from pipegrid.bridges.bridge.structure import samples_of
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
@@ -27,12 +26,13 @@ from pipegrid.bridges.reshard import (
     as_grid,
     axis_names,
     boundary_side,
+    marked_samples,
     plan_reshard,
 )
 from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
-from pipegrid.topology.grid import Grid
+from pipegrid.topology.grid import Grid, span_of
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
@@ -138,7 +138,7 @@ class ColocatedBridgeCommunicator:
     def _validate_grids(self) -> None:
         src, dst = self._boxes
         if src.ranks != dst.ranks:
-            spans = [f"{box.ranks.start}..{box.ranks.stop - 1}" for box in self._boxes]
+            spans = [span_of(box.ranks) for box in self._boxes]
             raise BridgeError(f"{self._label}: the source is on ranks {spans[0]}, the destination on {spans[1]}")
         for box, known in ((src, KNOWN_DIMS[:-1]), (dst, KNOWN_DIMS)):
             other = {dim: size for dim, (size, _) in box.axes.items() if dim not in known and size > 1}
@@ -296,7 +296,7 @@ class ColocatedBridgeCommunicator:
 
     def _require_equal_cuts(self, tensor: torch.Tensor) -> None:
         """Raise ShapeError for a tensor marked with the rows of its samples that equal slices cut inside of one."""
-        samples = samples_of(tensor)
+        samples = marked_samples(tensor)
         if not samples or (self._by_slots and self.is_fan_in()):
             return
         slices = self.scale if self._by_slots and self.scale is not None else len(samples)

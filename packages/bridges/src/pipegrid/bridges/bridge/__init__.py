@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import (
-    SPLIT_SIZES,
     Axes,
     Declared,
     Folded,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from pipegrid.bridges.bridge.traffic import EdgeTraffic
 
 __all__ = [
-    "SPLIT_SIZES",
     "Axes",
     "BridgeCommunicator",
     "BridgeReceive",

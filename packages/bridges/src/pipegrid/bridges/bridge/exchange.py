@@ -19,10 +19,9 @@ from attrs import define, field, frozen
 from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, peers_of, tensor_of
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
-from pipegrid.bridges.bridge.structure import SPLIT_SIZES
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import RankPart
+from pipegrid.bridges.reshard import SPLIT_SIZES, RankPart
 from pipegrid.bridges.steps import Completing
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.messages.handle import Transfer

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes
-from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes, marked_samples
+from pipegrid.topology.fields import Index, checked_fields, shown
 from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any
@@ -143,23 +143,9 @@ class Packed:
     samples: tuple[Index, ...]
 
 
-SPLIT_SIZES = "_mimo_bridge_split_sizes"
-"""The attribute by which Megatron's models mark a tensor with the rows of its samples, as `Packed` says them."""
-
-
 def samples_of(value: Any) -> tuple[int, ...] | None:
-    """The rows of each sample of a `Packed` tensor, or of one with the attribute `SPLIT_SIZES`; None of others.
-
-    Raises:
-        ShapeError: the attribute has something else than numbers of rows.
-    """
-    if isinstance(value, Packed):
-        return value.samples
-    marked = getattr(value, SPLIT_SIZES, None)
-    if marked is None:
-        return None
-    samples: tuple[int, ...] = checked(marked, tuple[Index, ...], f"the attribute {SPLIT_SIZES}", ShapeError)
-    return samples
+    """The rows of each sample of a `Packed` tensor, or of one that is marked with them (`marked_samples`)."""
+    return value.samples if isinstance(value, Packed) else marked_samples(value)
 
 
 @frozen

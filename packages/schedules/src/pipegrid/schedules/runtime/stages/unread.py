@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from attrs import define, field
 
-from pipegrid.bridges.bridge import SPLIT_SIZES
+from pipegrid.bridges.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import map_tensors, unpacked
 from pipegrid.transport.edge import Direction, Edge

@@ -246,6 +246,55 @@ def test_samples_of_unequal_length_are_packed_and_cut_whole(ranks):
     communicator.destroy()
 
 
+@pytest.mark.ranks(4)
+def test_rows_marked_by_megatrons_models_are_cut_between_samples_under_a_step_function(ranks):
+    """Two stages of an encoder, whose first marks its output as well, over two replicas of a language model."""
+    grids = grids_of({"vision": (0, {"pp": 2}), "language": (2, {"dp": 2})}, ())
+    name = "vision" if ranks.rank < 2 else "language"
+    grids[name].create_pgs(grids[name].dim_names)
+    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=30, variable_seq_lengths=True)
+    communicator = MultiModulePipelineCommunicator(
+        grids, {"vision": ["language"]}, config, module_output_ndim={"vision": 2}
+    )
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
+    model = Wrapped(layers[min(ranks.rank, 2)], config)
+    lane = replica_samples(BATCH, grids["language"]) if name == "language" else range(BATCH)
+
+    def loss_of(output, samples):
+        parts = [part.square().mean() for part in output.split(samples) if len(part)]
+        return (torch.stack(parts).sum() if parts else output.sum()) / len(samples)
+
+    def step(indices, model):
+        index = next(indices)
+        samples = ragged(index)
+        if name == "vision":
+            given = normal(index, sum(samples), WIDTH) if ranks.rank == 0 else model.received["vision"]
+            output = torch.tanh(model.module(given))
+            output._mimo_bridge_split_sizes = samples
+            return {name: output}, None
+        mine = samples[lane.start : lane.stop]
+        return model.module(model.received["vision"]), lambda output: (loss_of(output, mine), None)
+
+    call(
+        model=model,
+        count=MICROBATCHES,
+        forward_step_func=step,
+        p2p_communicator=communicator,
+        pg_collection=ProcessGroupCollection.from_grid(grids[name]),
+    )
+    got = [parameter.grad for parameter in model.module.parameters()]
+    model.module.zero_grad()
+    for index in range(MICROBATCHES):
+        hidden = normal(index, sum(ragged(index)), WIDTH)
+        for layer in layers[:2]:
+            hidden = torch.tanh(layer(hidden))
+        (loss_of(layers[2](hidden), ragged(index)) / MICROBATCHES).backward()
+    for ours, theirs in zip(got, model.module.parameters(), strict=True):
+        assert (ours - theirs.grad).norm() < 1e-10 * theirs.grad.norm()
+    communicator.destroy()
+
+
 @pytest.mark.ranks(2)
 def test_a_structure_that_changes_between_microbatches_is_one_line_at_its_sender(ranks):
     grids = {name: HyperCommGrid([1], ["dp"], rank_offset=rank) for rank, name in enumerate(("vision", "language"))}

@@ -436,3 +436,52 @@ def test_packed_samples_of_a_fixed_shape_are_sent_again_and_again():
         else:
             bridge.send_backward(2 * bridge.recv_forward().detach())
     bridge.destroy()
+
+
+def marked(rows, samples):
+    """A tensor that says the rows of its samples as Megatron's multimodal models do."""
+    rows._mimo_bridge_split_sizes = samples
+    return rows
+
+
+@pytest.mark.ranks(4)
+def test_the_mark_of_megatrons_models_cuts_as_samples_do():
+    bridge = whole_world(grid(dp=1), grid(1, dp=3), shapes="variable", tensor_ndim=2)
+    lanes, random = HyperCommGrid([3], ["dp"], 1), torch.Generator().manual_seed(5)
+    for _ in range(12):
+        samples = torch.randint(0, 4, (int(torch.randint(3, 9, (), generator=random)),), generator=random).tolist()
+        rows = torch.arange(2.0 * sum(samples)).view(-1, 2)
+        if bridge.is_source:
+            bridge.send_forward(marked(rows, samples))
+            bridge.send_forward(marked(rows.clone().requires_grad_(), samples), samples=[1] * len(rows))  # they count
+            assert torch.equal(bridge.recv_backward(), rows + 1)
+            bridge.recv_backward()
+        else:
+            own = replica_samples(len(samples), lanes)
+            start, stop = sum(samples[: own.start]), sum(samples[: own.stop])
+            assert torch.equal(bridge.recv_forward(), rows[start:stop])
+            assert len(bridge.recv_forward()) == len(replica_samples(len(rows), lanes))
+            bridge.send_backward(rows[start:stop] + 1)
+            bridge.send_backward(None)
+    if bridge.is_source:
+        with pytest.raises(ShapeError, match=r"packed in samples of \(1, 1\).* is no part, which is \(2, 2\)"):
+            bridge.send_forward(marked(torch.zeros(4, 2), [1, 1]))
+        with pytest.raises(ShapeError, match=r"the attribute _mimo_bridge_split_sizes\[1\] is -1"):
+            bridge.send_forward(marked(torch.zeros(4, 2), [5, -1]))
+    bridge.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_a_marked_tensor_after_plain_ones_of_a_fixed_shape_is_one_line():
+    bridge = BridgeCommunicator(grid(dp=1), grid(1, dp=2), tensor_ndim=2, config=CONFIG)
+    for _ in range(2):  # the second goes the short way
+        if bridge.is_source:
+            bridge.send_forward(torch.zeros(4, 1))
+        else:
+            assert len(bridge.recv_forward()) == 2
+    if bridge.is_source:
+        with pytest.raises(
+            ShapeError, match=r"packed in samples of \(1, 3\).*, but shape \(4, 1\) of float32 was agreed"
+        ):
+            bridge.send_forward(marked(torch.zeros(4, 1), [1, 3]))
+    bridge.destroy()

@@ -122,6 +122,22 @@ def test_batches_that_do_not_divide():
     fan_out.destroy()
 
 
+@pytest.mark.ranks(2)
+def test_samples_that_equal_slices_would_cut_in_two_are_refused(ranks):
+    bridge = ColocatedBridgeCommunicator(grid(tp=2), grid(dp=2), dim_mapping={"b": 0, "h": 1})
+    rows = torch.arange(6.0).view(6, 1)
+    for samples, cut in (((1, 5), True), ((2, 2, 2), True), ((1, 2, 2, 1), False), ((3, 3), False), ((), False)):
+        rows._mimo_bridge_split_sizes = samples
+        if cut:
+            with pytest.raises(
+                ShapeError, match="equal slices, which cut inside of samples; pad the samples, or use a"
+            ):
+                bridge.communicate(rows)
+        else:
+            assert torch.equal(bridge.communicate(rows), rows[3 * ranks.rank :][:3])
+    bridge.destroy()
+
+
 @pytest.mark.ranks(6)
 def test_a_ratio_that_is_no_integer_has_no_slices_but_works():
     bridge = ColocatedBridgeCommunicator(grid(tp=2, dp=3), grid(tp=3, dp=2))

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.errors import BridgeError, MissingTensorError, NoBackwardError, ShapeError
@@ -17,6 +18,7 @@ from pipegrid.bridges.multimodule.modules import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.bridges.reshard import Replicate
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
+from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.edge import Direction, Edge
@@ -448,3 +450,35 @@ def test_communicators_that_a_proof_found_are_for_no_bridge(kind):
         else:
             VTPCommunicator(VTPTopology((1, 1)), config)
     assert len(dist.distributed_c10d._world.pg_map) == before
+
+
+@pytest.mark.ranks(5)
+def test_the_lanes_of_a_module_have_the_verbs_of_its_pipeline(ranks):
+    """A pipeline of three places on ranks with gaps, by the communicator of its rank alone."""
+    grids = {"enc": grid(0, dp=2), "llm": HyperCommGrid([3], ["pp"], ranks=[0, 2, 4]), "gen": grid(3)}
+    config = evolve(CONFIG, pipeline_dtype=torch.float32)
+    comm = MultiModulePipelineCommunicator(grids, {"enc": ["llm"], "llm": ["gen"], "gen": []}, config)
+    llm = comm.rank_module_map.get("llm")
+    if llm is not None:
+        chain = llm.p2p_communicator
+        first, last = chain.is_pp_first_stage, chain.is_pp_last_stage
+        assert (chain.current_stage, chain.total_stages) == (llm.pp_rank, 3) == (ranks.rank // 2, 3)
+        assert (first, last) == (comm.is_module_pp_first_stage("llm"), comm.is_module_pp_last_stage("llm"))
+        assert (first, last) == (ranks.rank == 0, ranks.rank == 4)
+        if first or last:
+            wrong = chain.recv_forward if first else partial(chain.send_forward, torch.zeros(1))
+            with pytest.raises(
+                P2PUsageError, match=r"(recv_prev|send_next) has no lane in module 'llm' at place [02] of"
+            ):
+                wrong()
+        x = chain.recv_forward([2], first)
+        x = torch.zeros(2) if x is None else x + 1
+        grad = chain.send_forward_recv_backward(x, [2], last)
+        grad = x.detach() if grad is None else 2 * grad
+        chain.send_backward(grad, first)
+        assert x.tolist() == [ranks.rank / 2] * 2
+        assert grad.tolist() == [2.0 ** (3 - ranks.rank // 2)] * 2
+    else:
+        with pytest.raises(BridgeError, match=r"this rank is not in module 'llm'; it is in \['(enc|gen)'\]"):
+            comm.is_module_pp_last_stage("llm")
+    comm.destroy()

@@ -24,18 +24,18 @@ def read(text: str, grammar: LayoutGrammar | None = None) -> str:
 
 def brute_force(text: str) -> str:
     """Expand by rewriting: the innermost group or repeated letter, again and again."""
-    text = re.sub(r"[\s]", "", text)
+    text = re.sub(r"[\s,]", "", text)
     while True:
         rewritten = re.sub(
-            r"(?:\(([A-Za-z|,]*)\)|([A-Za-z|]))\*(\d+)",
+            r"(?:\(([A-Za-z|]*)\)|([A-Za-z|]))\*(\d+)",
             lambda match: f"({(match[1] if match[2] is None else match[2]) * int(match[3])})",
             text,
             count=1,
         )
         if rewritten == text:
-            rewritten = re.sub(r"\(([A-Za-z|,]*)\)(?!\*)", r"\1", text, count=1)
+            rewritten = re.sub(r"\(([A-Za-z|]*)\)(?!\*)", r"\1", text, count=1)
         if rewritten == text:
-            return text.replace(",", "")
+            return text
         text = rewritten
 
 
@@ -62,6 +62,8 @@ def brute_force(text: str) -> str:
         ("t*0" + "0" * 5000, ""),
         ("((t*999999)*999999)*0 m", "m"),
         ("t,,t,", "tt"),
+        ("Et,*2|L", "Ett|L"),
+        ("E(t|),*,2,*3|L", "E" + "t|" * 6 + "|L"),
         ("e", "e"),
     ],
 )
@@ -78,7 +80,7 @@ def test_stages_are_counted():
     assert PipelineParallelLayerLayout.get_num_stages_from_str("") == 1
 
 
-SPACES = st.sampled_from(["", "", "", " ", "\t"])
+SPACES = st.sampled_from(["", "", "", " ", "\t", ",", ", "])
 LETTERS = st.sampled_from("Eetm|L")
 ITEMS = st.recursive(
     LETTERS,
@@ -87,7 +89,7 @@ ITEMS = st.recursive(
             lambda items, space, times: f"({''.join(items)}){space}{times}",
             st.lists(item, max_size=4),
             SPACES,
-            st.sampled_from(["", "*0", "*1", "* 2", "*3", "*2*2", "*3 * 0"]),
+            st.sampled_from(["", "*0", "*1", "* 2", "*3", "*2*2", "*3 * 0", ",*,2"]),
         )
         | st.builds("{}{}*{}".format, LETTERS, SPACES, st.integers(0, 4))
         | st.builds("{}*{}{}*{}".format, LETTERS, st.integers(0, 3), SPACES, st.integers(0, 3))
@@ -116,8 +118,8 @@ def test_expansion_equals_a_brute_force_expander(text):
         ("t*2*|", 4, "'|' after '*'", "a whole number"),
         ("t**2", 2, "'*' after '*'", "a whole number"),
         ("(*2*3)", 1, "'*'", "a layer, '|' or ')' before it"),
-        ("t*2,*3", 4, "'*'", "a layer, '|' or ')' before it"),
-        ("t,*3", 2, "'*'", "a layer, '|' or ')' before it"),
+        (",*3", 1, "'*'", "a layer, '|' or ')' before it"),
+        ("t*1,2", 4, "'2'", "'*' before a count"),
         ("t (*3)", 3, "'*'", "a layer, '|' or ')' before it"),
         ("E(t|(tt)", 1, "'(' that is never closed", "a ')' after it"),
         ("E(t|tt))L", 7, "')'", "its '(' before it"),

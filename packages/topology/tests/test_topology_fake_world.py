@@ -339,15 +339,63 @@ def test_a_mesh_of_part_of_the_world_is_a_grid_with_an_offset():
     assert not from_device_mesh(elsewhere).has_pg("dp")
 
 
-def test_a_mesh_that_is_no_grid_says_why():
+def test_a_mesh_of_ranks_that_are_not_consecutive_is_a_grid_of_these():
     mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(GridError, match=r"DeviceMesh \('dp',\) of ranks \[1, 3, .*\] is not a grid: .* consecutive"):
-        from_device_mesh(mesh["dp"])
+    grid = from_device_mesh(mesh["dp"])
+    assert tuple(grid.ranks) == tuple(range(1, 16, 2))
+    assert dist.get_process_group_ranks(grid.get_pg("dp")) == list(grid.ranks)
+    assert grid.to_device_mesh("dp").mesh.tolist() == list(grid.ranks)
+
+
+def test_groups_of_a_grid_with_gaps_are_among_its_members():
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], ranks=[1, 5, 6, 11])
+    assert [dist.get_process_group_ranks(group) for group in grid.create_pgs(["tp", "dp"])] == [[1, 5], [5, 11]]
+    assert grid.create_pg(["tp", "dp"]).size() == 4
+    grid.destroy()
+    assert HyperCommGrid([2], ["dp"], ranks=[0, 15]).create_pg("dp") is None
+
+
+def test_a_mesh_that_is_no_grid_says_why():
+    mesh = DeviceMesh("cpu", [[4, 6], [5, 7]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(
+        GridError, match=r"DeviceMesh \('dp', 'tp'\) of ranks \[\[4, 6\], .*\] is not a grid: .* ascend"
+    ):
+        from_device_mesh(mesh)
     with pytest.raises(GridError, match="has no mesh_dim_names"):
         from_device_mesh(DeviceMesh("cpu", list(range(16))))
 
 
 # Collections
+
+
+def test_collections_have_todays_names_of_megatron_and_take_attributes_later():
+    grid = HyperCommGrid([2, 8], ["cp", "dp"])
+    grid.create_pgs(["cp", "dp"])
+    groups = ProcessGroupCollection()
+    assert groups.cp is None
+    groups.cp, groups.dp = grid.get_pg("cp"), grid.get_pg("dp")
+    assert groups == ProcessGroupCollection(cp=groups.cp, dp=groups.dp)
+    for both in (
+        MultiModuleProcessGroupCollection(module_pgs={"llm": groups}, language_model_module_name="llm"),
+        MultiModuleProcessGroupCollection({"llm": groups}, "llm"),
+    ):
+        assert both.module_pgs is both.modules
+        assert both.language_model_module_name == both.language_module_name == "llm"
+        assert both.has_language_model()
+        assert both.get_language_model_collection() is both.get_module_collection("llm") is groups
+        assert both.get_language_model_cp_size() == 2
+        assert (list(both.keys()), list(both.values()), list(both.items())) == (["llm"], [groups], [("llm", groups)])
+    none = MultiModuleProcessGroupCollection(module_pgs={"language": groups}, language_model_module_name=None)
+    assert not none.has_language_model()
+    assert MultiModuleProcessGroupCollection(module_pgs={"language": groups}).has_language_model()
+    for arguments, keywords in (
+        ((), {}),
+        (({},), {"module_pgs": {}}),
+        (({}, None), {"language_model_module_name": None}),
+    ):
+        with pytest.raises(PlacementError, match="names of one argument"):
+            MultiModuleProcessGroupCollection(*arguments, **keywords)
+    grid.destroy()
 
 
 def test_a_collection_takes_the_groups_that_were_made():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.topology import GridError
-from pipegrid.topology.grid import Grid
+from pipegrid.topology.grid import Grid, Relation, make_view, relation
 
 NAMES = ("tp", "cp", "ep", "dp", "pp", "sp", "xp")
 
@@ -177,3 +177,61 @@ def test_ranks_and_coordinates_outside_are_errors():
     for index in (3, -1, 1.0):
         with pytest.raises(GridError, match=r"coordinates .* must have an index in each dim of \(tp=2 dp=3"):
             box.rank_at({"tp": 1, "dp": index})
+
+
+@given(boxes_and_dims(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_grid_with_gaps_is_the_one_without_with_other_ranks(case, data):
+    box, dims = case
+    shape, names, size = box.shape, box.dim_names, min(box.size, 64)
+    shape = shape if size == box.size else (size, *[1] * (len(names) - 1))
+    ranks = sorted(data.draw(st.sets(st.integers(0, 3 * size), min_size=size, max_size=size)))
+    plain, grid = Grid(shape, names), Grid(shape, names, members=ranks)
+    assert list(grid.ranks) == ranks
+    assert grid.groups(dims) == [[ranks[number] for number in group] for group in plain.groups(dims)]
+    number = data.draw(st.integers(0, size - 1))
+    rank = ranks[number]
+    assert list(grid.group_of(rank, dims)) == [ranks[other] for other in plain.group_of(number, dims)]
+    assert grid.coords(rank) == plain.coords(number)
+    assert grid.rank_at(grid.coords(rank)) == rank
+    dim = data.draw(st.sampled_from([*names, "none"]))
+    index = data.draw(st.integers(0, grid.length(dim) - 1))
+    coords = plain.coords(number)
+    assert grid.along(rank, dim, index) == ranks[plain.rank_at({**coords, dim: index} if dim in coords else coords)]
+    view = make_view(grid, "all", [size], ["all"], None).grid
+    assert list(view.ranks) == ranks
+    with pytest.raises(GridError, match="is not in the ranks of"):
+        grid.coords(next(other for other in range(3 * size + 2) if other not in ranks))
+
+
+def test_consecutive_ranks_are_the_grid_with_an_offset_and_others_are_checked():
+    assert Grid([2, 2], ["tp", "dp"], members=[4, 5, 6, 7]) == Grid([2, 2], ["tp", "dp"], 4)
+    assert Grid([2], ["dp"], members=[4, 5]).ranks == range(4, 6)
+    assert str(Grid([5], ["dp"], members=[0, 2, 3, 4, 9])) == "(dp=5 at ranks 0, 2..4, 9)"
+    assert str(Grid([20], ["dp"], members=range(0, 40, 2))) == "(dp=20 at ranks 0, 2, 4, 6, 8, 10, ..., 38)"
+    for ranks, text in (
+        ([2, 0], "must ascend"),
+        ([1, 1], "must ascend"),
+        ([0, 2, 4], "has 2 ranks"),
+        ([], "has 2 ranks"),
+    ):
+        with pytest.raises(GridError, match=text):
+            Grid([2], ["dp"], members=ranks)
+    with pytest.raises(GridError, match="no rank_offset beside them"):
+        Grid([2], ["dp"], 1, members=[2, 4])
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_relation_of_two_grids_is_that_of_their_sets_of_ranks(data):
+    def drawn():
+        if data.draw(st.booleans()):
+            ranks = range(start := data.draw(st.integers(0, 4)), start + data.draw(st.integers(1, 4)))
+        else:
+            ranks = sorted(data.draw(st.sets(st.integers(0, 7), min_size=1, max_size=5)))
+        return Grid([len(ranks)], ["dp"], members=ranks)
+
+    a, b = drawn(), drawn()
+    one, two = {*a.ranks}, {*b.ranks}
+    expected = Relation.EQUAL if one == two else Relation.NESTED if one <= two or two <= one else Relation.OVERLAPPING
+    assert relation(a, b) is (Relation.DISJOINT if one.isdisjoint(two) else expected)

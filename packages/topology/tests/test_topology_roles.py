@@ -134,3 +134,22 @@ def test_the_launchers_rank_is_the_default(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     grids = place({"images": {"dp": 1}, "language": {"dp": 2}}, world_size=3)
     assert RankRole.from_grid_map(grids, ["images"]).has_language_module
+
+
+def test_todays_constructor_of_megatron_dispatches_by_grids(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    role = RankRole.build(["images"])
+    assert (list(role.modules), role.mode) == (["images", "language"], ModuleLayout.COLOCATED)
+    assert role.is_first_stage("language")
+    assert role.is_last_stage("images")
+    grids = {"images": HyperCommGrid([2], ["pp"], ranks=[0, 2]), "language": HyperCommGrid([2], ["dp"], ranks=[1, 3])}
+    role = RankRole.build(["images"], grids)
+    assert (list(role.modules), role.mode) == (["images"], ModuleLayout.NON_COLOCATED)
+    assert (role.is_first_stage("images"), role.is_last_stage("images")) == (False, True)
+    monkeypatch.setenv("RANK", "3")
+    assert RankRole.build(["images"], grids).has_language_module
+    whole = HyperCommGrid([4], ["dp"])
+    assert RankRole.build(["images"], {"images": whole, "language": whole}).mode is ModuleLayout.COLOCATED
+    with pytest.raises(PlacementError, match="missing"):
+        RankRole.build(["images", "audio"], grids)

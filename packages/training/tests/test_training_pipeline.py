@@ -180,7 +180,11 @@ def job(**options):
 def test_what_cannot_be_a_job_is_a_typed_error_on_every_rank(ranks):
     for options, text in [
         ({"layout": None}, "layout is None and grid .*; a model has both"),
-        ({"grid": HyperCommGrid([1], ["pp"])}, r"a world of 2 ranks: no grid has the ranks \[1\]"),
+        (
+            {"grid": HyperCommGrid([1], ["pp"])},
+            r"a world of 2 ranks: no grid has the ranks \[1\], and spare is \[\]; .*: spare=\[1\]",
+        ),
+        ({"spare": [1]}, r"no grid has the ranks \[\], and spare is \[1\]"),
         ({"layout": "Et|tt|tL"}, r"layout 'Et\|tt\|tL' has 3 stages, and the grid 2 pp ranks; give a multiple"),
         ({"num_microbatches": 2, "microbatch_size": 1}, "cut a batch in two ways; give one of them"),
         ({"monitor": "yes"}, "monitor is 'yes'; give True, False or a Monitor"),
@@ -298,6 +302,62 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
             return
         with pytest.raises(StepArgumentError, match="a microbatch of 1 rows does not divide among the 2 replicas"):
             microbatch(texts(0, rows=1), Share(0, 2), torch.device("cpu"))
+
+
+@pytest.mark.ranks(5)
+@pytest.mark.parametrize("spare", [0, 4])
+def test_modules_on_every_other_rank_beside_a_spare_one_are_those_of_one_process(ranks, spare):
+    """One of each module per node; the spare rank may be the one with the store, and ends after all others."""
+    folder = ranks.shared_path / "run"
+    first, second, third, fourth = (rank for rank in range(5) if rank != spare)
+    towers = HyperCommGrid([2, 1], ["dp", "pp"], ranks=[first, third])
+    words = HyperCommGrid([1, 2], ["dp", "pp"], ranks=[second, fourth])
+    modules = {
+        "images": PipelineModule(made(Tower), None, towers, forward=lambda tower, batch: tower(batch["pixel_values"])),
+        "language": PipelineModule(made(llama()), "Et|t*3L", words, forward=read_images),
+    }
+    batch = {**texts(0), **batch_of("clip", rows=ROWS)}
+    options = {"topology": {"images": ["language"]}, "loss": after_image, "microbatch_size": 2, "spare": [spare]}
+    with Pipeline(modules, **options) as pipeline:
+        assert pipeline.is_spare is (ranks.rank == spare)
+        tower, language = made(Tower)(), made(llama())()
+        read = seen_and_text(language.model.embed_tokens, tower(batch["pixel_values"]), batch)
+        loss, count = after_image(language(**read), batch)
+        (loss / count).backward()
+        norms = [
+            parameter.grad.norm()
+            for whole in (tower, language)
+            for parameter in whole.parameters()
+            if parameter.grad is not None
+        ]
+        for found in (pipeline.evaluate(batch), pipeline.step(batch)):
+            expected = torch.full_like(found, torch.nan) if pipeline.is_spare else (loss / count).detach()
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, equal_nan=True)
+        held = {"images": tower, "language": language}
+        for name, stages in pipeline.stages.items():
+            expected = dict(held[name].named_parameters())
+            for key, parameter in (named for stage in stages for named in stage.named_parameters()):
+                torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-4, atol=1e-7)
+        norm = pipeline.clip(1e9)
+        pipeline.save(folder, step=1)
+        loaded = pipeline.load(folder)
+        if pipeline.is_spare:
+            assert norm.isnan()
+            assert (pipeline.stages, pipeline.parameters(), loaded) == ({}, [], None)
+            assert pipeline.generate(batch, 1) is None
+            for call in (lambda: pipeline.plan(3), lambda: pipeline.checkpoints(folder)):
+                with pytest.raises(StepArgumentError, match="on a spare rank, which takes part in nothing"):
+                    call()
+        else:
+            torch.testing.assert_close(norm.item(), torch.stack(norms).norm().item(), rtol=1e-5, atol=0.0)
+            assert loaded.step == 1
+        pipeline.record(ranks.shared_path / "recording.json")
+        pipeline.step(batch)
+        if not pipeline.is_spare:
+            tracks = recording_from_json((ranks.shared_path / "recording.json").read_text(encoding="utf-8")).tracks
+            assert sorted(track.rank for track in tracks) == [first, second, third, fourth]
+            (ranks.shared_path / f"before {ranks.rank}").touch()
+    assert len(list(ranks.shared_path.glob("before *"))) == 4 or not pipeline.is_spare
 
 
 class Plus(nn.Linear):

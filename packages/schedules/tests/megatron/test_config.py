@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from attrs import fields
 
-from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, option
+from pipegrid.schedules import StepArgumentError, forward_backward_no_pipelining
+from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, checked_option, option
 from pipegrid.transport.errors import P2PUsageError
 
 COUNTS = {
@@ -45,3 +47,35 @@ def test_a_group_of_no_microbatches_is_not_the_default():
 def test_what_a_foreign_config_lacks_has_the_documented_default():
     for each in fields(PipelineConfig):
         assert option(SimpleNamespace(), each.name) == getattr(PipelineConfig(), each.name)
+
+
+SET = {"cuda_graph_impl": "local", "gtp_weight_remat_size": 2, "expert_gtp_weight_remat_size": 2}
+
+
+@pytest.mark.parametrize("name", OF_MEGATRON)
+def test_an_option_of_megatron_that_changes_numbers_or_memory_is_an_error_by_name(name):
+    """In the first call, and where it is set between two; with the value that it has unless it is set, nothing."""
+    off = {other: values[-1] for other, (values, _) in OF_MEGATRON.items()}
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(pipeline_dtype=torch.float32, **off)
+
+    def step():
+        forward_backward_no_pipelining(
+            forward_step_func=lambda iterator, model: (model(next(iterator)).sum(), lambda loss: (loss, {})),
+            data_iterator=iter([torch.ones(1, 2)]),
+            model=model,
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+
+    step()
+    gradient = model.weight.grad.clone()
+    assert gradient.abs().sum() > 0
+    setattr(model.config, name, SET.get(name, True))
+    with pytest.raises(StepArgumentError, match=rf"config.{name} is (True|'local'|2), which the step functions here"):
+        step()
+    assert torch.equal(model.weight.grad, gradient)
+    setattr(model.config, name, off[name])
+    step()
+    assert torch.equal(model.weight.grad, 2 * gradient)

@@ -1,5 +1,8 @@
 """The mistakes of a first hour with step functions: each is one typed error that names the value and the rule."""
 
+import contextlib
+import enum
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,16 +11,21 @@ from torch import nn
 
 from pipegrid.schedules import (
     DataEndedError,
+    GradientError,
     PipelineConfig,
     PipelineError,
     PlanError,
     StageOutputError,
     StepArgumentError,
+    backward_step,
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    forward_backward_with_schedule,
+    forward_step_calc_loss,
     get_forward_backward_func,
 )
+from pipegrid.topology import MultiModuleProcessGroupCollection, ProcessGroupCollection
 from pipegrid.transport import P2PUsageError
 
 from ..kit.models import call
@@ -150,7 +158,7 @@ INSIDE = {
     "no loss function": (
         StepArgumentError,
         lambda: losing(None),
-        r"returned \(a tensor of shape \(1, 2\), None\); it returns \(output, loss_func\)",
+        r"returned no loss_func on stage 0, the last one, for microbatch 0: there is no loss to differentiate",
     ),
     "the loss itself": (
         StepArgumentError,
@@ -209,3 +217,103 @@ def test_functions_for_all_chunks_or_for_each_are_settings():
     functions = [print, None]
     config = PipelineConfig(grad_sync_func=functions, param_sync_func=print, no_sync_func=None)
     assert (config.grad_sync_func, config.param_sync_func, config.no_sync_func) == (functions, print, None)
+
+
+def without_loss(iterator, model):
+    return model(next(iterator)), None
+
+
+def test_without_a_loss_function_outputs_are_the_result_of_an_evaluation_and_no_training():
+    model = Model()
+    expected = model(torch.ones(1, 2))
+    for output in step(without_loss, model=model, forward_only=True):
+        assert torch.equal(output, expected)
+    for output in step(without_loss, model=model, forward_only=True, collect_non_loss_data=True):
+        assert torch.equal(output, expected)
+    with pytest.raises(
+        PipelineError, match="forward_step_func returned no loss_func on stage 0, the last one, for micro"
+    ):
+        step(without_loss, model=model)
+    store = []
+    loss = model(torch.ones(1, 2)).sum()
+    arguments = (model, loss, None, model.config, None, False, 4, store)
+    assert forward_step_calc_loss(*arguments, is_last_stage=True) == (loss, 0)
+    assert store == [loss]
+
+
+def test_a_backward_takes_the_config_as_fourth_or_fifth_argument():
+    config = PipelineConfig(grad_scale_func=lambda loss: 8 * loss)
+    for arguments, keywords in (((config,), {}), (("type", config), {}), ((), {"config": config})):
+        x = torch.ones(2, requires_grad=True)
+        assert backward_step(x, (3 * x).sum(), None, *arguments, **keywords).tolist() == [24.0, 24.0]
+    for arguments in ((), (None,), (ModelType.encoder,)):
+        with pytest.raises(
+            StepArgumentError, match=r"config is .*; call backward_step\(input_tensor, output_tensor, outpu"
+        ):
+            backward_step(x, x.sum(), None, *arguments)
+
+
+class ModelType(enum.Enum):
+    encoder = 1
+
+
+def test_collections_of_several_modules_give_the_step_function_of_a_graph():
+    groups = MultiModuleProcessGroupCollection(module_pgs={"vision": ProcessGroupCollection()})
+    foreign = SimpleNamespace(module_pgs={"vision": SimpleNamespace()})
+    for collection in (groups, foreign, {"vision": ProcessGroupCollection()}):
+        for arguments, keywords in (
+            ((), {"schedule_pg_collection": collection}),
+            ((1, None, collection), {}),
+            ((1,), {"pg_collection": collection}),
+        ):
+            found = get_forward_backward_func(*arguments, **keywords)
+            assert found is forward_backward_pipelining_without_interleaving
+    assert get_forward_backward_func(2, schedule_pg_collection=None) is forward_backward_pipelining_without_interleaving
+    one = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
+    assert get_forward_backward_func(schedule_pg_collection=one) is forward_backward_no_pipelining
+    with pytest.raises(StepArgumentError, match="names of one argument"):
+        get_forward_backward_func(1, pg_collection=groups, schedule_pg_collection=groups)
+    with pytest.raises(StepArgumentError, match="vp_size=2 with process groups of several modules; schedule='interl"):
+        get_forward_backward_func(2, 2, schedule_pg_collection=groups)
+
+
+class Sharding(nn.Linear):
+    """A wrapper that reduces by itself, and may keep a shard."""
+
+    config = PipelineConfig(pipeline_dtype=torch.float32)
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+def test_force_all_reduce_reaches_the_finalizer_or_is_true_already():
+    seen = []
+    model = Model()
+    step(model=model, force_all_reduce=True)
+    whole = model.weight.grad.clone()
+
+    def finalize(models, tokens, *, pg_collection, force_all_reduce=False):
+        seen.append(force_all_reduce)
+
+    for function in (forward_backward_no_pipelining, partial(forward_backward_with_schedule, schedule="1f1b")):
+        model = Model(PipelineConfig(pipeline_dtype=torch.float32, finalize_model_grads_func=finalize))
+        alone = {} if function is forward_backward_no_pipelining else {"p2p_communicator": ALONE}
+        for forced in (True, False, None):
+            step(function=function, model=model, force_all_reduce=forced, **alone)
+        step(function=function, model=model, force_all_reduce=True, forward_only=True, **alone)
+    assert seen == [True, False, False] * 2
+    assert whole.abs().sum() > 0
+
+    def old(models, tokens, *, pg_collection):
+        raise AssertionError
+
+    model = Model(PipelineConfig(pipeline_dtype=torch.float32, finalize_model_grads_func=old))
+    with pytest.raises(GradientError, match="force_all_reduce=True, and finalize_model_grads_func: got an unexpected"):
+        step(model=model, force_all_reduce=True)
+    with pytest.raises(
+        GradientError, match="force_all_reduce=True, and module 'model' is in a Sharding, of which each"
+    ):
+        step(model=Sharding(2, 2), force_all_reduce=True)
+
+
+ALONE = SimpleNamespace(total_stages=1, current_stage=0)

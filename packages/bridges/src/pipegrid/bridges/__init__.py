@@ -62,7 +62,11 @@ if TYPE_CHECKING:
         ColocatedBridgeCommunicator,
         SliceInfo as SliceInfo,
     )
-    from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator, RankModuleInfo as RankModuleInfo
+    from pipegrid.bridges.multimodule import (
+        MultiModulePipelineCommunicator,
+        RankModuleInfo as RankModuleInfo,
+        Shape as Shape,
+    )
     from pipegrid.bridges.vtp import VTPCommunicator
 
 __all__ = [

@@ -26,12 +26,13 @@ from pipegrid.bridges.reshard import (
     as_grid,
     axis_names,
     boundary_side,
+    marked_samples,
     plan_reshard,
 )
 from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.fields import Index, checked, checked_fields, shown
-from pipegrid.topology.grid import Grid
+from pipegrid.topology.grid import Grid, span_of
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.control.opening import resolve_device
@@ -137,7 +138,7 @@ class ColocatedBridgeCommunicator:
     def _validate_grids(self) -> None:
         src, dst = self._boxes
         if src.ranks != dst.ranks:
-            spans = [f"{box.ranks.start}..{box.ranks.stop - 1}" for box in self._boxes]
+            spans = [span_of(box.ranks) for box in self._boxes]
             raise BridgeError(f"{self._label}: the source is on ranks {spans[0]}, the destination on {spans[1]}")
         for box, known in ((src, KNOWN_DIMS[:-1]), (dst, KNOWN_DIMS)):
             other = {dim: size for dim, (size, _) in box.axes.items() if dim not in known and size > 1}
@@ -270,8 +271,9 @@ class ColocatedBridgeCommunicator:
         Raises:
             BridgeError: FAN_OUT by an integer scale that does not divide the batch; with ``check_replicated``, the
                 copies of a source replica differ.
-            ShapeError: too few axes for ``dim_mapping``; or the ranks' tensors differ in shape or dtype, or their
-                ``dim_mapping``: compared in the first call with each shape.
+            ShapeError: too few axes for ``dim_mapping``; a tensor that Megatron's model has marked with the rows of its
+                samples (``_mimo_bridge_split_sizes``), where equal slices cut inside of one; or the ranks' tensors
+                differ in shape or dtype, or their ``dim_mapping``: compared in the first call with each shape.
             CollectiveFailedError: a rank did not come before the deadline, or died; or the bridge was aborted.
             P2PLaneDeadError: after `destroy`.
         """
@@ -288,8 +290,22 @@ class ColocatedBridgeCommunicator:
             self._agree(tensor)
         if self.is_fan_out():
             self._check_divisible(tensor.shape[axis])
+        self._require_equal_cuts(tensor)
         result: torch.Tensor = _ColocatedCommunicate.apply(tensor, self)  # type: ignore[no-untyped-call]
         return result
+
+    def _require_equal_cuts(self, tensor: torch.Tensor) -> None:
+        """Raise ShapeError for a tensor marked with the rows of its samples that equal slices cut inside of one."""
+        samples = marked_samples(tensor)
+        if not samples or (self._by_slots and self.is_fan_in()):
+            return
+        slices = self.scale if self._by_slots and self.scale is not None else len(samples)
+        count, rest = divmod(len(samples), slices)
+        if rest or len({sum(samples[first : first + count]) for first in range(0, len(samples), count)}) > 1:
+            raise ShapeError(
+                f"{self._label}: the tensor is marked as samples of {shown(samples)} rows, and replicas get equal "
+                "slices, which cut inside of samples; pad the samples, or use a BridgeCommunicator with variable shapes"
+            )
 
     def abort(self, reason: str) -> None:
         """End exchanges under way on this rank, now or later, with ``reason``: for a rank that fails elsewhere."""

@@ -1,6 +1,6 @@
 r"""A layout string to its stages.
 
-The grammar, with white space and commas allowed between any two tokens (``*`` does not reach across a comma)::
+The grammar, with white space and commas allowed between any two tokens::
 
     layout  :=  { item }
     item    :=  ( letter | "|" | "(" layout ")" ) { "*" count }
@@ -34,11 +34,11 @@ _ITEM = re.compile(
       | (?P<run> [A-Za-z|] (?: [\s,]* [A-Za-z|] )* )   # letters and separators, of which a count repeats the last
       | (?P<bracket> [()] )
     )
-    (?: \s* (?P<star> \* ) \s* (?P<count> [0-9]* ) (?P<more> (?: \s* \* \s* [0-9]* )* ) )?
+    (?: [\s,]* (?P<star> \* ) [\s,]* (?P<count> [0-9]* ) (?P<more> (?: [\s,]* \* [\s,]* [0-9]* )* ) )?
     """,
     re.VERBOSE,
 )
-_REPEAT = re.compile(r"\s*(?P<star>\*)\s*(?P<count>[0-9]*)")
+_REPEAT = re.compile(r"[\s,]*(?P<star>\*)[\s,]*(?P<count>[0-9]*)")
 
 
 def parse(text: str, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:

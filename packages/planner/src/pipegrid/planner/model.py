@@ -7,6 +7,7 @@ dp and every microbatch size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -34,8 +35,8 @@ class StageCosts:
     parameters: float
 
 
-def bandwidth(links: Network, ranks: range) -> float:
-    """Bytes per second between ranks of a span: those inside a node if it is within one."""
+def bandwidth(links: Network, ranks: Sequence[int]) -> float:
+    """Bytes per second between ascending ranks: those inside a node if all are within one."""
     within = ranks[0] // links.gpus_per_node == ranks[-1] // links.gpus_per_node
     return links.inside if within else links.between
 

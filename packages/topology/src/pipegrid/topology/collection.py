@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any, Self
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
@@ -34,11 +34,12 @@ _EXPERT_DIMS: dict[str, tuple[str, ...]] = {
 }
 
 
-@frozen
+@define(slots=False)
 class ProcessGroupCollection:
     """This rank's groups of one module by purpose; None where there is none.
 
-    Functions that take a collection accept any object with the same attributes.
+    Functions that take a collection accept any object with the same attributes, which may be assigned after it was
+    made: ``groups = ProcessGroupCollection()``, ``groups.dp = ...``.
     """
 
     tp: ProcessGroup | None = None
@@ -110,22 +111,49 @@ class ProcessGroupCollection:
         return cls(**found, grid=grid)
 
 
+_BY_NAME: Any = object()
+"""The language module is the one called "language", if there is one."""
+
+
 def _copied(modules: Mapping[str, ProcessGroupCollection]) -> dict[str, ProcessGroupCollection]:
     return dict(modules)
 
 
-@frozen
+@frozen(init=False)
 class MultiModuleProcessGroupCollection:
-    """The collection of each module that this rank is in, and which of them is the language module."""
+    """The collection of each module that this rank is in, and which of them is the language module.
+
+    Args:
+        modules: the collections by module; ``module_pgs`` is the same.
+        language_module_name: None: this rank is not in it. The default is "language", where a module is called so;
+            ``language_model_module_name`` is the same.
+
+    Raises:
+        PlacementError: a language module without a collection, or an argument under both of its names.
+    """
 
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)
     language_module_name: str | None = field()
 
-    @language_module_name.default
-    def _language_where_present(self) -> str | None:
-        return MIMO_LANGUAGE_MODULE_KEY if MIMO_LANGUAGE_MODULE_KEY in self.modules else None
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, ProcessGroupCollection] | None = None,
+        language_module_name: str | None = _BY_NAME,
+        *,
+        module_pgs: Mapping[str, ProcessGroupCollection] | None = None,
+        language_model_module_name: str | None = _BY_NAME,
+    ) -> None:
+        given = module_pgs if modules is None else modules
+        if given is None or None not in (modules, module_pgs):
+            raise PlacementError(
+                "modules and module_pgs are names of one argument, the collections by module; give one"
+            )
+        if _BY_NAME not in (language_module_name, language_model_module_name):
+            raise PlacementError("language_module_name and language_model_module_name are names of one argument")
+        language = language_model_module_name if language_module_name is _BY_NAME else language_module_name
+        if language is _BY_NAME:
+            language = MIMO_LANGUAGE_MODULE_KEY if MIMO_LANGUAGE_MODULE_KEY in given else None
+        self.__attrs_init__(given, language)
         if self.language_module_name not in (None, *self.modules):
             raise PlacementError(f"the language module {self.language_module_name!r} is none of {list(self.modules)}")
 
@@ -158,6 +186,45 @@ class MultiModuleProcessGroupCollection:
     def language(self) -> ProcessGroupCollection | None:
         """The language module's collection, or None for a rank without it."""
         return None if self.language_module_name is None else self.modules[self.language_module_name]
+
+    @property
+    def module_pgs(self) -> Mapping[str, ProcessGroupCollection]:
+        """`modules`."""
+        return self.modules
+
+    @property
+    def language_model_module_name(self) -> str | None:
+        """`language_module_name`."""
+        return self.language_module_name
+
+    def has_language_model(self) -> bool:
+        """Whether this rank is in the language module."""
+        return self.language_module_name is not None
+
+    def get_language_model_collection(self) -> ProcessGroupCollection:
+        """The language module's collection; `PlacementError` on a rank without it."""
+        return self[self.language_module_name or MIMO_LANGUAGE_MODULE_KEY]
+
+    def get_language_model_cp_size(self) -> int:
+        """Ranks of the language module's cp group; `PlacementError` on a rank without the module."""
+        group = self.get_language_model_collection().cp
+        return 1 if group is None else group.size()
+
+    def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
+        """The collection of a module; `PlacementError` on a rank without it."""
+        return self[module_name]
+
+    def keys(self) -> KeysView[str]:
+        """The modules that this rank is in."""
+        return self.modules.keys()
+
+    def values(self) -> ValuesView[ProcessGroupCollection]:
+        """Their collections."""
+        return self.modules.values()
+
+    def items(self) -> ItemsView[str, ProcessGroupCollection]:
+        """The modules with their collections."""
+        return self.modules.items()
 
     def __getitem__(self, module: str) -> ProcessGroupCollection:
         if module not in self.modules:

@@ -38,9 +38,9 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     if names is None:
         raise GridError("the DeviceMesh has no mesh_dim_names; the dims of a grid have names")
     ranks: list[int] = mesh.mesh.flatten().tolist()
-    if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+    if ranks != sorted(ranks):
         raise GridError(
             f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is not a grid: "
-            f"the ranks of a grid are consecutive, the last dim of the mesh fastest"
+            f"the ranks of a grid ascend, the last dim of the mesh fastest"
         )
-    return Grid(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks[0])
+    return Grid(tuple(mesh.mesh.shape)[::-1], names[::-1], members=ranks)

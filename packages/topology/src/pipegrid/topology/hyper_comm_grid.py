@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipegrid.topology.errors import GridError, GridKeyError, WorldError
 from pipegrid.topology.fields import Name, checked
-from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view
+from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view, span_of
 from pipegrid.topology.grid_groups import GridGroups, SharedGroup, create_held
 from pipegrid.topology.groups import GroupSpec, group_options, unconnected_group
 from pipegrid.topology.world import require_default_group, resolve_rank, resolve_world_size
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 
 class HyperCommGrid:
-    """Consecutive ranks with named dims, the first varying fastest, with their views and process groups.
+    """Ranks with named dims, the first varying fastest, with their views and process groups.
 
-    ``rank = rank_offset + sum_i coord_i * prod_{j<i} shape_j``. Arithmetic needs no torch and no other rank; only
-    groups do. A job with several grids creates all its groups in one call of `create_grid_groups`.
+    ``rank = rank_offset + sum_i coord_i * prod_{j<i} shape_j``; or, with ``ranks``, the one at that place of them, such
+    as ``HyperCommGrid([2], ["dp"], ranks=[0, 2])``. Arithmetic needs no torch and no other rank; only groups do. A job
+    with several grids creates all its groups in one call of `create_grid_groups`.
 
     Args:
         shape: size of each dim.
         dim_names: their names.
-        rank_offset: the grid's first rank.
+        rank_offset: the grid's first rank, where its ranks are consecutive.
         backend: of the groups; None is the default process group's.
+        ranks: the grid's ranks, ascending; None: consecutive ones.
         world_size: number of ranks; None is the default process group's, or else WORLD_SIZE of the launcher.
 
     Raises:
-        WorldError: the span reaches past the world.
+        GridError: sizes and names that are no grid, or ranks that do not ascend or are not as many as its sizes say.
+        WorldError: its ranks reach past the world.
     """
 
     def __init__(
@@ -42,16 +45,18 @@ class HyperCommGrid:
         rank_offset: int = 0,
         backend: str | None = None,
         *,
+        ranks: Iterable[int] | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._base = Grid(shape, dim_names, rank_offset)
+        self._base = Grid(shape, dim_names, rank_offset, members=ranks)
         self._views: dict[str, View] = {}
         self._groups = GridGroups()
         self._world_size = resolve_world_size(world_size)
         self._backend: str | None = checked(backend, Name | None, "backend", GridError)
-        if self.ranks.stop > self._world_size:
+        needed = self.ranks[-1] + 1
+        if needed > self._world_size:
             raise WorldError(
-                f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} needs {self.ranks.stop} ranks, "
+                f"a grid of shape {list(self.shape)} at rank_offset {self.rank_offset} needs {needed} ranks, "
                 f"but world_size is {self._world_size}"
             )
 
@@ -67,7 +72,7 @@ class HyperCommGrid:
 
     @property
     def rank_offset(self) -> int:
-        """The grid's first rank."""
+        """The grid's first rank; the others follow it unless the grid was given ``ranks``."""
         return self._base.rank_offset
 
     @property
@@ -86,8 +91,8 @@ class HyperCommGrid:
         return self._base.size
 
     @property
-    def ranks(self) -> range:
-        """The span: consecutive ranks."""
+    def ranks(self) -> Sequence[int]:
+        """The ranks, ascending; a range where they are consecutive."""
         return self._base.ranks
 
     @property
@@ -111,7 +116,7 @@ class HyperCommGrid:
         return self._base.rank_at(coords)
 
     def is_current_rank_in_grid(self) -> bool:
-        """Whether this process's rank is in the grid's span."""
+        """Whether this process's rank is in the grid."""
         return resolve_rank() in self.ranks
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
@@ -270,12 +275,12 @@ class HyperCommGrid:
         """The grid of a DeviceMesh, with the mesh's own groups, which it never destroys.
 
         Raises:
-            GridError: the mesh has no dim names, or its ranks are not consecutive with the last dim fastest.
+            GridError: the mesh has no dim names, or its ranks do not ascend with the last dim fastest.
         """
         from pipegrid.topology.device_mesh import grid_of
 
         base = grid_of(mesh)
-        grid = cls(base.shape, base.dim_names, base.rank_offset)
+        grid = cls(base.shape, base.dim_names, ranks=base.ranks)
         if grid.is_current_rank_in_grid():
             for name in base.dim_names:
                 grid._groups.adopt(GroupRequest(name), mesh.get_group(name), grid.group_ranks(name))
@@ -332,4 +337,4 @@ def create_grid_groups(
 
 def _label(grid: HyperCommGrid, request: GroupRequest) -> str:
     view = "" if request.view is None else f"{request.view}:"
-    return f"{view}{'+'.join(request.dims)} of {grid.ranks.start}..{grid.ranks.stop - 1}"
+    return f"{view}{'+'.join(request.dims)} of {span_of(grid.ranks)}"

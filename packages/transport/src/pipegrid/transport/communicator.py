@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.config import P2PConfig, as_config
-from pipegrid.transport.control.blocking import NeighbourTransfers
+from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
@@ -26,6 +26,7 @@ from pipegrid.transport.messages.payload import is_single_shape
 from pipegrid.transport.pipeline_lanes import (
     checked_replicas,
     direction_lane,
+    pipeline_lanes,
     placed_stages,
     planned_lanes,
     require_edge,
@@ -33,7 +34,7 @@ from pipegrid.transport.pipeline_lanes import (
 from pipegrid.transport.spec import LaneSpec
 
 
-class P2PCommunicator(LaneCommunicator):
+class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
     """Point-to-point traffic between the stages of one pipeline.
 
     Stage ``s`` is on rank ``s % P`` of the group's ``P`` ranks, so neighbours are cyclic: the next rank of the last one
@@ -91,9 +92,14 @@ class P2PCommunicator(LaneCommunicator):
                 self.rank, known[1], len(known[0]), self.lanes, known[0], self._placement, edges, self.config, open_some
             )
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
-        self._neighbours = NeighbourTransfers(
-            self.lanes, self.config, ranks=self._ranks, place=self.current_stage, placement=self._placement
-        )
+        before, here, after = self.prev_rank, self.rank, self.next_rank
+        ways = {
+            "recv_prev": direction_lane(before, here, Direction.FORWARD),
+            "recv_next": direction_lane(here, after, Direction.BACKWARD),
+            "send_next": direction_lane(here, after, Direction.FORWARD),
+            "send_prev": direction_lane(before, here, Direction.BACKWARD),
+        }
+        self._transfers = NeighbourTransfers(self.lanes, self.config, ways, partial(self._lacks, ways))
 
     # ---- This rank among the stages
 
@@ -178,6 +184,13 @@ class P2PCommunicator(LaneCommunicator):
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         return self.lanes[spec]
 
+    def _lacks(self, ways: Mapping[str, LaneSpec], name: str) -> P2PUsageError:
+        """The error of a blocking transfer whose lane is not open."""
+        why = f"the placement {self._placement} does not have"
+        if ways[name] in pipeline_lanes(self._ranks, placement=self._placement):
+            why = "the argument traffic left out, or communicators"
+        return P2PUsageError(f"{name} needs lane {ways[name]}, which {why}; isend and irecv take an edge")
+
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % self.total_stages if self._placement is None else self._placement[stage]]
 
@@ -196,143 +209,6 @@ class P2PCommunicator(LaneCommunicator):
             lane.require_renewable()
         for lane in self.lanes.values():
             lane.renew()
-
-    # ---- The blocking verbs
-
-    def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> Any:
-        """Receive the next activation from the previous rank; None on the first stage.
-
-        Args:
-            tensor_shapes: one shape for one tensor, a list of shapes for a list; None takes the message as it was sent.
-            is_first_stage: there is nothing to receive.
-
-        Raises:
-            P2PUsageError: there is no ``pipeline_dtype``, and dtypes are not agreed at run time; invalid or missing
-                shapes; a ``placement`` or ``traffic`` without this lane.
-            P2PMismatchError: another shape, dtype or structure was announced; the lane is dead on both sides.
-            P2PTimeoutError: nothing came by the deadline; the lane is dead.
-            P2PPeerError: the previous rank died, or ended the lane.
-            P2PLaneDeadError: the lane has failed before.
-        """
-        return None if is_first_stage else self._neighbours.transfer("forward-recv", "recv_prev", tensor_shapes)
-
-    def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> Any:
-        """Receive the next gradient from the next rank; None on the last stage. Otherwise as `recv_forward`."""
-        return None if is_last_stage else self._neighbours.transfer("backward-recv", "recv_next", tensor_shapes)
-
-    def send_forward(self, output_tensors: Any, is_last_stage: bool = False) -> None:
-        """Send an activation to the next rank; nothing on the last stage.
-
-        Args:
-            output_tensors: a tensor, None, or lists, tuples and dicts of those, in ``pipeline_dtype`` where floating.
-            is_last_stage: there is nothing to send.
-
-        Raises:
-            P2PUsageError: it cannot be sent as it is; nothing was sent.
-            P2PMismatchError: it differs from the agreed shapes; nothing was sent, and the lane is dead on both sides.
-            P2PError: otherwise, as for `recv_forward`.
-        """
-        if not is_last_stage:
-            self._neighbours.transfer("forward-send", "send_next", output_tensors)
-
-    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool = False) -> None:
-        """Send a gradient to the previous rank; nothing on the first stage. Otherwise as `send_forward`."""
-        if not is_first_stage:
-            self._neighbours.transfer("backward-send", "send_prev", input_tensor_grads)
-
-    def send_forward_recv_backward(
-        self, output_tensors: Any, tensor_shapes: Any = None, is_last_stage: bool = False
-    ) -> Any:
-        """Send an activation to the next rank and receive a gradient from it; None on the last stage.
-
-        Arguments and errors as for `send_forward` and `recv_forward`. Where one of the two cannot be started, neither
-        is.
-        """
-        if is_last_stage:
-            return None
-        parts = {"send_next": (output_tensors,), "recv_next": (tensor_shapes,)}
-        return self._neighbours.exchange("forward-send-backward-recv", **parts)["recv_next"]
-
-    def send_backward_recv_forward(
-        self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
-    ) -> Any:
-        """Send a gradient to the previous rank and receive an activation from it; None on the first stage.
-
-        Arguments and errors as for `send_forward_recv_backward`.
-        """
-        if is_first_stage:
-            return None
-        parts = {"send_prev": (input_tensor_grads,), "recv_prev": (tensor_shapes,)}
-        return self._neighbours.exchange("backward-send-forward-recv", **parts)["recv_prev"]
-
-    def send_forward_recv_forward(
-        self,
-        output_tensor: Any,
-        recv_prev: bool,
-        tensor_shape: Any = None,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """Send an activation to the next rank, and receive one from the previous rank.
-
-        Args:
-            output_tensor: None sends nothing.
-            recv_prev: whether to receive.
-            tensor_shape: of the received tensor.
-            overlap_p2p_comm: return at once, with handles.
-
-        Returns:
-            The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the tensor
-            holds data once ``handles["recv_prev"].wait()`` has returned; the other handle is ``"send_next"``.
-        """
-        parts = {
-            "send_next": None if output_tensor is None else (output_tensor,),
-            "recv_prev": (tensor_shape,) if recv_prev else None,
-        }
-        if overlap_p2p_comm:
-            return self._neighbours.overlapped("forward-send-forward-recv", "recv_prev", **parts)
-        return self._neighbours.exchange("forward-send-forward-recv", **parts).get("recv_prev")
-
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        recv_next: bool,
-        tensor_shape: Any = None,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """Send a gradient to the previous rank, and receive one from the next rank.
-
-        Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
-        ``"send_prev"``.
-        """
-        parts = {
-            "send_prev": None if input_tensor_grad is None else (input_tensor_grad,),
-            "recv_next": (tensor_shape,) if recv_next else None,
-        }
-        if overlap_p2p_comm:
-            return self._neighbours.overlapped("backward-send-backward-recv", "recv_next", **parts)
-        return self._neighbours.exchange("backward-send-backward-recv", **parts).get("recv_next")
-
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any = None,
-    ) -> tuple[Any, Any]:
-        """Send an activation to the next and a gradient to the previous rank, and receive one of each.
-
-        Returns:
-            ``(activation, gradient)``, each None where it is not received.
-        """
-        received = self._neighbours.exchange(
-            "forward-backward-send-forward-backward-recv",
-            send_next=None if output_tensor is None else (output_tensor,),
-            send_prev=None if input_tensor_grad is None else (input_tensor_grad,),
-            recv_prev=(tensor_shape,) if recv_prev else None,
-            recv_next=(tensor_shape,) if recv_next else None,
-        )
-        return received.get("recv_prev"), received.get("recv_next")
 
 
 def _open(example: torch.Tensor | None, specs: Sequence[LaneSpec], **options: Any) -> Lanes:

@@ -203,7 +203,8 @@ class BridgeCommunicator(BridgeEnds):
             tensor: of ``tensor_ndim`` axes, or of the declared payload; no rows are legal. Its memory may be what
                 travels, so do not change it before the handle's ``wait()`` has returned.
             samples: for packed ``[tokens, h]``: rows of each sample of this replica (whole samples, where cp cuts
-                each of them). ``Packed(tensor, samples)`` says the same.
+                each of them). ``Packed(tensor, samples)`` says the same, and so does the attribute
+                ``_mimo_bridge_split_sizes`` of a tensor, which Megatron's models set.
 
         Raises:
             BridgeError: this rank is not in the source grid, or the tensor requires grad and the edge has no backward.

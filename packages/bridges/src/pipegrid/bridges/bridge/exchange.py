@@ -21,7 +21,7 @@ from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import RankPart
+from pipegrid.bridges.reshard import SPLIT_SIZES, RankPart
 from pipegrid.bridges.steps import Completing
 from pipegrid.transport.edge import Direction
 from pipegrid.transport.messages.handle import Transfer
@@ -162,10 +162,10 @@ class Exchange:
     def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
         """See `BridgeCommunicator.isend_forward`."""
         steady = self._steady
+        unpacked = samples is None and isinstance(payload, torch.Tensor) and not hasattr(payload, SPLIT_SIZES)
         if (
             steady is not None
-            and samples is None
-            and isinstance(payload, torch.Tensor)
+            and unpacked
             and payload.shape == steady.shape
             and payload.dtype is steady.dtype
             and (self.backward or not payload.requires_grad)
@@ -186,7 +186,7 @@ class Exchange:
         sending = self._send(leaves, [tensor_of(value) for value in values], _FORWARD, note=announced)
         # Only now: after a lane's error nothing was sent, and no gradient of it will come.
         self._announced = notes
-        if self._is_tensor and isinstance(payload, torch.Tensor) and samples is None and not self.variable:
+        if self._is_tensor and unpacked and not self.variable:
             self._steady = _Steady.of(payload, leaves[0], _FORWARD, every=not self._skips_empty)
         self._sent.add(leaves, has_gradient=self._tied and torch.is_grad_enabled())
         return sending

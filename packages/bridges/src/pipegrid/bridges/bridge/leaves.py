@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPair, ShapePlans, encode
 from pipegrid.bridges.bridge.receive import with_gradient
-from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words
+from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words, samples_of
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
@@ -119,7 +119,7 @@ class Leaves:
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
             what = "the tensor" if is_tensor else "it"
             raise BridgeError(f"{where} was declared without gradient, but {what} requires grad; detach it")
-        samples = value.samples if isinstance(value, Packed) else None
+        samples = samples_of(value)
         if samples is not None and leaf.lifted:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
         return Announcement.of(tensor, samples)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes
+from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes, marked_samples
 from pipegrid.topology.fields import Index, checked_fields, shown
 from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
@@ -141,6 +141,11 @@ class Packed:
 
     tensor: Any
     samples: tuple[Index, ...]
+
+
+def samples_of(value: Any) -> tuple[int, ...] | None:
+    """The rows of each sample of a `Packed` tensor, or of one that is marked with them (`marked_samples`)."""
+    return value.samples if isinstance(value, Packed) else marked_samples(value)
 
 
 @frozen

@@ -10,6 +10,7 @@ from pipegrid.topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator
+    from pipegrid.bridges.multimodule.dict_api import Shape
     from pipegrid.bridges.multimodule.rank_modules import RankModuleInfo
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "MultiModulePipelineCommunicator",
     "Positions",
     "RankModuleInfo",
+    "Shape",
     "collective_edges",
     "positions_of",
 ]

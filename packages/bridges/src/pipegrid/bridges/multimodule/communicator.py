@@ -179,6 +179,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         )
         for bridge in self.bridge_comms:
             bridge.attach(self.lanes)
+        for chain in self._chains.values():
+            chain.attach(self.lanes, self.config)
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }

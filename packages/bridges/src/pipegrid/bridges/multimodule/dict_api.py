@@ -127,6 +127,9 @@ def _shape(shapes: Any, name: str, *, inside: bool = False) -> Any:
     return shapes if inside else None
 
 
+Shape: TypeAlias = list[int] | torch.Size
+"""The shape of one tensor, as the verbs of communicators take it."""
+
 Tensor2dOr3d: TypeAlias = torch.Tensor | list[torch.Tensor] | None
 
 

@@ -191,6 +191,20 @@ class ModulePipeline:
         """Whether this rank holds the last stage of a module that feeds nothing."""
         return any(self._is_sink_module(name) and self._holds_end(name, -1) for name in self.places)
 
+    def is_module_pp_first_stage(self, module_name: str) -> bool:
+        """Whether this rank holds the first stage of a module that it takes part in."""
+        self._require_held(module_name)
+        return self._holds_end(module_name, 0)
+
+    def is_module_pp_last_stage(self, module_name: str) -> bool:
+        """Whether this rank holds the last stage of a module that it takes part in."""
+        self._require_held(module_name)
+        return self._holds_end(module_name, -1)
+
+    def _require_held(self, module_name: str) -> None:
+        if module_name not in self.places:
+            raise BridgeError(f"this rank is not in module {module_name!r}; it is in {list(self.places)}")
+
     def _ends_here(self) -> dict[str, ModuleEnds]:
         """The edges at this rank's stages, by module in the order of the graph."""
         inside = {edge: (name, name) for name in self.places for edge in self.graph.edges_inside(name)}

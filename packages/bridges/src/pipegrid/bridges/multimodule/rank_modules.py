@@ -9,14 +9,19 @@ from attrs import define
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
+from pipegrid.transport.config import P2PConfig
+from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
+from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.edge import Direction, Edge
+from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.spec import LaneSpec
 
 
-class ModuleChain:
+class ModuleChain(NeighbourVerbs):
     """The lanes between the stages of one module, the first of which is stage ``first`` of the graph, on one rank.
 
-    ``directions`` says for each edge inside the module which ways have lanes.
+    ``directions`` says for each edge inside the module which ways have lanes. The blocking verbs are those of a
+    `P2PCommunicator` over the module's own pipeline, where each place of it has one stage.
     """
 
     def __init__(
@@ -30,13 +35,43 @@ class ModuleChain:
         directions: Mapping[Edge, Sequence[Direction]],
     ) -> None:
         self.name, self.placement, self.directions = name, tuple(placement), directions
-        box = as_grid(grid)
-        self._first, self._rank = first, rank
-        self._here, self._stride = box.place(rank, "pp"), box.stride("pp")
-        self._replica, self._replica_stride = box.place(rank, REPLICAS), box.stride(REPLICAS)
+        self._box, self._first, self._rank = as_grid(grid), first, rank
+        self.current_stage, self.total_stages = self._box.place(rank, "pp"), self._box.length("pp")
+
+    def attach(self, lanes: Lanes, config: P2PConfig) -> None:
+        """Serve the blocking verbs over ``lanes``, which are open, with the communicator's ``config``."""
+        one_each = self.placement == tuple(range(self.total_stages))
+        here = self._first + self.current_stage
+        before, after = Edge(here - 1, here), Edge(here, here + 1)
+        ways = {
+            "recv_prev": (before, Direction.FORWARD),
+            "recv_next": (after, Direction.BACKWARD),
+            "send_next": (after, Direction.FORWARD),
+            "send_prev": (before, Direction.BACKWARD),
+        }
+        specs = {name: self.spec(*way) for name, way in ways.items() if one_each and way[0] in self.directions}
+        self._transfers = NeighbourTransfers(lanes, config, specs, self._without)
+
+    def _without(self, name: str) -> P2PUsageError:
+        """The error of a blocking verb that this rank does not have."""
+        return P2PUsageError(
+            f"{name} has no lane in module {self.name!r} at place {self.current_stage} of stages on places "
+            f"{self.placement}: it is the first or the last, a place has several stages, or the module no backward; "
+            "isend and irecv of the communicator take an edge"
+        )
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank holds the module's first stage."""
+        return self.current_stage == self.placement[0]
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank holds the module's last stage."""
+        return self.current_stage == self.placement[-1]
 
     def _rank_of(self, stage: int) -> int:
-        return self._rank + (self.placement[stage - self._first] - self._here) * self._stride
+        return self._box.along(self._rank, "pp", self.placement[stage - self._first])
 
     def _label(self, edge: Edge, direction: Direction) -> str:
         own = Edge(edge.source - self._first, edge.destination - self._first)
@@ -60,7 +95,7 @@ class ModuleChain:
         if not self.holds(edge, direction, sends=sends):
             raise self.lacks(edge, direction)
         there = self._rank_of(edge.end(direction, sends=not sends))
-        other = there + (replica - self._replica) * self._replica_stride
+        other = self._box.along(there, REPLICAS, replica)
         ends = (self._rank, other) if sends else (other, self._rank)
         return LaneSpec(*ends, self._label(edge, direction))
 
@@ -74,7 +109,7 @@ class ModuleChain:
         """The error of a call for a lane that this rank does not have."""
         return BridgeError(
             f"edge {edge} of module {self.name!r} has no {direction.name.lower()} lane at rank {self._rank}, place "
-            f"{self._here} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
+            f"{self.current_stage} of {self.placement}: not its edge, without backward, or traffic= leaves it out"
         )
 
 
@@ -85,7 +120,7 @@ class RankModuleInfo:
     Attributes:
         pp_rank: its place in the module's pipeline.
         pp_size: places in the module's pipeline.
-        p2p_communicator: lanes to the module's other places.
+        p2p_communicator: lanes to the module's other places, with the blocking verbs of a `P2PCommunicator`.
         bridge_comms_as_src_module: bridges to the modules that this one feeds.
         bridge_comms_as_dest_module: bridges from the modules that feed this one.
         is_source_stage: this is a first stage of the whole pipeline.

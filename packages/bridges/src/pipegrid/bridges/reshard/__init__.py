@@ -23,12 +23,21 @@ from pipegrid.bridges.reshard.side import (
     boundary_side,
     replica_side,
 )
-from pipegrid.bridges.reshard.sizes import AxisNames, Sizes, as_axes, as_axis_of, axis_names
+from pipegrid.bridges.reshard.sizes import (
+    SPLIT_SIZES,
+    AxisNames,
+    Sizes,
+    as_axes,
+    as_axis_of,
+    axis_names,
+    marked_samples,
+)
 
 __all__ = [
     "AUTO_LEADER_BYTES",
     "BATCH",
     "REPLICAS",
+    "SPLIT_SIZES",
     "AxisNames",
     "Box",
     "Choice",
@@ -53,6 +62,7 @@ __all__ = [
     "axis_names",
     "boundary_side",
     "check_plan",
+    "marked_samples",
     "plan_reshard",
     "replica_side",
     "routes",

@@ -82,7 +82,10 @@ DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
 
 @runtime_checkable
 class GridLike(Protocol):
-    """What a `pipegrid.topology.grid.Grid` is made of: the first dim varies fastest."""
+    """What a `pipegrid.topology.grid.Grid` is made of: the first dim varies fastest.
+
+    Its ranks are consecutive, or those of an attribute ``ranks``, ascending.
+    """
 
     @property
     def shape(self) -> Sequence[int]:
@@ -310,7 +313,10 @@ def replica_side(side: Side, replica: int) -> Side:
 def as_grid(grid: Any, what: str = "the grid") -> Grid:
     """The arithmetic of ``grid``, a `GridLike`; without dims it is one rank."""
     found: GridLike = checked(grid, _GRID, what, BridgeError)
-    return Grid(found.shape or (1,), found.dim_names or ("rank",), found.rank_offset)
+    shape, names, ranks = found.shape or (1,), found.dim_names or ("rank",), getattr(found, "ranks", None)
+    if ranks is None or isinstance(ranks, range):
+        return Grid(shape, names, found.rank_offset)
+    return Grid(shape, names, members=ranks)
 
 
 def boundary_side(
@@ -360,5 +366,6 @@ def boundary_side(
             dims.append(SideDim(dim, size, stride, placement))
     slowest_first = sorted(dims, key=lambda d: (d.name == "tp", -d.stride))
     weights = None if lane_weights is None else tuple(lane_weights)
-    base = box.rank_offset + stage * box.stride(stage_dim)
-    return Side(name, base, tuple(slowest_first), lane_weights=weights)
+    first = stage * box.stride(stage_dim)
+    base = first + box.rank_offset if box.members is None else first
+    return Side(name, base, tuple(slowest_first), lane_weights=weights, members=box.members)

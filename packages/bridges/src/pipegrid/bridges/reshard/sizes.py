@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from attrs import Factory, field, frozen
 
@@ -31,6 +31,23 @@ AxisNames = tuple[tuple[str, ...], ...]
 
 
 _Axes = Annotated[int, integer(1, 64)]  # as torch has it
+
+
+SPLIT_SIZES = "_mimo_bridge_split_sizes"
+"""The attribute by which Megatron's models mark a tensor with the rows of its samples."""
+
+
+def marked_samples(tensor: Any) -> tuple[int, ...] | None:
+    """The rows of each sample by the attribute `SPLIT_SIZES` of a tensor; None of one without it.
+
+    Raises:
+        ShapeError: the attribute has something else than numbers of rows.
+    """
+    marked = getattr(tensor, SPLIT_SIZES, None)
+    if marked is None:
+        return None
+    samples: tuple[int, ...] = checked(marked, tuple[Index, ...], f"the attribute {SPLIT_SIZES}", ShapeError)
+    return samples
 
 
 def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:

@@ -32,8 +32,10 @@ def collection_of(collections: Any, name: str) -> Any:
 
 def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
     """The collections of several modules by name; None where there is one for all."""
-    by_name = collections if isinstance(collections, Mapping) else getattr(collections, "modules", None)
-    return by_name if isinstance(by_name, Mapping) else None
+    if isinstance(collections, Mapping):
+        return collections
+    held = (getattr(collections, name, None) for name in ("modules", "module_pgs"))
+    return next((by_name for by_name in held if isinstance(by_name, Mapping)), None)
 
 
 def group_of(collections: Any, module: str, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any
 
@@ -13,14 +14,16 @@ from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.runtime import describe, gradient_of, map_tensors, tensors_of
 
 
-def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any) -> Any:
-    """Backward through one stage.
+def backward_step(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any = None, config: Any = None
+) -> Any:
+    """Backward through one stage: ``backward_step(input, output, gradient, config)``, or with a model type before it.
 
     Args:
         input_tensor: input of the stage's forward (a tensor, a list, a dict by module, or None).
         output_tensor: its output, in one of these forms; on the last stage the loss.
         output_tensor_grad: gradients of the same structure as ``output_tensor``; None on the last stage.
-        model_type: not used; in the signature for callers that pass it by position.
+        model_type: not used; in the signature for callers that pass it by position. Without a ``config`` it is one.
         config: ``grad_scale_func``, ``deallocate_pipeline_outputs``.
 
     Returns:
@@ -28,9 +31,13 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
         require grad).
 
     Raises:
-        StepArgumentError: a payload without tensors, or gradients that do not match the outputs.
+        StepArgumentError: no config, a payload without tensors, or gradients that do not match the outputs.
     """
-    del model_type
+    config = model_type if config is None else config
+    if config is None or isinstance(config, enum.Enum):
+        raise StepArgumentError(
+            f"config is {describe(config)}; call backward_step(input_tensor, output_tensor, output_tensor_grad, config)"
+        )
     inputs = tensors_of("input_tensor", input_tensor)
     for tensor in inputs:
         if tensor is not None and tensor.requires_grad and not tensor.is_leaf:

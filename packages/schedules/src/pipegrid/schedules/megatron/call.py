@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
-from pipegrid.schedules.megatron.config import config_of, option
+from pipegrid.schedules.megatron.config import OF_MEGATRON, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
@@ -39,6 +39,7 @@ class StepCall:
     p2p_communicator: Any
     pg_collection: Any
     routes: Routes | None = None
+    force_all_reduce: bool | None = False
 
 
 class StepKey(NamedTuple):
@@ -150,6 +151,7 @@ def options_of(config: Any) -> tuple[object, ...]:
     return (
         *[option(config, name) for name in _VALUES],
         *[option(config, name) is not None for name in _FUNCTIONS],
+        *[getattr(config, name, None) for name in OF_MEGATRON],
         sharding_key(option(config, "shard"), option(config, "prefetch")),
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
         tuple((tie.name, tie.stages, tuple(map(id, tie.copies))) for tie in option(config, "tied_parameters")),

@@ -7,8 +7,9 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from attrs import evolve, field, fields, frozen
@@ -88,7 +89,8 @@ class PipelineConfig(P2PConfig):
         microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
             has its turn; None is the number of ranks.
         overlap_moe_expert_parallel_comm: with interleaving, one forward more runs before the first backward, for models
-            that hide the communication of experts behind another microbatch's computation.
+            that hide the communication of experts behind another microbatch's computation by themselves: a forward and
+            a backward are two computes here, never one.
         shard: the modules are sharded by ``fully_shard`` over their replicas, and the plan gathers and frees their
             parameters and reduces their gradients: once per ``"step"`` and stage, or after each ``"microbatch"``. A
             dict names the sharded ones of several modules, ``{"language": "step"}``. None leaves that to FSDP2.
@@ -172,12 +174,69 @@ _READ_LATE = (
 )
 
 
+_GRAPHS = "its step functions capture the graphs, in the order of its own schedules; compile layers, or capture a stage"
+_SHARDS = "weights are sharded over ranks for which a ProcessGroupCollection has no group; shard with fully_shard"
+
+OF_MEGATRON: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "cuda_graph_impl": ((None, "none"), _GRAPHS),
+        "delay_wgrad_compute": (
+            (None, False),
+            (
+                "the schedule that computes the delayed weight gradients is its own, and here they would be missing; "
+                "schedule='zero_bubble_h1' and others delay them for any model"
+            ),
+        ),
+        "enable_cuda_graph": ((None, False), _GRAPHS),
+        "ep_overlap_early_attn_memory_release": (
+            (None, False),
+            "it is an order inside of its schedule that overlaps experts with another microbatch; leave it out",
+        ),
+        "expert_gtp_weight_remat_size": ((None, 1), _SHARDS),
+        "external_cuda_graph": ((None, False), _GRAPHS),
+        "fine_grained_activation_offloading": (
+            (None, False),
+            "its step functions end what a step has offloaded; plans here have OFFLOAD and RELOAD actions",
+        ),
+        "gtp_weight_remat_size": ((None, 1), _SHARDS),
+        "hybrid_context_parallel": (
+            (None, False),
+            "its schedule cuts each sample over another number of ranks; give each microbatch one cp size",
+        ),
+        "layerwise_disaggregated_training": (
+            (None, False),
+            "the first rank then has the last stage as well; give the communicator a placement, (0, 1, ..., 0)",
+        ),
+        "moe_paged_stash": (
+            (None, False),
+            "its step functions reset the pages before each step; leave it out, or offload by a plan",
+        ),
+    }
+)
+"""Options on which Megatron's step functions act and those here do not, though numbers or memory depend on them.
+
+By name the values with which nothing is to be done, and why others are an error.
+"""
+
+
+def require_known(config: Any) -> None:
+    """Raise StepArgumentError for an option of `OF_MEGATRON` that is set."""
+    for name, (off, why) in OF_MEGATRON.items():
+        value = getattr(config, name, None)
+        if value not in off:
+            raise StepArgumentError(
+                f"config.{name} is {shown(value)}, which the step functions here do not have: {why}"
+            )
+
+
 def require_options(config: Any) -> None:
     """Check what a step reads of a config of another class only when it runs, as `checked_option` does.
 
     Raises:
         P2PUsageError: a value breaks its rule.
+        StepArgumentError: as `require_known`.
     """
+    require_known(config)
     for name in _READ_LATE:
         checked_option(config, name)
 

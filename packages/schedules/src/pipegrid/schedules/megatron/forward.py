@@ -77,8 +77,7 @@ def forward_step(
         number of tokens in its loss (0 elsewhere).
 
     Raises:
-        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``; before the last stage
-            ``loss_func`` may be None.
+        StepArgumentError: ``forward_step_func`` did not return ``(output, loss_func)``.
         StageOutputError: the loss function's result has none of the documented forms.
     """
     if is_first_microbatch:
@@ -143,7 +142,7 @@ def run_model(
         with context():
             result = forward_step_func(data_iterator, model, *extra)
     pair = isinstance(result, (tuple, list)) and len(result) == 2  # a tensor with a first axis of 2 unpacks as well
-    if not pair or not (callable(result[1]) or (result[1] is None and not is_last_stage)):
+    if not pair or not (callable(result[1]) or result[1] is None):
         found = f"({describe(result[0])}, {describe(result[1])})" if pair else describe(result)
         raise StepArgumentError(
             f"forward_step_func returned {found}; it returns (output, loss_func), and the last stage calls "
@@ -158,7 +157,7 @@ def run_model(
 def forward_step_calc_loss(
     model: torch.nn.Module,
     output_tensor: Any,
-    loss_func: Callable[..., Any],
+    loss_func: Callable[..., Any] | None,
     config: Any,
     vp_stage: int | None,
     collect_non_loss_data: bool,
@@ -181,6 +180,8 @@ def forward_step_calc_loss(
       counts its own tokens, and the count of a sequence is the sum over ``cp_group``;
     - any object, with ``collect_non_loss_data``.
 
+    Without a loss function, None, ``output_tensor`` itself is the result and, for a backward, the loss.
+
     The user's loss tensor is not modified. ``info`` (or the object) is appended to ``forward_data_store``.
 
     Returns:
@@ -195,8 +196,9 @@ def forward_step_calc_loss(
         raise StepArgumentError("is_last_stage is None; pass is_last_stage=True on the stage with the loss")
     if not is_last_stage:
         return output_tensor, torch.zeros((), dtype=torch.int64)
-    if collect_non_loss_data:
-        forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
+    if loss_func is None or collect_non_loss_data:
+        found = output_tensor if loss_func is None else loss_func(output_tensor, non_loss_data=True)
+        forward_data_store.append(found)
         return output_tensor, torch.zeros((), dtype=torch.int64)
     loss, num_tokens, info = scaled_loss(
         loss_func(output_tensor),

@@ -218,9 +218,17 @@ class MegatronStage:
         return Forwarded(outputs, own_loss)
 
     def _with_loss(
-        self, call: StageCall, output: Any, loss_func: Callable[..., Any], microbatch: int, part: Slice | None
+        self, call: StageCall, output: Any, loss_func: Callable[..., Any] | None, microbatch: int, part: Slice | None
     ) -> Forwarded:
         """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
+        if loss_func is None:
+            if not self.forward_only:
+                raise StepArgumentError(
+                    f"forward_step_func returned no loss_func on stage {self.stage}, the last one, for microbatch "
+                    f"{microbatch}: there is no loss to differentiate. With forward_only=True outputs are the result"
+                )
+            self.infos.append((microbatch, output))
+            return Forwarded({})
         if self.collect_non_loss_data:
             self.infos.append((microbatch, loss_func(output, non_loss_data=True)))
             return Forwarded({})

@@ -58,6 +58,8 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
     ``finalize_model_grads_func`` run.
     """
     models, config, reduction = gradients.models, gradients.config, gradients.reduction
+    if call.force_all_reduce:
+        gradients.require_whole()
     deferred = _deferrals(prepared.plan, gradients) if option(config, "defer_embedding_wgrad_compute") else ()
     sync_parameters(config, models)
     units = _unit_gradients(prepared, gradients, call.routes) if prepared.by_unit else None
@@ -89,7 +91,8 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         sync_gradients(prepared.plan, config, models)
         if units is not None and reduction is not None:
             units.reduce(reduction, prepared.waiting)
-        gradients.finish({number: stage.num_tokens for number, stage in prepared.stages.items()})
+        counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
+        gradients.finish(counted, force_all_reduce=bool(call.force_all_reduce))
 
     with fresh_gradients({} if reduction is None else reduction.layout.modules):
         prepared.runtime.step(

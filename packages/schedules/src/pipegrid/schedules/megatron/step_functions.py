@@ -10,6 +10,7 @@ import torch
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import find_schedule, require_slices
+from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.counts import size_of
 from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled
@@ -28,22 +29,38 @@ def get_forward_backward_func(
     *,
     schedule: str | None = None,
     num_slices: Count = 1,
+    schedule_pg_collection: Any = None,
 ) -> Callable[..., list[Any]]:
     """The step function for a pipeline of ``pp_size`` stages with ``vp_size`` chunks on each, or of a named schedule.
 
-    Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``. A ``schedule``, such as
-    ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`, also for ``num_slices``.
+    Sizes come from the arguments, or from the ``pp`` group of ``pg_collection``, which has a second name,
+    ``schedule_pg_collection``. Collections of several modules (`MultiModuleProcessGroupCollection`, or a dict) give the
+    step function of a graph of modules, `forward_backward_pipelining_without_interleaving`, whatever ``pp_size`` is.
+    A ``schedule``, such as ``"zero_bubble_v"``, needs no sizes: see `forward_backward_with_schedule`, also for
+    ``num_slices``.
 
     Raises:
-        StepArgumentError: no pipeline size, chunks without a pipeline, or slices without a schedule.
+        StepArgumentError: no pipeline size, chunks without a pipeline or of a graph of modules, slices without a
+            schedule, or ``pg_collection`` under both names.
         PlanError: no schedule has that name, or it has no slices.
     """
+    if schedule_pg_collection is not None:
+        if pg_collection is not None:
+            raise StepArgumentError("pg_collection and schedule_pg_collection are names of one argument; give one")
+        pg_collection = schedule_pg_collection
     if schedule is not None:
         known = find_schedule(schedule)
         require_slices(known, num_slices)
         return partial(forward_backward_with_schedule, schedule=known.name, num_slices=num_slices)
     if num_slices > 1:
         raise StepArgumentError(f"num_slices={num_slices} without a schedule; name one with slices, such as 'seq1f1b'")
+    if pg_collection is not None and collections_by_name(pg_collection) is not None:
+        if vp_size is not None and vp_size > 1:
+            raise StepArgumentError(
+                f"vp_size={vp_size} with process groups of several modules; schedule='interleaved_1f1b' has chunks of "
+                "their stages"
+            )
+        return forward_backward_pipelining_without_interleaving
     if pp_size is None and hasattr(pg_collection, "pp"):
         pp_size = size_of(pg_collection.pp)
     if pp_size is None:
@@ -74,6 +91,7 @@ def forward_backward_no_pipelining(
     p2p_communicator: Any = None,
     pg_collection: Any = None,
     routes: Routes | None = None,
+    force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """Forward and backward of every microbatch in turn, on one stage.
 
@@ -104,6 +122,7 @@ def forward_backward_pipelining_without_interleaving(
     p2p_communicator: Any = None,
     pg_collection: Any = None,
     routes: Routes | None = None,
+    force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """One step of 1F1B (Narayanan et al. 2021, section 2.2.1), for one module or a graph of modules.
 
@@ -135,6 +154,9 @@ def forward_backward_pipelining_without_interleaving(
             is the mean over all microbatches of all replicas. A plain ``data_iterator`` has an item for each call of
             the module: none for a microbatch that skips it, and one for all that share a call. Where microbatches move
             it is a `UnitBatches`, and ``pg_collection`` has the groups of the living ranks.
+        force_all_reduce: every replica ends the step with whole gradients, as it does without where the step function
+            reduces. A ``finalize_model_grads_func`` is called with ``force_all_reduce=True``; a model of which each
+            replica keeps a shard of the gradients (``fully_shard``), or a wrapper of another library, is an error.
 
     Returns:
         On a last stage the ``info`` of every microbatch's loss function, in order; elsewhere an empty list. With routes
@@ -167,6 +189,7 @@ def forward_backward_with_schedule(
     pg_collection: Any = None,
     num_slices: int = 1,
     routes: Routes | None = None,
+    force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """One step of a named schedule, for one module or a graph of modules (`schedule_for`).
 
@@ -210,6 +233,7 @@ def forward_backward_pipelining_with_interleaving(
     p2p_communicator: Any = None,
     pg_collection: Any = None,
     routes: Routes | None = None,
+    force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """One step of interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), for one module.
 

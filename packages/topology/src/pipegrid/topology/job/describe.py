@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from pipegrid.topology.grid import runs_of, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.job.tables import table
 
@@ -25,9 +26,10 @@ def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: b
         return table(("rank", *grids), rows, color=color)
     bounds = {0, world_size}
     for grid in grids.values():
-        bounds |= {grid.ranks.start, grid.ranks.stop}
+        for run in runs_of(grid.ranks):
+            bounds |= {run.start, run.stop}
     rows = [
-        (f"{start}..{stop - 1}", *(_sizes(grid) if start in grid.ranks else "" for grid in grids.values()))
+        (span_of(range(start, stop)), *(_sizes(grid) if start in grid.ranks else "" for grid in grids.values()))
         for start, stop in pairwise(sorted(bounds))
     ]
     return table(("ranks", *grids), rows, color=color)

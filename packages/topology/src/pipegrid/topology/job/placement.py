@@ -7,7 +7,7 @@ from itertools import combinations
 
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.fields import Index, checked, shown
-from pipegrid.topology.grid import Grid, Relation, relation
+from pipegrid.topology.grid import Grid, Relation, relation, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.job.tables import text_table
 from pipegrid.topology.world import resolve_world_size
@@ -48,7 +48,12 @@ def place(
     problems = [*_overlaps(placed), *_uncovered(placed, world_size)]
     if problems:
         rows = [
-            (name, " ".join(f"{dim}={size}" for dim, size in modules[name].items()), str(grid.size), _span(grid.ranks))
+            (
+                name,
+                " ".join(f"{dim}={size}" for dim, size in modules[name].items()),
+                str(grid.size),
+                span_of(grid.ranks),
+            )
             for name, grid in placed.items()
         ]
         table = text_table(("module", "dimensions", "size", "ranks"), rows)
@@ -83,13 +88,9 @@ def _starts(
     return starts
 
 
-def _span(ranks: range) -> str:
-    return f"{ranks.start}..{ranks.stop - 1}"
-
-
 def _overlaps(placed: Mapping[str, Grid]) -> list[str]:
     return [
-        f"{a!r} ({_span(placed[a].ranks)}) and {b!r} ({_span(placed[b].ranks)}) overlap in part"
+        f"{a!r} ({span_of(placed[a].ranks)}) and {b!r} ({span_of(placed[b].ranks)}) overlap in part"
         for a, b in combinations(placed, 2)
         if relation(placed[a], placed[b]) is Relation.OVERLAPPING
     ]
@@ -98,12 +99,12 @@ def _overlaps(placed: Mapping[str, Grid]) -> list[str]:
 def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
     problems = []
     covered = 0
-    for ranks in sorted((grid.ranks for grid in placed.values()), key=lambda ranks: (ranks.start, ranks.stop)):
-        if ranks.start > covered:
-            problems.append(f"ranks {_span(range(covered, ranks.start))} hold no module (a gap)")
-        covered = max(covered, ranks.stop)
+    for first, end in sorted((grid.rank_offset, grid.rank_offset + grid.size) for grid in placed.values()):
+        if first > covered:
+            problems.append(f"ranks {span_of(range(covered, first))} hold no module (a gap)")
+        covered = max(covered, end)
     if covered > world_size:
         problems.append(f"they need {covered} ranks, {covered - world_size} more than there are")
     if covered < world_size:
-        problems.append(f"ranks {_span(range(covered, world_size))} are left over")
+        problems.append(f"ranks {span_of(range(covered, world_size))} are left over")
     return problems

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attrs.converters import optional
 
 from pipegrid.topology.errors import PlacementError, WorldError
-from pipegrid.topology.grid import Relation, relation
+from pipegrid.topology.grid import Relation, relation, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
 
@@ -119,10 +119,29 @@ class RankRole:
         rank = resolve_rank(rank)
         modules = {name: _stage(grid, rank) for name, grid in module_to_grid_map.items() if rank in grid.ranks}
         if not modules:
-            spans = {name: f"{grid.ranks.start}..{grid.ranks.stop - 1}" for name, grid in module_to_grid_map.items()}
+            spans = {name: span_of(grid.ranks) for name, grid in module_to_grid_map.items()}
             raise WorldError(f"rank {rank} is in no module's grid; the grids span {spans}")
         mode = _mode(list(module_to_grid_map.values()), grids_of_rank=len(modules))
         return cls(modules, mode, sources=sources, sinks=sinks)
+
+    @classmethod
+    def build(
+        cls,
+        modality_module_names: Sequence[str],
+        module_to_grid_map: Mapping[str, HyperCommGrid] | None = None,
+    ) -> Self:
+        """The role of this rank, under the name that Megatron has for it now: `from_grid_map`.
+
+        Without grids every module, "language" among them, is on all ranks, first and last stage, and the mode is
+        COLOCATED.
+
+        Raises:
+            PlacementError, WorldError: as `from_grid_map`.
+        """
+        if module_to_grid_map is not None:
+            return cls.from_grid_map(module_to_grid_map, modality_module_names)
+        everywhere = cls.unified([*_names(modality_module_names), MIMO_LANGUAGE_MODULE_KEY])
+        return cls(everywhere.modules, ModuleLayout.COLOCATED)
 
     @property
     def has_modality_modules(self) -> bool:

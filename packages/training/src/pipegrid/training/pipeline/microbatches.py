@@ -54,7 +54,7 @@ def shares(grids: Mapping[str, HyperCommGrid]) -> tuple[int, int, dict[str, Shar
     )
     own = {name: grid for name, grid in grids.items() if grid.is_current_rank_in_grid()}
     parts = {name: replicas[name] // together for name in own}
-    (batch,) = _batches_of(dist.get_rank(), grids, replicas, together)
+    batch = min(_batches_of(dist.get_rank(), grids, replicas, together), default=0)  # of a spare rank any
     return batch, together, {name: Share(replica_of(own[name])[0] % parts[name], parts[name]) for name in own}
 
 

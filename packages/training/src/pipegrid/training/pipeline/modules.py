@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import TiedParameters
 from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
 from pipegrid.topology.bounded_calls import bounded
-from pipegrid.topology.fields import shown
+from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.training.stages.assignment import as_layout, pp_size
 
 ModelFactory = Callable[[], nn.Module]
 _STORE_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
 
 
 @frozen(eq=False)
@@ -106,14 +108,47 @@ def modules_of(
     return dict(model)
 
 
+def ranks_of(modules: Mapping[str, PipelineModule], spare: Iterable[int]) -> tuple[int, ...]:
+    """The ranks of the job, ascending: all of the world but the spare ones.
+
+    Raises:
+        StepArgumentError: a rank that no grid has is not among the spare ones, or one of these has a module.
+    """
+    named = {*checked(spare, tuple[Index, ...], "spare", StepArgumentError)}
+    ranks = {rank for module in modules.values() for rank in module.grid.ranks}
+    if (missing := set(range(dist.get_world_size())) - ranks) != named:
+        raise StepArgumentError(
+            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {sorted(missing)}, and spare is "
+            f"{sorted(named)}; start fewer, give a larger grid, or name ranks that take no part: spare="
+            f"{sorted(missing)}"
+        )
+    return tuple(sorted(ranks))
+
+
+class EndOfJob:
+    """Where the ranks of a job say that they have closed it, and the spare ones wait until all have.
+
+    Every rank of the world makes one, for each of its pipelines with spare ranks.
+    """
+
+    def __init__(self, count: int) -> None:
+        counts = control_store("pipelines with spare ranks")
+        # So each has keys of its own, the same on all ranks.
+        made = bounded(counts.add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)
+        self._count, self._store = count, control_store(f"end of pipeline {made}")
+
+    def say(self) -> None:
+        """This rank of the job has closed it."""
+        bounded(self._store.add, "closed", 1, seconds=_STORE_SECONDS)
+
+    def wait(self) -> None:
+        """Return when every rank of the job has said so, however long it runs; a look at the store has a deadline."""
+        while bounded(self._store.add, "closed", 0, seconds=_STORE_SECONDS) < self._count:
+            time.sleep(_LOOK_SECONDS)
+
+
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
     """The groups that the sizes of all grids ask for; those that exist stay."""
-    ranks = {rank for module in modules.values() for rank in module.grid.ranks}
-    if missing := sorted(set(range(dist.get_world_size())) - ranks):
-        raise StepArgumentError(
-            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {missing}, and all ranks take each step; "
-            "start fewer, or give a larger grid"
-        )
     create_grid_groups(
         {
             module.grid: [dims for dims in _group_dims(module.grid) if not module.grid.has_pg(dims)]
@@ -160,8 +195,8 @@ def tied_parameters(
     return tuple(tied)
 
 
-def monitor_of(monitor: Monitor | bool | None, device: torch.device) -> Monitor | None:
-    """A monitor of all ranks; with None, under torchrun only."""
+def monitor_of(monitor: Monitor | bool | None, device: torch.device, ranks: Sequence[int]) -> Monitor | None:
+    """A monitor of the ``ranks`` of a job; with None, under torchrun only."""
     if isinstance(monitor, Monitor):
         return monitor
     if monitor not in (None, True, False):
@@ -174,6 +209,6 @@ def monitor_of(monitor: Monitor | bool | None, device: torch.device) -> Monitor 
     return Monitor(
         control_store(f"pipeline {made}"),
         rank=rank,
-        ranks=range(dist.get_world_size()),
+        ranks=ranks,
         device=device if device.type == "cuda" else None,
     )

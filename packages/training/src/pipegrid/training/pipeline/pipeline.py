@@ -10,26 +10,32 @@ from typing import Any, Self
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.topology import GroupSpec, HyperCommGrid, ProcessGroupCollection, create_groups
+from pipegrid.topology.ending import destroy_groups
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.losses import OwnLoss, given_loss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
+    EndOfJob,
     ModelFactory,
     PipelineModule,
-    create_groups,
     frozen_edges,
     modules_of,
     monitor_of,
+    ranks_of,
     tied_parameters,
+)
+from pipegrid.training.pipeline.modules import (
+    create_groups as create_module_groups,
 )
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.training.stages import Names, Stage
@@ -63,6 +69,8 @@ class Pipeline:
         edges: options of the edges between modules, by (source, destination).
         device: of the stages; None: that of the default process group's backend.
         monitor: relays failures and deadlines between ranks; None: under torchrun only.
+        spare: the ranks of the world without a module. They take part in nothing: there a pipeline has no stages and no
+            parameters, a batch is not read, a loss or a norm is NaN, and `close` waits until all others have closed.
 
     Raises:
         StepArgumentError: ranks without a grid, a layout that does not divide over the pp ranks, or arguments that
@@ -88,6 +96,7 @@ class Pipeline:
         edges: Mapping[tuple[str, str], EdgeOptions] | None = None,
         device: torch.device | str | None = None,
         monitor: Monitor | bool | None = None,
+        spare: Iterable[int] = (),
     ) -> None:
         described = modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
@@ -97,21 +106,34 @@ class Pipeline:
         self._recording: Path | None = None
 
         places = {name: module.places(schedule) for name, module in described.items()}
-        create_groups(described)
+        config = PipelineConfig(variable_seq_lengths=True) if config is None else config
+        ranks = ranks_of(described, spare)
+        self._end: EndOfJob | None = None
+        self._job_groups: Mapping[GroupSpec, dist.ProcessGroup] = {}
+        if len(ranks) < dist.get_world_size():
+            self._end = EndOfJob(len(ranks))
+            if config.job_group is None:
+                self._job_groups = create_groups([GroupSpec(ranks, "pipeline", shared=False)])
+                config = attrs.evolve(config, job_group=next(iter(self._job_groups.values()), None))
+        create_module_groups(described)
         self.grids = {name: module.grid for name, module in described.items()}
         own = {name: one for name, one in described.items() if one.grid.is_current_rank_in_grid()}
         self.groups = {name: ProcessGroupCollection.from_grid(one.grid) for name, one in own.items()}
         self.replica, self.replicas, own_shares = shares(self.grids)
 
-        _, self.device = resolve_device(next(iter(own.values())).grid.backend, device)
-        self.stages = {
+        self.is_spare = not own
+        _, self.device = resolve_device(next(iter(described.values())).grid.backend, device)
+        self.config: PipelineConfig
+        self.stages: dict[str, list[Any]] = {
             name: [
                 _edited(stage, parallelize)
                 for stage in module.stages(name if len(described) > 1 else None, places[name], self.device)
             ]
             for name, module in own.items()
         }
-        config = PipelineConfig(variable_seq_lengths=True) if config is None else config
+        if self.is_spare:
+            self.config = config
+            return
         topology = {} if topology is None else topology
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
@@ -122,11 +144,11 @@ class Pipeline:
             device=self.device,
         )
         tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
-        self.config: PipelineConfig = attrs.evolve(
+        self.config = attrs.evolve(
             config,
             calculate_per_token_loss=True,
             tied_parameters=(*config.tied_parameters, *tied),
-            monitor=config.monitor or monitor_of(monitor, self.device),
+            monitor=config.monitor or monitor_of(monitor, self.device, ranks),
         )
         self._steps = Steps(
             own,
@@ -162,8 +184,10 @@ class Pipeline:
                 alone.
 
         Returns:
-            The mean loss over what all replicas count, a float64 scalar, on every rank.
+            The mean loss over what all replicas count, a float64 scalar, on every rank; NaN on a spare one.
         """
+        if self.is_spare:
+            return self._nothing()
         parts = microbatches(batch, **self._cut)
         if routes is not None and self._recording is not None:
             raise StepArgumentError("record() is of a step in which replicas act alike; this one has routes")
@@ -172,6 +196,8 @@ class Pipeline:
 
     def evaluate(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """The mean loss of a batch, as of `step`, without gradients and in evaluation mode; on every rank."""
+        if self.is_spare:
+            return self._nothing()
         with evaluating(self.stages):
             return self._steps.run(microbatches(batch, **self._cut), routes, forward_only=True)
 
@@ -190,6 +216,8 @@ class Pipeline:
         Returns:
             Tokens ``[rows, new]`` on the ranks of the module with the loss, padded to the longest; None elsewhere.
         """
+        if self.is_spare:
+            return None
         parts = microbatches(batch, count=num_microbatches, size=None)
         found = generate(
             **self._steps.arguments(parts),
@@ -220,6 +248,8 @@ class Pipeline:
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""
+        if self.is_spare:
+            return self._nothing()
         return clip_grad_norm_(
             self.stages,
             self.groups,
@@ -259,19 +289,28 @@ class Pipeline:
             data: the data position, or other plain data; the same on every rank.
             blocking: False writes in the background.
         """
+        if self.is_spare:
+            return
         self.checkpoints(directory).save(self.state(optimizer, data), step=step, blocking=blocking)
 
     def load(
         self, directory: str | os.PathLike[str], optimizer: Any = (), *, step: int | None = None, data: Any = None
     ) -> LoadedCheckpoint | None:
-        """Fill stages and optimizer from the newest good checkpoint, of any layout and grids; None without one."""
+        """Fill stages and optimizer from the newest good checkpoint, of any layout and grids.
+
+        Returns:
+            What was loaded; None without a checkpoint, and on a spare rank.
+        """
+        if self.is_spare:
+            return None
         return self.checkpoints(directory).load(self.state(optimizer, data), step=step)
 
     def checkpoints(self, directory: str | os.PathLike[str]) -> Checkpoints:
         """The checkpoints in ``directory``, which is this run's until `close`."""
+        self._require_stages("checkpoints")
         path = Path(directory).absolute()
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path)
+            self._checkpoints[path] = Checkpoints(path, group=self.config.job_group)
         return self._checkpoints[path]
 
     def record(self, path: str | os.PathLike[str]) -> None:
@@ -283,10 +322,16 @@ class Pipeline:
 
     def plan(self, num_microbatches: int) -> Plan:
         """The proved plan of a step."""
+        self._require_stages("plan")
         return self._steps.plan(num_microbatches)
 
     def close(self) -> None:
-        """Wait for checkpoints, close all lanes, end the monitor."""
+        """Wait for checkpoints, close all lanes, end the monitor; on a spare rank wait until all others have."""
+        if self.is_spare:
+            end, self._end = self._end, None
+            if end is not None:
+                end.wait()
+            return
         try:
             for checkpoints in self._checkpoints.values():
                 checkpoints.close()
@@ -295,6 +340,17 @@ class Pipeline:
             self.communicator.destroy()
             if self.config.monitor is not None:
                 self.config.monitor.close()
+            end, self._end = self._end, None
+            if end is not None:
+                destroy_groups(self._job_groups)
+                end.say()
+
+    def _require_stages(self, name: str) -> None:
+        if self.is_spare:
+            raise StepArgumentError(f"{name}() on a spare rank, which takes part in nothing; look at is_spare")
+
+    def _nothing(self) -> Tensor:
+        return torch.full((), torch.nan, dtype=torch.float64, device=self.device)
 
     def __enter__(self) -> Self:
         return self

@@ -120,19 +120,20 @@ class Steps:
         recorder = Recorder(memory=(lambda: int(torch.cuda.memory_allocated(self.device))) if cuda else None)
         self._set_config(attrs.evolve(self.config, hooks=(*self.config.hooks, recorder)))
         waiting = Waiting(self.config.deadline, self.config.monitor, "the recording of a step")
+        everyone: Any = self.config.job_group or dist.group.WORLD
         try:
-            wait_for_all(dist.group.WORLD, self.device, waiting=waiting)
+            wait_for_all(everyone, self.device, waiting=waiting)
             recorder.start()
             loss = self.run(parts)
         finally:
             self._set_config(self.config)
         plan, rank = self.plan(len(parts)), dist.get_rank()
         own = recorder.track(plan, rank=rank, position=position_of(plan, self.communicator.job.stages))
-        tracks = cattrs.structure(gather_plain(own, dist.group.WORLD, self.device, waiting=waiting), list[Track])
-        if rank == 0:
+        tracks = cattrs.structure(gather_plain(own, everyone, self.device, waiting=waiting), list[Track])
+        if dist.get_rank(everyone) == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(recording_to_json(Recording(plan, tracks)), encoding="utf-8")
-        wait_for_all(dist.group.WORLD, self.device, waiting=waiting)
+        wait_for_all(everyone, self.device, waiting=waiting)
         return loss
 
     def plan(self, num_microbatches: int) -> Plan:

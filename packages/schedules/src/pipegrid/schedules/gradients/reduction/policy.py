@@ -6,6 +6,7 @@ checked before the step begins; `require_equal_replicas` looks at the result, in
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.autograd import is_compiled_in_place
@@ -179,11 +181,36 @@ class StepGradients:
         added = " by unit" if getattr(self.config, "grad_add", "") == "by_unit" else ""
         return f"{self.policy.losses} losses and {finisher}{added}"
 
-    def finish(self, counted: Counted) -> None:
+    def require_whole(self) -> None:
+        """Raise unless every replica can end the step with whole gradients, as ``force_all_reduce`` asks.
+
+        Raises:
+            GradientError: a module is sharded over its replicas, or in a wrapper that may keep shards; or the user's
+                finalizer takes no ``force_all_reduce``.
+        """
+        for stage, model in self.models.items():
+            wrapped = hasattr(model, "no_sync") and not isinstance(model, DistributedDataParallel)
+            if has_fsdp(model) or (wrapped and not self.policy.by_hand):
+                raise GradientError(
+                    f"force_all_reduce=True, and module {self.policy.names[stage]!r} is in a {type(model).__name__}, "
+                    "of which each replica may keep a shard of the gradients; pass the bare module and pg_collection, "
+                    "or a finalize_model_grads_func that takes force_all_reduce"
+                )
+        if self.policy.by_hand:
+            finalizer = self.config.finalize_model_grads_func
+            try:
+                inspect.signature(finalizer).bind([], None, pg_collection=None, force_all_reduce=True)
+            except TypeError as error:
+                raise GradientError(f"force_all_reduce=True, and finalize_model_grads_func: {error}") from None
+            except ValueError:  # a callable in C without a signature
+                pass
+
+    def finish(self, counted: Counted, *, force_all_reduce: bool = False) -> None:
         """After the last backward: the user's finalizer, or what is left of the reduction."""
         if self.policy.by_hand:
             models, tokens = list(self.models.values()), self._tokens(counted)
-            self.config.finalize_model_grads_func(models, tokens, pg_collection=self.pg_collection)
+            forced = {"force_all_reduce": True} if force_all_reduce else {}
+            self.config.finalize_model_grads_func(models, tokens, pg_collection=self.pg_collection, **forced)
         elif self.reduction is not None:
             self.reduction.finish(self._tokens(counted), self.waiting)
             if getattr(self.config, "check_replicas", False):

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from attrs import define, field
 
+from pipegrid.bridges.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import map_tensors, unpacked
 from pipegrid.transport.edge import Direction, Edge
@@ -185,7 +186,7 @@ class Unread:
         if version is None:
             if address and is_shared(payload):
                 self._go_from(kept)
-                return payload.clone(), None, 0, microbatch, self
+                return _marked(payload.clone(), payload), None, 0, microbatch, self
         elif version == _TREE:
             found = [self._own(one) for one in address]
             each = iter(found)
@@ -232,10 +233,18 @@ def _alias(tensor: torch.Tensor) -> Aliased:
     if tensor.requires_grad:
         # A leaf is an input that is passed on, or a parameter. Detached, a tensor keeps its version, which torch
         # documents as the way to ask for changes in place.
-        return tensor.detach(), tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr()  # noqa: SLF001
+        version, address = tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr()  # noqa: SLF001
+        return _marked(tensor.detach(), tensor), version, address
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return tensor, None, 0  # left to the communicator's checks
-    return tensor.data, None, tensor.data_ptr()
+    return _marked(tensor.data, tensor), None, tensor.data_ptr()
+
+
+def _marked(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``alias`` with the mark by which Megatron's models tell a bridge the rows of the samples of ``tensor``."""
+    if (samples := getattr(tensor, SPLIT_SIZES, None)) is not None:
+        setattr(alias, SPLIT_SIZES, samples)
+    return alias
 
 
 def _as_leaf(kept: Kept) -> Payload:

@@ -177,10 +177,13 @@ def _plan_text(plan: Any) -> str | None:
 def _grids(grids: Mapping[str, Any] | None) -> Any:
     if grids is None:
         return None
-    return {
-        name: {"dims": dict(zip(grid.dim_names, grid.shape, strict=True)), "rank_offset": grid.rank_offset}
-        for name, grid in grids.items()
-    }
+    return {name: _grid(grid) for name, grid in grids.items()}
+
+
+def _grid(grid: Any) -> dict[str, Any]:
+    consecutive = isinstance(grid.ranks, range)
+    where = {"rank_offset": grid.rank_offset} if consecutive else {"ranks": list(grid.ranks)}
+    return {"dims": dict(zip(grid.dim_names, grid.shape, strict=True)), **where}
 
 
 def _layout(layout: Any) -> Any:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import Pipeline, PipelineModule
+from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
+from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 
@@ -356,3 +357,65 @@ def test_microbatches_without_an_image_skip_the_encoder(ranks):
         pipeline.record(ranks.shared_path / "recording.json")
         with pytest.raises(StepArgumentError, match="record"):
             pipeline.step(batch, routes=routes)
+
+
+class Normed(nn.Module):
+    """Layers with a batch norm and dropout; of the first two, which are frozen, both stay in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(3)
+        )
+        self.head = nn.Linear(4, 1)
+        for layer in self.layers[:2]:
+            layer.requires_grad_(False).eval()
+        self.layers[2][2].eval()
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def modes_of(stage):
+    """Which of a stage's own layers, and of their parts, are in training mode."""
+    own = tuple(stage.layers)
+    return {name: module.training for name, module in stage.named_modules() if name.startswith(own)}
+
+
+@pytest.mark.parametrize("make", [made(Normed), made(Normed)()], ids=["made", "given"])
+def test_stages_have_the_modes_of_the_model_module_by_module(make):
+    whole = made(Normed)()
+    for stage in pipeline_stage(make, "Et|tt|L", [0, 1, 2]):
+        assert stage.training
+        assert modes_of(stage) == {name: whole.get_submodule(name).training for name in modes_of(stage)}
+        with evaluating(stage):
+            assert not any(module.training for module in (*stage.modules(), stage.whole))
+        assert stage.training
+        assert stage.whole.training
+        assert modes_of(stage) == {name: whole.get_submodule(name).training for name in modes_of(stage)}
+
+
+@pytest.mark.ranks(2)
+def test_what_is_frozen_in_evaluation_mode_stays_so_through_steps_and_evaluations(ranks):
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(4, 4, dtype=torch.float64, generator=draw)} for _ in range(3)]
+    whole = made(Normed)()
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0)
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    with Pipeline(made(Normed), "Et|ttL", grid, num_microbatches=1, loss=squares, config=config) as pipeline:
+        for batch in batches:
+            pipeline.step(batch)
+            whole(batch["x"]).square().mean().backward()
+            with evaluating(whole):
+                expected = whole(**batch).square().mean()
+            torch.testing.assert_close(pipeline.evaluate(batch), expected.detach(), rtol=1e-12, atol=0.0)
+        require_gradients(pipeline.named_parameters(), whole)
+        (stage,) = pipeline.stages["model"]
+        right = whole.state_dict()
+        for name, buffer in stage.named_buffers():
+            if name in right and not name.startswith("head"):
+                torch.testing.assert_close(buffer, right[name], rtol=1e-12, atol=0.0, msg=name)

@@ -20,6 +20,8 @@ from pipegrid.training.pipeline.microbatches import Share, microbatch
 
 from .kit.gradients import require_gradients
 from .kit.jobs import made
+from .kit.layered import WORDS as LAYERED_WORDS
+from .kit.layered import Layered
 from .kit.models import MAKERS, WORDS, batch_of, llama, next_words
 from .kit.vlm import Tower, after_image, read_images, seen_and_text
 
@@ -419,3 +421,60 @@ def test_what_is_frozen_in_evaluation_mode_stays_so_through_steps_and_evaluation
         for name, buffer in stage.named_buffers():
             if name in right and not name.startswith("head"):
                 torch.testing.assert_close(buffer, right[name], rtol=1e-12, atol=0.0, msg=name)
+
+
+def of_words(logits, batch):
+    """Following words, as a sum and their number."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), reduction="none")
+    return losses.sum(), losses.numel()
+
+
+def by_name(named):
+    """Options as recipes choose them: no decay for one name, another learning rate for another."""
+    return [
+        {
+            "params": [parameter],
+            "weight_decay": 0.0 if name.startswith("word") else 0.5,
+            "lr": 0.01 if name.startswith("out") else 0.1,
+        }
+        for name, parameter in named
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_weight_has_one_name_by_which_options_fall_alike_on_its_copies(ranks):
+    ids = torch.randint(0, LAYERED_WORDS, (4, 5), generator=torch.Generator().manual_seed(0))
+    make = made(lambda: Layered(tied=True))
+    whole = make()
+    single = torch.optim.AdamW(by_name(whole.named_parameters()))
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    with Pipeline(make, "Ett|ttL", grid, num_microbatches=2, loss=of_words) as pipeline:
+        named = list(pipeline.named_parameters())
+        assert [name for name, parameter in named if parameter.shape[0] == LAYERED_WORDS] == ["word.weight"]
+        optimizer = torch.optim.AdamW(by_name(named))
+        for _ in range(3):
+            pipeline.step({"ids": ids})
+            loss, count = of_words(whole(ids), {"ids": ids})
+            (loss / count).backward()
+            for each in (optimizer, single):
+                each.step()
+                each.zero_grad()
+        expected = dict(whole.named_parameters())
+        for name, parameter in named:
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checked", [False, True])
+def test_copies_of_a_tied_weight_under_other_options_are_an_error_in_the_next_step(ranks, checked):
+    """Options by place; with ``check_replicas`` the copies are compared after each reduction, else in the second."""
+    ids = torch.randint(0, LAYERED_WORDS, (4, 5), generator=torch.Generator().manual_seed(0))
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0, check_replicas=checked)
+    make = made(lambda: Layered(tied=True))
+    with Pipeline(make, "Ett|ttL", grid, num_microbatches=2, loss=of_words, config=config) as pipeline:
+        pipeline.step({"ids": ids})
+        (weight,) = [parameter for parameter in pipeline.parameters() if parameter.shape[0] == LAYERED_WORDS]
+        torch.optim.SGD([weight], lr=0.1 + 0.1 * ranks.rank).step()
+        with pytest.raises(RuntimeError, match="copies of tied parameter 'word.weight' have drifted apart"):
+            pipeline.step({"ids": ids})

@@ -18,6 +18,7 @@ from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
+from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.losses import OwnLoss, given_loss
@@ -33,6 +34,7 @@ from pipegrid.training.pipeline.modules import (
 )
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.training.stages import Names, Stage
+from pipegrid.training.stages.assignment import names_of_ties
 from pipegrid.transport.control.opening import resolve_device
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -210,13 +212,14 @@ class Pipeline:
         return [parameter for _, parameter in self.named_parameters()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """`parameters`, with their names in their module."""
-        stages = [stage for held in self.stages.values() for stage in held]
+        """`parameters`, with their names in their module; of a tied one, that of one process on every stage."""
         seen: set[nn.Parameter] = set()
-        for name, parameter in (named for stage in stages for named in stage.named_parameters()):
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                yield name, parameter
+        for stage in (stage for held in self.stages.values() for stage in held):
+            tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    yield tied.get(bare_name(name), name), parameter
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""

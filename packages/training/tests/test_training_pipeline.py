@@ -291,7 +291,9 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
         torch.testing.assert_close(pipeline.step(batch), (loss / count).detach(), rtol=1e-6, atol=0.0)
         name, whole = ("images", tower) if ranks.rank < 2 else ("language", language)
         assert list(pipeline.stages) == [name]
-        assert (pipeline.parameters() == []) == (frozen and name == "images")
+        everything_is_frozen = frozen and name == "images"
+        assert (list(pipeline.named_parameters()) == []) == everything_is_frozen
+        assert (sum(parameter.numel() for parameter in pipeline.parameters()) == 0) == everything_is_frozen
         expected = dict(whole.named_parameters())
         for key, parameter in pipeline.named_parameters():  # float32 inside of Llama's norms
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -478,3 +480,56 @@ def test_copies_of_a_tied_weight_under_other_options_are_an_error_in_the_next_st
         torch.optim.SGD([weight], lr=0.1 + 0.1 * ranks.rank).step()
         with pytest.raises(RuntimeError, match="copies of tied parameter 'word.weight' have drifted apart"):
             pipeline.step({"ids": ids})
+
+
+class Frozen(nn.Module):
+    """Four layers between a projection and a head; all before the third layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.head = nn.Linear(4, 1)
+        for part in (self.embed, *self.layers[:2]):
+            part.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "fused": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_loop_of_the_docs_runs_on_a_rank_with_nothing_to_train(ranks, kind):
+    """Steps, checkpoints and loads in layouts that leave the first rank none, one and none of the parameters."""
+    optimizer_of = OPTIMIZERS[kind]
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = made(Frozen)()
+    single = optimizer_of([parameter for parameter in whole.parameters() if parameter.requires_grad], lr=0.1)
+    for number, layout in enumerate(("Ett|ttL", "Ettt|tL", "Et|tttL")):
+        with Pipeline(made(Frozen), layout, HyperCommGrid([1, 2], ["dp", "pp"]), loss=squares) as pipeline:
+            optimizer = optimizer_of(pipeline.parameters(), lr=0.1)
+            found = pipeline.load(ranks.shared_path / "run", optimizer)
+            assert (found and found.step) == (number or None)
+            assert (len(list(pipeline.named_parameters())) == 0) == (ranks.rank == 0 and number != 1)
+            pipeline.step({"x": x})
+            (whole(x).square().sum() / len(x)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            torch.testing.assert_close(pipeline.clip(0.1), norm, rtol=1e-12, atol=0.0)
+            torch.nn.utils.clip_grad_norm_(pipeline.parameters(), 1e9)  # as other code does
+            for each in (optimizer, single):
+                each.step()
+                each.zero_grad()
+            expected = dict(whole.named_parameters())
+            for name, parameter in pipeline.named_parameters():
+                torch.testing.assert_close(parameter, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+            pipeline.save(ranks.shared_path / "run", optimizer, step=number + 1)

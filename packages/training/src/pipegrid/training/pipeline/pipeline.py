@@ -106,6 +106,7 @@ class Pipeline:
         self.replica, self.replicas, own_shares = shares(self.grids)
 
         _, self.device = resolve_device(next(iter(own.values())).grid.backend, device)
+        self._without_elements = nn.Parameter(torch.empty(0, 0, device=self.device))
         self.stages = {
             name: [
                 _edited(stage, parallelize)
@@ -208,11 +209,17 @@ class Pipeline:
         return torch.cat([pad(tokens, (0, longest - tokens.shape[1])) for tokens in found])
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters to train of this rank's stages, each once; none on ranks of frozen modules alone."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """The parameters to train of this rank's stages, each once.
+
+        Where all is frozen, one parameter without elements that is in no stage: an optimizer takes no empty list.
+        """
+        return [parameter for _, parameter in self.named_parameters()] or [self._without_elements]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """`parameters`, with their names in their module; of a tied one, that of one process on every stage."""
+        """The parameters to train by name, none where all is frozen; a tied one has one name, that of one process.
+
+        Options by name: ``AdamW([{"params": [p], "lr": ...} for name, p in ...] or [{"params": []}])``.
+        """
         seen: set[nn.Parameter] = set()
         for stage in (stage for held in self.stages.values() for stage in held):
             tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}

@@ -21,6 +21,7 @@ from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, Training
 from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.generators import states_as_before
 from pipegrid.training.pipeline.losses import OwnLoss, given_loss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
@@ -28,6 +29,7 @@ from pipegrid.training.pipeline.modules import (
     PipelineModule,
     create_groups,
     frozen_edges,
+    generators_of,
     modules_of,
     monitor_of,
     tied_parameters,
@@ -46,6 +48,12 @@ class Pipeline:
 
     Every rank makes one and calls its methods when the others do. It is a thin layer: `stages`, `communicator`,
     `groups` and `config` are those that the step functions, `Checkpoints` and `generate` take.
+
+    Dropout and whatever else a forward draws: each forward is seeded by a generator of this rank's module, itself
+    seeded by ``torch.initial_seed()``, the module, its replica and its stage, here and now. So replicas and stages draw
+    otherwise, tensor-parallel ranks alike, and the generators of the script are as if forwards drew nothing. A
+    checkpoint has them; ``pipeline.generators["model"].manual_seed(1)`` seeds anew. For the masks of one process,
+    apply `DropoutMasks` to `stages`.
 
     Args:
         model: a function that makes the model, such as ``lambda: LlamaForCausalLM(config)``; or modules by name.
@@ -131,6 +139,7 @@ class Pipeline:
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device),
         )
+        self.generators = generators_of(self.grids)
         self._steps = Steps(
             own,
             self.stages,
@@ -142,6 +151,7 @@ class Pipeline:
             OwnLoss() if loss is None else given_loss(loss),
             self.device,
             self.replica,
+            self.generators,
         )
 
     @property
@@ -175,7 +185,7 @@ class Pipeline:
 
     def evaluate(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """The mean loss of a batch, as of `step`, without gradients and in evaluation mode; on every rank."""
-        with evaluating(self.stages):
+        with evaluating(self.stages), states_as_before(self.generators.values()):
             return self._steps.run(microbatches(batch, **self._cut), routes, forward_only=True)
 
     def generate(
@@ -194,14 +204,15 @@ class Pipeline:
             Tokens ``[rows, new]`` on the ranks of the module with the loss, padded to the longest; None elsewhere.
         """
         parts = microbatches(batch, count=num_microbatches, size=None)
-        found = generate(
-            **self._steps.arguments(parts),
-            max_new_tokens=max_new_tokens,
-            schedule=self._steps.schedule,
-            sampling=sampling,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-        )
+        with states_as_before(self.generators.values()):
+            found = generate(
+                **self._steps.arguments(parts),
+                max_new_tokens=max_new_tokens,
+                schedule=self._steps.schedule,
+                sampling=sampling,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+            )
         if not found:
             return None
         longest = max(tokens.shape[1] for tokens in found)
@@ -249,6 +260,7 @@ class Pipeline:
             optimizers=list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
             data=data,
             grids=self.grids,
+            generators=self.generators,
         )
 
     def save(

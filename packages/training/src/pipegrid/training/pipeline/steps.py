@@ -31,6 +31,7 @@ from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
+from pipegrid.training.generators import seeded_by
 from pipegrid.training.pipeline.losses import Counted
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
@@ -54,6 +55,7 @@ class Steps:
         loss: of a last stage's output.
         device: of the stages.
         replica: whose batch this rank reads.
+        generators: by module; a draw seeds each forward.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -66,6 +68,7 @@ class Steps:
     loss: Callable[[Any, Microbatch], Counted]
     device: torch.device
     replica: int
+    generators: Mapping[str, torch.Generator]
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
@@ -154,7 +157,8 @@ class Steps:
         part = next(parts)
         name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
         forward = self.modules[name].forward
-        output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
+        with seeded_by(self.generators[name], self.device):
+            output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
         if name in self._graph.sinks and getattr(stage, "is_last", True):
             return output, lambda output: self.loss(output, part)
         return output if isinstance(stage, Stage) else {name: output}, None

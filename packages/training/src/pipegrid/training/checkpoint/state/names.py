@@ -183,6 +183,8 @@ class TrainingState:
         plan: of the step; its text is stored.
         grids: of the modules.
         layout: of the layers: text, or text by module.
+        generators: of this rank beside those of the process, by name. In another layout each gets a seed made of its
+            own and the step.
     """
 
     stages: Mapping[str, Any] = field()
@@ -194,6 +196,7 @@ class TrainingState:
     plan: Any = None
     grids: Mapping[str, Any] | None = None
     layout: Any = None
+    generators: Mapping[str, torch.Generator] = field(factory=dict)
 
     @stages.validator
     def _named(self, _: Attribute[Any], stages: Any) -> None:

@@ -34,13 +34,14 @@ from pipegrid.training.pipeline.modules import (
     monitor_of,
     tied_parameters,
 )
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.training.stages import Names, Stage
 from pipegrid.training.stages.assignment import names_of_ties
 from pipegrid.transport.control.opening import resolve_device
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Tensors with the same rows along their first axes; or a list of such dicts, one for each microbatch."""
+"""Tensors, arrays and lists with one entry for each row, and what has none; or a list of dicts, one a microbatch."""
 
 
 class Pipeline:
@@ -64,6 +65,9 @@ class Pipeline:
         config: of the step; None allows microbatches of any shapes. Losses are counted by token, whatever it says.
         microbatch_size: rows of a microbatch, of this rank's batch.
         num_microbatches: how many a batch is cut into, in place of ``microbatch_size``. With neither, each row is one.
+        rows: by name, the axis of an entry's rows where it is not the first, ``{"positions": 1}``. A list is an axis
+            before those of its entries; ``"images.sizes"`` is an entry of a dict inside.
+        whole: the names of entries that each microbatch has all of, such as weights of classes.
         loss: ``f(output, microbatch)``, a mean over rows or ``(sum, count)``, from what the last stage returns and its
             part of the batch; None: the model's own ``output.loss``, a mean over the tokens of the whole step.
         names: as in `pipeline_stage`.
@@ -91,6 +95,8 @@ class Pipeline:
         config: PipelineConfig | None = None,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
+        rows: Mapping[str, int] | None = None,
+        whole: Sequence[str] = (),
         loss: Callable[[Any, Any], Any] | None = None,
         names: Names | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
@@ -102,7 +108,11 @@ class Pipeline:
         described = modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
-        self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size}
+        self._cut: dict[str, Any] = {
+            "count": num_microbatches,
+            "size": microbatch_size,
+            "rows": Rows({} if rows is None else rows, whole),
+        }
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
 
@@ -152,6 +162,7 @@ class Pipeline:
             self.device,
             self.replica,
             self.generators,
+            self._cut["rows"],
         )
 
     @property
@@ -203,7 +214,7 @@ class Pipeline:
         Returns:
             Tokens ``[rows, new]`` on the ranks of the module with the loss, padded to the longest; None elsewhere.
         """
-        parts = microbatches(batch, count=num_microbatches, size=None)
+        parts = microbatches(batch, count=num_microbatches, size=None, rows=self._cut["rows"])
         with states_as_before(self.generators.values()):
             found = generate(
                 **self._steps.arguments(parts),

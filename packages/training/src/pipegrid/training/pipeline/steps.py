@@ -35,6 +35,7 @@ from pipegrid.training.generators import seeded_by
 from pipegrid.training.pipeline.losses import Counted
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.graph import ModuleGraph
@@ -56,6 +57,7 @@ class Steps:
         device: of the stages.
         replica: whose batch this rank reads.
         generators: by module; a draw seeds each forward.
+        rows: how microbatches are shared among replicas.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -69,6 +71,7 @@ class Steps:
     device: torch.device
     replica: int
     generators: Mapping[str, torch.Generator]
+    rows: Rows
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
@@ -90,7 +93,10 @@ class Steps:
                 "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "
                 "share calls; give such routes to a step function, with UnitBatches"
             )
-        shared = {name: [microbatch(part, share, self.device) for part in parts] for name, share in self.shares.items()}
+        shared = {
+            name: [microbatch(part, share, self.device, self.rows) for part in parts]
+            for name, share in self.shares.items()
+        }
         read = {name: iter if routes is None else partial(_passing, routes, self.replica, name) for name in shared}
         return {
             "forward_step_func": self._forward_step,

@@ -109,6 +109,7 @@ class Noisy(nn.Module):
         super().__init__()
         self.embed = nn.Linear(4, 16)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5)) for _ in range(4))
+        self.last = nn.Dropout(0.5)
         self.head = nn.Linear(16, 1)
         self.double()
 
@@ -116,7 +117,21 @@ class Noisy(nn.Module):
         hidden = self.embed(x)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(hidden)
+        return self.head(self.last(hidden))
+
+
+@pytest.mark.parametrize("layout", ["Et*4|L", "E|t*4|L", "Et*3|tL"])
+def test_a_stage_of_the_head_alone_has_the_masks_of_one_process(layout):
+    x = torch.ones(4, 4, dtype=torch.float64)
+    model, masks = Noisy(), DropoutMasks(seed=5, step=2, microbatch=1)
+    masks.apply(model)
+    received = None
+    for stage in cut(Noisy(), layout, list(range(layout.count("|") + 1))):
+        masks.apply(stage)
+        stage.current_microbatch = 1
+        stage.set_input_tensor([received])
+        received = stage(x=x)
+    torch.testing.assert_close(received, model(x), rtol=1e-12, atol=0.0)
 
 
 def watched(pipeline):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from pipegrid.training import CutError, DropoutMasks, cut
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import CutError, DropoutMasks, Pipeline, cut
 
 from .kit import models
+from .kit.gradients import require_gradients
 from .kit.models import MAKERS, batch_of
 
 LAYOUTS = ("Et*4L", "Et|t*3L", "E|tt|t|tL")
@@ -95,3 +99,153 @@ def test_a_model_with_two_lists_of_layers_is_an_error():
         DropoutMasks(seed=1).apply(MAKERS["t5"]())
     with pytest.raises(CutError, match="seed is -1"):
         DropoutMasks(seed=-1)
+
+
+class Noisy(nn.Module):
+    """Four layers with dropout."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.embed = nn.Linear(4, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5)) for _ in range(4))
+        self.last = nn.Dropout(0.5)
+        self.head = nn.Linear(16, 1)
+        self.double()
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.last(hidden))
+
+
+@pytest.mark.parametrize("layout", ["Et*4|L", "E|t*4|L", "Et*3|tL"])
+def test_a_stage_of_the_head_alone_has_the_masks_of_one_process(layout):
+    x = torch.ones(4, 4, dtype=torch.float64)
+    model, masks = Noisy(), DropoutMasks(seed=5, step=2, microbatch=1)
+    masks.apply(model)
+    received = None
+    for stage in cut(Noisy(), layout, list(range(layout.count("|") + 1))):
+        masks.apply(stage)
+        stage.current_microbatch = 1
+        stage.set_input_tensor([received])
+        received = stage(x=x)
+    torch.testing.assert_close(received, model(x), rtol=1e-12, atol=0.0)
+
+
+def watched(pipeline):
+    """A list of the masks that this rank's layers draw."""
+    masks = []
+    for stage in pipeline.stages["model"]:
+        for name in stage.layers:
+            drop = stage.get_submodule(name)[2]
+            drop.register_forward_hook(lambda _, given, result: masks.append((result / given[0]).detach()))
+    return masks
+
+
+def gathered(values):
+    found = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, values.contiguous())
+    return found
+
+
+def mean(output, batch):
+    return output.square().mean()
+
+
+@pytest.mark.ranks(4)
+def test_replicas_stages_steps_and_microbatches_have_masks_of_their_own_that_a_checkpoint_goes_on_with(ranks):
+    """The script's generators are as without dropout, and so are parameters and buffers."""
+    rows = {"x": torch.ones(4, 4, dtype=torch.float64)}
+    options = {"grid": HyperCommGrid([2, 2], ["dp", "pp"]), "num_microbatches": 2, "loss": mean}
+    with Pipeline(Noisy, "Ett|ttL", **options) as pipeline:
+        whole = dict(Noisy().named_parameters())
+        assert all(torch.equal(one, whole[name]) for name, one in pipeline.named_parameters())
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        masks = watched(pipeline)
+        pipeline.step(rows)
+        seen = [*masks]
+        pipeline.evaluate(rows)
+        pipeline.save(ranks.shared_path / "run", step=1)
+        masks.clear()
+        loss = pipeline.step(rows)
+        assert torch.equal(torch.get_rng_state(), before)
+        every = [mask for of_rank in gathered(torch.stack([*seen, *masks])) for mask in of_rank]
+        assert not any(torch.equal(one, other) for at, one in enumerate(every) for other in every[:at])
+    with Pipeline(Noisy, "Ett|ttL", **options) as pipeline:
+        assert pipeline.load(ranks.shared_path / "run").same_layout
+        again = watched(pipeline)
+        assert torch.equal(pipeline.step(rows), loss)
+        assert torch.equal(torch.stack(again), torch.stack(masks))
+    options["grid"] = HyperCommGrid([1, 4], ["dp", "pp"])
+    with Pipeline(Noisy, "Et|t|t|tL", **options) as pipeline:
+        assert not pipeline.load(ranks.shared_path / "run").same_layout
+        others = watched(pipeline)
+        pipeline.step(rows)
+        assert not any(torch.equal(one, mask) for one in others for mask in every)
+
+
+@pytest.mark.ranks(2)
+def test_tensor_parallel_ranks_draw_alike_unless_they_are_seeded_otherwise(ranks):
+    rows = {"x": torch.ones(2, 4, dtype=torch.float64)}
+
+    def otherwise():
+        model = Noisy()
+        torch.manual_seed(ranks.rank)
+        return model
+
+    for make, alike in ((Noisy, True), (otherwise, False)):
+        grid = HyperCommGrid([2, 1, 1], ["tp", "dp", "pp"])
+        with Pipeline(make, "Et*4L", grid, num_microbatches=1, loss=mean) as pipeline:
+            masks = watched(pipeline)
+            pipeline.step(rows)
+            one, other = gathered(torch.stack(masks))
+            assert torch.equal(one, other) == alike
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_a_checkpointed_layer_draws_the_masks_of_its_forward_again(ranks, schedule):
+    texts = batch_of("gpt2", rows=4)
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    with Pipeline(gpt2, "Ett|ttL", grid, schedule=schedule, loss=models.next_words) as pipeline:
+        found = []
+        for checkpointed in (False, True):
+            pipeline.generators["model"].manual_seed(3)
+            if checkpointed:
+                (stage,) = pipeline.stages["model"]
+                stage.whole.activation_checkpointing_enable({"use_reentrant": False})
+            pipeline.step(texts)
+            found.append([parameter.grad.clone() for parameter in pipeline.parameters()])
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(4)
+def test_the_masks_of_one_process_where_a_script_asks_for_them(ranks):
+    texts = [batch_of("gpt2", seed=lane, rows=4) for lane in range(2)]
+    whole = gpt2()
+    sums = []
+    for lane, batch in enumerate(texts):
+        masks = DropoutMasks(seed=5, lane=lane, step=2)
+        masks.apply(model := gpt2())
+        for masks.microbatch in range(2):
+            part = {name: value[2 * masks.microbatch :][:2] for name, value in batch.items()}
+            loss, count = models.next_words(model(**part), part)
+            loss.backward()
+            sums.append(count)
+        for one, other in zip(whole.parameters(), model.parameters(), strict=True):
+            one.grad = other.grad + (0.0 if one.grad is None else one.grad)
+    for parameter in whole.parameters():
+        parameter.grad /= sum(sums)
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    with Pipeline(gpt2, "Ett|ttL", grid, num_microbatches=2, loss=models.next_words) as pipeline:
+        own = DropoutMasks(seed=5, lane=pipeline.replica, step=2)
+        for stage in pipeline.stages["model"]:
+            own.apply(stage)
+        pipeline.step(texts[pipeline.replica])
+        require_gradients(pipeline.named_parameters(), whole)

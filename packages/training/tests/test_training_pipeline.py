@@ -13,12 +13,15 @@ from torch.nn import functional as F
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import Pipeline, PipelineModule
+from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
+from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 
 from .kit.gradients import require_gradients
 from .kit.jobs import made
+from .kit.layered import WORDS as LAYERED_WORDS
+from .kit.layered import Layered
 from .kit.models import MAKERS, WORDS, batch_of, llama, next_words
 from .kit.vlm import Tower, after_image, read_images, seen_and_text
 
@@ -292,7 +295,9 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
         torch.testing.assert_close(pipeline.step(batch), (loss / count).detach(), rtol=1e-6, atol=0.0)
         name, whole = ("images", tower) if ranks.rank < 2 else ("language", language)
         assert list(pipeline.stages) == [name]
-        assert (pipeline.parameters() == []) == (frozen and name == "images")
+        everything_is_frozen = frozen and name == "images"
+        assert (list(pipeline.named_parameters()) == []) == everything_is_frozen
+        assert (sum(parameter.numel() for parameter in pipeline.parameters()) == 0) == everything_is_frozen
         expected = dict(whole.named_parameters())
         for key, parameter in pipeline.named_parameters():  # float32 inside of Llama's norms
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -416,3 +421,175 @@ def test_microbatches_without_an_image_skip_the_encoder(ranks):
         pipeline.record(ranks.shared_path / "recording.json")
         with pytest.raises(StepArgumentError, match="record"):
             pipeline.step(batch, routes=routes)
+
+
+class Normed(nn.Module):
+    """Layers with a batch norm and dropout; of the first two, which are frozen, both stay in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(3)
+        )
+        self.head = nn.Linear(4, 1)
+        for layer in self.layers[:2]:
+            layer.requires_grad_(False).eval()
+        self.layers[2][2].eval()
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def modes_of(stage):
+    """Which of a stage's own layers, and of their parts, are in training mode."""
+    own = tuple(stage.layers)
+    return {name: module.training for name, module in stage.named_modules() if name.startswith(own)}
+
+
+@pytest.mark.parametrize("make", [made(Normed), made(Normed)()], ids=["made", "given"])
+def test_stages_have_the_modes_of_the_model_module_by_module(make):
+    whole = made(Normed)()
+    for stage in pipeline_stage(make, "Et|tt|L", [0, 1, 2]):
+        assert stage.training
+        assert modes_of(stage) == {name: whole.get_submodule(name).training for name in modes_of(stage)}
+        with evaluating(stage):
+            assert not any(module.training for module in (*stage.modules(), stage.whole))
+        assert stage.training
+        assert stage.whole.training
+        assert modes_of(stage) == {name: whole.get_submodule(name).training for name in modes_of(stage)}
+
+
+@pytest.mark.ranks(2)
+def test_what_is_frozen_in_evaluation_mode_stays_so_through_steps_and_evaluations(ranks):
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(4, 4, dtype=torch.float64, generator=draw)} for _ in range(3)]
+    whole = made(Normed)()
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0)
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    with Pipeline(made(Normed), "Et|ttL", grid, num_microbatches=1, loss=squares, config=config) as pipeline:
+        for batch in batches:
+            pipeline.step(batch)
+            whole(batch["x"]).square().mean().backward()
+            with evaluating(whole):
+                expected = whole(**batch).square().mean()
+            torch.testing.assert_close(pipeline.evaluate(batch), expected.detach(), rtol=1e-12, atol=0.0)
+        require_gradients(pipeline.named_parameters(), whole)
+        (stage,) = pipeline.stages["model"]
+        right = whole.state_dict()
+        for name, buffer in stage.named_buffers():
+            if name in right and not name.startswith("head"):
+                torch.testing.assert_close(buffer, right[name], rtol=1e-12, atol=0.0, msg=name)
+
+
+def of_words(logits, batch):
+    """Following words, as a sum and their number."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), reduction="none")
+    return losses.sum(), losses.numel()
+
+
+def by_name(named):
+    """Options as recipes choose them: no decay for one name, another learning rate for another."""
+    return [
+        {
+            "params": [parameter],
+            "weight_decay": 0.0 if name.startswith("word") else 0.5,
+            "lr": 0.01 if name.startswith("out") else 0.1,
+        }
+        for name, parameter in named
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_weight_has_one_name_by_which_options_fall_alike_on_its_copies(ranks):
+    ids = torch.randint(0, LAYERED_WORDS, (4, 5), generator=torch.Generator().manual_seed(0))
+    make = made(lambda: Layered(tied=True))
+    whole = make()
+    single = torch.optim.AdamW(by_name(whole.named_parameters()))
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    with Pipeline(make, "Ett|ttL", grid, num_microbatches=2, loss=of_words) as pipeline:
+        named = list(pipeline.named_parameters())
+        assert [name for name, parameter in named if parameter.shape[0] == LAYERED_WORDS] == ["word.weight"]
+        optimizer = torch.optim.AdamW(by_name(named))
+        for _ in range(3):
+            pipeline.step({"ids": ids})
+            loss, count = of_words(whole(ids), {"ids": ids})
+            (loss / count).backward()
+            for each in (optimizer, single):
+                each.step()
+                each.zero_grad()
+        expected = dict(whole.named_parameters())
+        for name, parameter in named:
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checked", [False, True])
+def test_copies_of_a_tied_weight_under_other_options_are_an_error_in_the_next_step(ranks, checked):
+    """Options by place; with ``check_replicas`` the copies are compared after each reduction, else in the second."""
+    ids = torch.randint(0, LAYERED_WORDS, (4, 5), generator=torch.Generator().manual_seed(0))
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0, check_replicas=checked)
+    make = made(lambda: Layered(tied=True))
+    with Pipeline(make, "Ett|ttL", grid, num_microbatches=2, loss=of_words, config=config) as pipeline:
+        pipeline.step({"ids": ids})
+        (weight,) = [parameter for parameter in pipeline.parameters() if parameter.shape[0] == LAYERED_WORDS]
+        torch.optim.SGD([weight], lr=0.1 + 0.1 * ranks.rank).step()
+        with pytest.raises(RuntimeError, match="copies of tied parameter 'word.weight' have drifted apart"):
+            pipeline.step({"ids": ids})
+
+
+class Frozen(nn.Module):
+    """Four layers between a projection and a head; all before the third layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.head = nn.Linear(4, 1)
+        for part in (self.embed, *self.layers[:2]):
+            part.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "fused": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_loop_of_the_docs_runs_on_a_rank_with_nothing_to_train(ranks, kind):
+    """Steps, checkpoints and loads in layouts that leave the first rank none, one and none of the parameters."""
+    optimizer_of = OPTIMIZERS[kind]
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = made(Frozen)()
+    single = optimizer_of([parameter for parameter in whole.parameters() if parameter.requires_grad], lr=0.1)
+    for number, layout in enumerate(("Ett|ttL", "Ettt|tL", "Et|tttL")):
+        with Pipeline(made(Frozen), layout, HyperCommGrid([1, 2], ["dp", "pp"]), loss=squares) as pipeline:
+            optimizer = optimizer_of(pipeline.parameters(), lr=0.1)
+            found = pipeline.load(ranks.shared_path / "run", optimizer)
+            assert (found and found.step) == (number or None)
+            assert (len(list(pipeline.named_parameters())) == 0) == (ranks.rank == 0 and number != 1)
+            pipeline.step({"x": x})
+            (whole(x).square().sum() / len(x)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            torch.testing.assert_close(pipeline.clip(0.1), norm, rtol=1e-12, atol=0.0)
+            torch.nn.utils.clip_grad_norm_(pipeline.parameters(), 1e9)  # as other code does
+            for each in (optimizer, single):
+                each.step()
+                each.zero_grad()
+            expected = dict(whole.named_parameters())
+            for name, parameter in pipeline.named_parameters():
+                torch.testing.assert_close(parameter, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+            pipeline.save(ranks.shared_path / "run", optimizer, step=number + 1)

@@ -29,9 +29,10 @@ from pipegrid.schedules import (
     verify,
     with_reduce,
 )
+from pipegrid.schedules.gradients import ReplicaError
 from pipegrid.schedules.gradients.reduction.declared_ties import required_ties
 from pipegrid.schedules.gradients.reduction.tie_groups import stages_here, tie_groups
-from pipegrid.schedules.gradients.reduction.tied import TieMark
+from pipegrid.schedules.gradients.reduction.tied import COMPARED_EVERY, TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 from pipegrid.transport import P2PCommunicator
 
@@ -462,3 +463,23 @@ def test_a_gradient_whose_reduce_never_ran_is_not_finished():
     reduce_gradients(module, ProcessGroupCollection())
     with pytest.raises(GradientError, match="tied parameter 'w' in module 'head' was not summed over its copies"):
         reduce_gradients({"head": module}, ProcessGroupCollection())
+
+
+@pytest.mark.ranks(2)
+def test_copies_that_drift_apart_are_an_error_after_the_first_update_and_every_so_many_sums(ranks):
+    grid = HyperCommGrid([2], ["pp"])
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    word = tie_parameters("word", {ranks.rank: weight}, stages=[0, 1], grids=grid)
+    before, after = weight.detach().clone(), weight.detach() + 1e-6 * ranks.rank
+    word.reduce()
+    weight.data.copy_(after)
+    text = r"copies of tied parameter 'word' have drifted apart .* checksums are rank 0: \w{16}; rank 1: \w{16}\. "
+    with pytest.raises(ReplicaError, match=text):
+        word.reduce()
+    weight.data.copy_(before)
+    word.require_equal()
+    weight.data.copy_(after)
+    for _ in range(COMPARED_EVERY - 1):
+        word.reduce()
+    with pytest.raises(ReplicaError, match=text):
+        word.reduce()

@@ -89,7 +89,7 @@ def main() -> None:
     config = PipelineConfig(variable_seq_lengths=True)
     cut = {"num_microbatches": NUM_MICROBATCHES, "loss": loss_of}
     with Pipeline(modules, topology=TOPOLOGY, schedule=SCHEDULE, config=config, **cut) as pipeline:
-        optimizer = torch.optim.AdamW([{"params": pipeline.parameters()}], lr=1e-4)  # none, of frozen modules alone
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)
         for step in range(STEPS):
             loss = pipeline.step(load_batch(step, pipeline.replica, pipeline.replicas))
             pipeline.clip(1.0)

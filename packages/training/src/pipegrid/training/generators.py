@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,28 @@ def generators_as_before() -> Iterator[None]:
         restore(states)
 
 
+@contextmanager
+def seeded_by(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators by a draw of ``generator``; after the block they go on as they were before it."""
+    states = capture_torch(device)
+    torch.manual_seed(int(torch.randint(2**63 - 1, (), generator=generator)))
+    try:
+        yield
+    finally:
+        restore(states, device)
+
+
+@contextmanager
+def states_as_before(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """``generators`` are at the end as they were."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 def as_tensors(states: States) -> dict[str, Tensor]:
     """Captured states as tensors of fixed shapes."""
     made = {kind: state for kind, state in states.items() if isinstance(state, Tensor)}
@@ -84,10 +106,15 @@ def of_tensors(tensors: dict[str, Tensor]) -> States:
     return states
 
 
+def seed_of(*values: object) -> int:
+    """A seed that is a function of ``values``, of 63 bits."""
+    digest = hashlib.blake2b("/".join(map(str, values)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def derive(seed: int, step: int, rank: int) -> None:
     """Seed all generators for a run in another layout: a function of the saved seed, the step and the rank."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    derived = int.from_bytes(digest, "little") >> 1
+    derived = seed_of(seed, step, rank)
     torch.manual_seed(derived)
     random.seed(derived)
     numpy: Any = sys.modules.get("numpy.random")

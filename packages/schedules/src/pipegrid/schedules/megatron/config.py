@@ -107,8 +107,8 @@ class PipelineConfig(P2PConfig):
             reductions: for tests. ``"as_computed"``: as backwards and all-reduces come.
         grad_bucket_bytes: about the bytes of gradients that are reduced together, where the step function reduces.
         check_replicas: False compares the parameters of replicas by checksum before the first step. True compares the
-            norms of parameters and gradients after each reduction as well (`require_equal_replicas`), for debug runs.
-            None compares nothing: for replicas that differ on purpose.
+            norms of parameters and gradients after each reduction as well (`require_equal_replicas`), and the copies
+            of tied parameters by checksum, for debug runs. None compares no replicas: they differ on purpose.
         check: before its first forward, stage 0 compares all stages with the whole model, in its own process and on its
             first microbatch (`check_stages` of pipegrid-training): for stages of its ``pipeline_stage``,
             made with a function that makes the model, and for models of which a rank can hold two.

@@ -15,11 +15,12 @@ from pipegrid.training.checkpoint.saving import PLAN
 from pipegrid.training.checkpoint.state import optimizers
 from pipegrid.training.checkpoint.state.names import StateTensors, TrainingState, stages_of
 from pipegrid.training.checkpoint.state.optimizers import LoadedGroup
+from pipegrid.training.checkpoint.state.snapshot import OWN
 from pipegrid.training.checkpoint.stored import dcp, folder, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, few
-from pipegrid.training.generators import derive, of_tensors, restore
+from pipegrid.training.generators import derive, of_tensors, restore, seed_of
 
 
 @frozen(kw_only=True, eq=False)
@@ -149,9 +150,14 @@ def _fill_rank(
         state.data.load_state_dict(data)
     if same_layout:
         saved = {key.removeprefix(prefix): value for key, value in randoms.items()}
-        restore(of_tensors(saved), own.device)
+        restore(of_tensors({kind: value for kind, value in saved.items() if not kind.startswith(OWN)}), own.device)
+        for name, generator in state.generators.items():
+            if f"{OWN}{name}" in saved:
+                generator.set_state(saved[f"{OWN}{name}"])
     else:
         derive(found.seed, found.step, rank)
+        for generator in state.generators.values():
+            generator.manual_seed(seed_of(generator.initial_seed(), found.step))
 
 
 def _fitting(state: TrainingState, path: Path, found: Manifest) -> tuple[StateTensors, list[LoadedGroup], str | None]:

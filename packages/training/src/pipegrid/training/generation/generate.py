@@ -173,15 +173,18 @@ def _unmonitored(stages: Sequence[Stage]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """All models of this rank in evaluation mode, and back in the mode that each had."""
-    modes = [(one, one.training) for one in flat(model)[1]]
-    for one, _ in modes:
+    """All models of this rank in evaluation mode, and each module back in the mode that it had."""
+    models = flat(model)[1]
+    held = [module for one in models for module in one.modules()]
+    held += [module.whole for module in held if isinstance(module, Stage)]  # no submodule
+    modes = [module.training for module in held]
+    for one in models:
         one.eval()
     try:
         yield
     finally:
-        for one, mode in modes:
-            one.train(mode)
+        for module, mode in zip(held, modes, strict=True):
+            module.training = mode
 
 
 def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Callable[..., Any]:

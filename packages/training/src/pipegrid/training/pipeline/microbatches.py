@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from attrs import frozen
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.topology.fields import Count, checked, shown
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
+from pipegrid.training.stages.torch_compat import tree_map_only
 
 
 @frozen(eq=False)
@@ -65,31 +68,30 @@ def _batches_of(rank: int, grids: Mapping[str, HyperCommGrid], replicas: Mapping
 
 
 def microbatches(
-    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, count: int | None, size: int | None
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, count: int | None, size: int | None, rows: Rows
 ) -> list[Mapping[str, Any]]:
-    """``batch`` cut along the first axis into ``count`` microbatches, or into those of ``size`` rows.
+    """``batch`` cut by ``rows`` into ``count`` microbatches, or into those of ``size`` rows.
 
     ``count`` microbatches differ by one row at most; losses are divided by what they count, not by microbatches. A
     sequence of dicts is a batch that is cut already.
 
     Raises:
-        StepArgumentError: no rows, fewer than microbatches, tensors of unequal rows, or rows that do not divide.
+        StepArgumentError: no rows, fewer than microbatches, entries without these rows, or rows that do not divide.
     """
     if isinstance(batch, Mapping):
-        return _split(batch, _count(_rows(batch), count, size))
+        return rows.split(batch, _count(rows.number(batch), count, size))
     if isinstance(batch, Sequence) and batch and all(isinstance(each, Mapping) for each in batch):
         return list(batch)
     raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")
 
 
-def microbatch(part: Mapping[str, Any], share: Share, device: torch.device) -> Microbatch:
+def microbatch(part: Mapping[str, Any], share: Share, device: torch.device, by: Rows | None = None) -> Microbatch:
     """The share of a replica, its tensors on ``device``."""
-    inputs = _shared(part, share)
-    rows = next((len(each) for each in inputs.values() if isinstance(each, torch.Tensor) and each.dim()), 1)
-    moved = {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
-    }
+    by = by or Rows()
+    inputs = _shared(part, share, by)
+    rows = by.number_or_first(inputs)
+    move = partial(torch.Tensor.to, device=device, non_blocking=True)
+    moved = {name: tree_map_only(torch.Tensor, move, value) for name, value in inputs.items()}
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.dim():
         return Microbatch(moved, rows, None)
@@ -112,32 +114,13 @@ def _count(rows: int, count: int | None, size: int | None) -> int:
     return count
 
 
-def _split(batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """``count`` parts of a batch, the first ones with a row more; what is no tensor with rows is in each."""
-    parts = {
-        name: value.tensor_split(count) if isinstance(value, torch.Tensor) and value.dim() else (value,) * count
-        for name, value in batch.items()
-    }
-    return [{name: pieces[number] for name, pieces in parts.items()} for number in range(count)]
-
-
-def _rows(batch: Mapping[str, Any]) -> int:
-    rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
-    if not rows or 0 in rows.values() or len(set(rows.values())) > 1:
-        raise StepArgumentError(
-            f"the first axes of the batch are {rows}; they must be the same rows, at least one. For tensors without "
-            "rows (patches of images, packed texts) give a list with a dict for each microbatch"
-        )
-    return next(iter(rows.values()))
-
-
-def _shared(part: Mapping[str, Any], share: Share) -> Mapping[str, Any]:
+def _shared(part: Mapping[str, Any], share: Share, by: Rows) -> Mapping[str, Any]:
     if share.parts == 1:
         return part
-    rows = _rows(part)
+    rows = by.number(part)
     if rows % share.parts:
         raise StepArgumentError(
             f"a microbatch of {rows} rows does not divide among the {share.parts} replicas that read it; give a "
             "multiple"
         )
-    return _split(part, share.parts)[share.index]
+    return by.split(part, share.parts)[share.index]

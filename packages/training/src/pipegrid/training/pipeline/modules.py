@@ -20,6 +20,7 @@ from pipegrid.schedules.gradients import TiedParameters
 from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.fields import Index, checked, shown
+from pipegrid.training.generators import seed_of
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.training.stages.assignment import as_layout, pp_size
 
@@ -193,6 +194,16 @@ def tied_parameters(
         placement = None if one_each else places[name]
         tied += tie_stage_parameters(ties, own, grids, graph=graph, module=name, placement=placement)
     return tuple(tied)
+
+
+def generators_of(grids: Mapping[str, HyperCommGrid]) -> dict[str, torch.Generator]:
+    """The generators of this rank's modules: equal on the ranks that differ in their tensor-parallel rank alone."""
+    rank, made = dist.get_rank(), {}
+    for name, grid in grids.items():
+        if grid.is_current_rank_in_grid():
+            coords = sorted((dim, at) for dim, at in grid.coords(rank).items() if dim != "tp")
+            made[name] = torch.Generator().manual_seed(seed_of(torch.initial_seed(), name, *coords))
+    return made
 
 
 def monitor_of(monitor: Monitor | bool | None, device: torch.device, ranks: Sequence[int]) -> Monitor | None:

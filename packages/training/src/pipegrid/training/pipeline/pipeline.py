@@ -20,8 +20,10 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import GroupSpec, HyperCommGrid, ProcessGroupCollection, create_groups
 from pipegrid.topology.ending import destroy_groups
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
+from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.generators import states_as_before
 from pipegrid.training.pipeline.losses import OwnLoss, given_loss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
@@ -29,6 +31,7 @@ from pipegrid.training.pipeline.modules import (
     ModelFactory,
     PipelineModule,
     frozen_edges,
+    generators_of,
     modules_of,
     monitor_of,
     ranks_of,
@@ -37,12 +40,14 @@ from pipegrid.training.pipeline.modules import (
 from pipegrid.training.pipeline.modules import (
     create_groups as create_module_groups,
 )
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.training.stages import Names, Stage
+from pipegrid.training.stages.assignment import names_of_ties
 from pipegrid.transport.control.opening import resolve_device
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Tensors with the same rows along their first axes; or a list of such dicts, one for each microbatch."""
+"""Tensors, arrays and lists with one entry for each row, and what has none; or a list of dicts, one a microbatch."""
 
 
 class Pipeline:
@@ -50,6 +55,12 @@ class Pipeline:
 
     Every rank makes one and calls its methods when the others do. It is a thin layer: `stages`, `communicator`,
     `groups` and `config` are those that the step functions, `Checkpoints` and `generate` take.
+
+    Dropout and whatever else a forward draws: each forward is seeded by a generator of this rank's module, itself
+    seeded by ``torch.initial_seed()``, the module, its replica and its stage, here and now. So replicas and stages draw
+    otherwise, tensor-parallel ranks alike, and the generators of the script are as if forwards drew nothing. A
+    checkpoint has them; ``pipeline.generators["model"].manual_seed(1)`` seeds anew. For the masks of one process,
+    apply `DropoutMasks` to `stages`.
 
     Args:
         model: a function that makes the model, such as ``lambda: LlamaForCausalLM(config)``; or modules by name.
@@ -60,6 +71,9 @@ class Pipeline:
         config: of the step; None allows microbatches of any shapes. Losses are counted by token, whatever it says.
         microbatch_size: rows of a microbatch, of this rank's batch.
         num_microbatches: how many a batch is cut into, in place of ``microbatch_size``. With neither, each row is one.
+        rows: by name, the axis of an entry's rows where it is not the first, ``{"positions": 1}``. A list is an axis
+            before those of its entries; ``"images.sizes"`` is an entry of a dict inside.
+        whole: the names of entries that each microbatch has all of, such as weights of classes.
         loss: ``f(output, microbatch)``, a mean over rows or ``(sum, count)``, from what the last stage returns and its
             part of the batch; None: the model's own ``output.loss``, a mean over the tokens of the whole step.
         names: as in `pipeline_stage`.
@@ -89,6 +103,8 @@ class Pipeline:
         config: PipelineConfig | None = None,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
+        rows: Mapping[str, int] | None = None,
+        whole: Sequence[str] = (),
         loss: Callable[[Any, Any], Any] | None = None,
         names: Names | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
@@ -101,7 +117,11 @@ class Pipeline:
         described = modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
-        self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size}
+        self._cut: dict[str, Any] = {
+            "count": num_microbatches,
+            "size": microbatch_size,
+            "rows": Rows({} if rows is None else rows, whole),
+        }
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
 
@@ -123,6 +143,7 @@ class Pipeline:
 
         self.is_spare = not own
         _, self.device = resolve_device(next(iter(described.values())).grid.backend, device)
+        self._without_elements = nn.Parameter(torch.empty(0, 0, device=self.device))
         self.config: PipelineConfig
         self.stages: dict[str, list[Any]] = {
             name: [
@@ -131,6 +152,7 @@ class Pipeline:
             ]
             for name, module in own.items()
         }
+        self.generators = generators_of(self.grids)
         if self.is_spare:
             self.config = config
             return
@@ -161,6 +183,8 @@ class Pipeline:
             OwnLoss() if loss is None else given_loss(loss),
             self.device,
             self.replica,
+            self.generators,
+            self._cut["rows"],
         )
 
     @property
@@ -198,7 +222,7 @@ class Pipeline:
         """The mean loss of a batch, as of `step`, without gradients and in evaluation mode; on every rank."""
         if self.is_spare:
             return self._nothing()
-        with evaluating(self.stages):
+        with evaluating(self.stages), states_as_before(self.generators.values()):
             return self._steps.run(microbatches(batch, **self._cut), routes, forward_only=True)
 
     def generate(
@@ -218,15 +242,16 @@ class Pipeline:
         """
         if self.is_spare:
             return None
-        parts = microbatches(batch, count=num_microbatches, size=None)
-        found = generate(
-            **self._steps.arguments(parts),
-            max_new_tokens=max_new_tokens,
-            schedule=self._steps.schedule,
-            sampling=sampling,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-        )
+        parts = microbatches(batch, count=num_microbatches, size=None, rows=self._cut["rows"])
+        with states_as_before(self.generators.values()):
+            found = generate(
+                **self._steps.arguments(parts),
+                max_new_tokens=max_new_tokens,
+                schedule=self._steps.schedule,
+                sampling=sampling,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+            )
         if not found:
             return None
         longest = max(tokens.shape[1] for tokens in found)
@@ -234,17 +259,24 @@ class Pipeline:
         return torch.cat([pad(tokens, (0, longest - tokens.shape[1])) for tokens in found])
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters to train of this rank's stages, each once; none on ranks of frozen modules alone."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """The parameters to train of this rank's stages, each once.
+
+        Where all is frozen, one parameter without elements that is in no stage: an optimizer takes no empty list.
+        """
+        return [parameter for _, parameter in self.named_parameters()] or [self._without_elements]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """`parameters`, with their names in their module."""
-        stages = [stage for held in self.stages.values() for stage in held]
+        """The parameters to train by name, none where all is frozen; a tied one has one name, that of one process.
+
+        Options by name: ``AdamW([{"params": [p], "lr": ...} for name, p in ...] or [{"params": []}])``.
+        """
         seen: set[nn.Parameter] = set()
-        for name, parameter in (named for stage in stages for named in stage.named_parameters()):
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                yield name, parameter
+        for stage in (stage for held in self.stages.values() for stage in held):
+            tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    yield tied.get(bare_name(name), name), parameter
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""
@@ -269,6 +301,7 @@ class Pipeline:
             optimizers=list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
             data=data,
             grids=self.grids,
+            generators=self.generators,
         )
 
     def save(

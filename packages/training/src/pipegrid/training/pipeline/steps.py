@@ -31,9 +31,11 @@ from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
+from pipegrid.training.generators import seeded_by
 from pipegrid.training.pipeline.losses import Counted
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.graph import ModuleGraph
@@ -54,6 +56,8 @@ class Steps:
         loss: of a last stage's output.
         device: of the stages.
         replica: whose batch this rank reads.
+        generators: by module; a draw seeds each forward.
+        rows: how microbatches are shared among replicas.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -66,6 +70,8 @@ class Steps:
     loss: Callable[[Any, Microbatch], Counted]
     device: torch.device
     replica: int
+    generators: Mapping[str, torch.Generator]
+    rows: Rows
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
@@ -87,7 +93,10 @@ class Steps:
                 "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "
                 "share calls; give such routes to a step function, with UnitBatches"
             )
-        shared = {name: [microbatch(part, share, self.device) for part in parts] for name, share in self.shares.items()}
+        shared = {
+            name: [microbatch(part, share, self.device, self.rows) for part in parts]
+            for name, share in self.shares.items()
+        }
         read = {name: iter if routes is None else partial(_passing, routes, self.replica, name) for name in shared}
         return {
             "forward_step_func": self._forward_step,
@@ -155,7 +164,8 @@ class Steps:
         part = next(parts)
         name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
         forward = self.modules[name].forward
-        output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
+        with seeded_by(self.generators[name], self.device):
+            output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
         if name in self._graph.sinks and getattr(stage, "is_last", True):
             return output, lambda output: self.loss(output, part)
         return output if isinstance(stage, Stage) else {name: output}, None

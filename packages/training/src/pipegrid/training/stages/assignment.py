@@ -36,6 +36,11 @@ class Tie:
     names: tuple[str, ...]
 
 
+def names_of_ties(ties: Iterable[Tie], stage: int) -> dict[str, str]:
+    """By its name on ``stage``, the name of each tied parameter in the whole model."""
+    return {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == stage}
+
+
 @frozen
 class Assignment:
     """A model over stages.

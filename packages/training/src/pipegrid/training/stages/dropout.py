@@ -56,6 +56,8 @@ class DropoutMasks:
         if layers:
             model.get_submodule(layers[-1]).register_forward_hook(_seeding(before + len(layers) + 1))
         model.register_forward_pre_hook(self._begin)
+        if before and not layers:  # a head alone
+            model.register_forward_pre_hook(_seeding(before + 1))
         model.register_forward_hook(self._end, always_call=True)
 
     def base(self, microbatch: int, replica: int | None = None) -> int:

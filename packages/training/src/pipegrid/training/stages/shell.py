@@ -87,7 +87,7 @@ class Foreign(nn.Module):
         super().__init__()
         # No submodule: it has no place among the stage's parameters.
         self.__dict__["ghost"] = meta_copy(part, buffers=True)
-        self.name, self.run, self.earlier = name, run, earlier
+        self.name, self.run, self.earlier, self.training = name, run, earlier, part.training
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "ghost" not in self.__dict__:

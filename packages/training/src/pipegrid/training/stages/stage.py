@@ -77,7 +77,7 @@ class Stage(nn.Module):
             if name not in self._flow.accepted:
                 takes = ", ".join(self._flow.accepted)
                 raise CutError(f"carry has {name!r}, and the forward of {type(whole).__name__} takes {takes}")
-        self.train(model.training)
+        self.training = model.training  # of its parts each is as it was made
 
     @property
     def is_first(self) -> bool:

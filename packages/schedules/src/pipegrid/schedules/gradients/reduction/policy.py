@@ -215,6 +215,8 @@ class StepGradients:
             self.reduction.finish(self._tokens(counted), self.waiting)
             if getattr(self.config, "check_replicas", False):
                 require_equal_norms(self.reduction.layout, self.waiting)
+                for tie in getattr(self.config, "tied_parameters", ()):
+                    tie.require_equal(self.waiting)
 
     def _tokens(self, counted: Counted) -> torch.Tensor | None:
         """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""

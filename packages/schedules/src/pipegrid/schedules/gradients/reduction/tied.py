@@ -7,12 +7,14 @@ data-parallel reduction only divides, whatever the numbers of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
@@ -20,12 +22,17 @@ from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor
 from pipegrid.schedules.gradients.layout import TieMark, marks_of
 from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dtype, set_accumulated
+from pipegrid.schedules.gradients.reduction.replicas import ReplicaError
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.schedules.plan import chain
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
-from pipegrid.transport.collectives.differences import by_text
+from pipegrid.transport.collectives.checksum import checksums
+from pipegrid.transport.collectives.differences import by_text, difference
+
+COMPARED_EVERY: Final = 100
+"""Sums of a tied gradient from one comparison of its copies to the next; the first is with the second sum."""
 
 _CHUNK = 2**22
 """Elements compared at a time: bounds the memory of the check beside a large embedding."""
@@ -48,15 +55,22 @@ class TiedParameters:
     copies: tuple[torch.nn.Parameter, ...] = ()
     group: dist.ProcessGroup | None = None
     contributes: bool = True
+    _sums: Iterator[int] = field(factory=itertools.count, init=False, repr=False)  # equal on the ranks of the group
 
     @torch.no_grad()
     def reduce(self, waiting: Waiting | None = None) -> None:
         """Sum the gradient over all copies: the ``REDUCE`` of this name (``reducers={name: tied.reduce}``).
 
         Afterwards the gradients of all copies are bitwise equal. A copy without one counts as zero and gets the sum.
+        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before (`require_equal`).
+
+        Raises:
+            ReplicaError: as `require_equal`.
         """
         if not self.copies:
             return
+        if next(self._sums) % COMPARED_EVERY == 1:
+            self.require_equal(waiting)
         first = self.copies[0]
         total = torch.zeros_like(first, dtype=accumulation_dtype(first))
         for copy in self.copies if self.contributes else ():
@@ -68,6 +82,24 @@ class TiedParameters:
         for copy in self.copies:
             set_accumulated(copy, total)
             copy.tied.summed = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def require_equal(self, waiting: Waiting | None = None) -> None:
+        """Raise where copies differ in a bit; all ranks with a copy call it. One read of each, and a small all-gather.
+
+        Raises:
+            ReplicaError: on every rank with a copy, with the checksums and their ranks.
+        """
+        if not self.copies:
+            return
+        found = dict.fromkeys(f"{each % 2**64:016x}" for each in checksums(self.copies, self.copies[0].device).tolist())
+        apart = difference(_of_ranks(self, " beside ".join(found), waiting))
+        if apart is not None or len(found) > 1:
+            raise ReplicaError(
+                f"the copies of tied parameter {self.name!r} have drifted apart since they were tied; their checksums "
+                f"are {apart or ' beside '.join(found)}. Update them alike: options that are chosen by name or place "
+                "must be the same for each copy (named_parameters() of a Pipeline has one name for all of them)"
+            )
 
 
 def tie_parameters(
@@ -217,16 +249,16 @@ def _require_equal(tied: TiedParameters) -> None:
         )
 
 
-def _of_ranks(tied: TiedParameters, text: str) -> dict[int, str]:
+def _of_ranks(tied: TiedParameters, text: str, waiting: Waiting | None = None) -> dict[int, str]:
     """What each rank of the group says of its copies."""
     if tied.group is None:
         return {dist.get_rank(): text}
-    return texts_of_ranks(text, tied.group, tied.copies[0].device, _comparison(tied))
+    return texts_of_ranks(text, tied.group, tied.copies[0].device, _comparison(tied, waiting))
 
 
-def _comparison(tied: TiedParameters) -> Waiting:
-    """No deadline beside that of the group, which `tie_parameters` is given."""
-    return Waiting(what=f"the comparison of the copies of tied parameter {tied.name!r}")
+def _comparison(tied: TiedParameters, waiting: Waiting | None = None) -> Waiting:
+    """As ``waiting``; without it no deadline beside that of the group, which `tie_parameters` is given."""
+    return evolve(waiting or Waiting(), what=f"the comparison of the copies of tied parameter {tied.name!r}")
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from pipegrid.topology.fields import shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.checkpoint.stored.plain import dtype_name
 from pipegrid.training.errors import CheckpointError
-from pipegrid.training.stages.assignment import Tie
+from pipegrid.training.stages.assignment import Tie, names_of_ties
 
 # Modules that only wrap another one: their part of a name is not one of the model's.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -86,7 +86,7 @@ def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dic
         return name
 
     tensors = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
-    return {_clean(name): whole(_clean(name)) for name, _ in tensors}
+    return {bare_name(name): whole(bare_name(name)) for name, _ in tensors}
 
 
 def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[int, nn.Module]:
@@ -112,14 +112,14 @@ def slots_of(
     ties: Sequence[Tie],
 ) -> list[Slot]:
     """Where each stored tensor of a stage is: parameters once, and buffers that are part of its ``state_dict``."""
-    saved = {_clean(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
+    saved = {bare_name(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
     extra = sorted(name for name in saved if name.endswith("_extra_state"))
     if extra:
         raise CheckpointError(
             f"module {module!r} stage {number} has {extra[0]} in its state_dict, and a checkpoint would lose it; make "
             "it a buffer"
         )
-    tied = {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == number}
+    tied = names_of_ties(ties, number)
     by_id: dict[int, list[tuple[str, nn.Module, str, Tensor, bool]]] = {}
     for found in _tensors(stage):
         if found[0] in saved:
@@ -143,9 +143,9 @@ def _tensors(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bo
     for path, owner in stage.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for leaf, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield _clean(prefix + leaf), owner, leaf, parameter, True
+            yield bare_name(prefix + leaf), owner, leaf, parameter, True
         for leaf, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            yield _clean(prefix + leaf), owner, leaf, buffer, False
+            yield bare_name(prefix + leaf), owner, leaf, buffer, False
 
 
 def identities(state: TrainingState) -> list[tuple[Any, ...]]:
@@ -161,7 +161,8 @@ def identities(state: TrainingState) -> list[tuple[Any, ...]]:
     ]
 
 
-def _clean(name: str) -> str:
+def bare_name(name: str) -> str:
+    """The name of a tensor without the modules that only wrap another one."""
     return _WRAPPERS.sub("", name)
 
 
@@ -182,6 +183,8 @@ class TrainingState:
         plan: of the step; its text is stored.
         grids: of the modules.
         layout: of the layers: text, or text by module.
+        generators: of this rank beside those of the process, by name. In another layout each gets a seed made of its
+            own and the step.
     """
 
     stages: Mapping[str, Any] = field()
@@ -193,6 +196,7 @@ class TrainingState:
     plan: Any = None
     grids: Mapping[str, Any] | None = None
     layout: Any = None
+    generators: Mapping[str, torch.Generator] = field(factory=dict)
 
     @stages.validator
     def _named(self, _: Attribute[Any], stages: Any) -> None:

@@ -33,8 +33,13 @@ def _parameters(optimizers: Sequence[Any], owners: Owners) -> Iterator[tuple[Any
     """Every parameter, after its optimizer and its group; its module and name."""
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in _held(group, owners):
                 yield optimizer, group, parameter, owner_of(parameter, owners, number)
+
+
+def _held(group: Mapping[str, Any], owners: Owners) -> list[Tensor]:
+    """The parameters of a group. One without elements, and in no stage, only makes an optimizer on a frozen rank."""
+    return [parameter for parameter in group["params"] if id(parameter) in owners or parameter.numel()]
 
 
 def owner_of(parameter: Tensor, owners: Owners, number: int) -> tuple[str, str]:
@@ -113,7 +118,7 @@ def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
                 for option, value in group.items()
                 if option != "params"
             },
-            tuple(owner_of(parameter, owners, number) for parameter in group["params"]),
+            tuple(owner_of(parameter, owners, number) for parameter in _held(group, owners)),
             kind_of(optimizer),
             dict(_defaults(optimizer)),
         )
@@ -171,7 +176,7 @@ def loaded_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             what = f"group {index} of optimizer {number}"
-            names = [owner_of(parameter, owners, number) for parameter in group["params"]]
+            names = [owner_of(parameter, owners, number) for parameter in _held(group, owners)]
             entries = []
             for name in names:
                 if name not in of_name:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from attrs import frozen
@@ -22,6 +22,9 @@ from pipegrid.training.checkpoint.stored import dcp
 from pipegrid.training.checkpoint.stored.manifest import Manifest
 from pipegrid.training.checkpoint.stored.plain import raw_bytes, to_plain
 from pipegrid.training.generators import States, capture
+
+OWN: Final = "generator."
+"""Before the name of a generator of the state, among the states of those of the process."""
 
 
 @frozen(eq=False, kw_only=True)
@@ -92,7 +95,8 @@ class Snapshots:
             boxes=self._boxes,
             events=self._copy(),
             held=model.held,
-            random=capture(model.device),
+            random=capture(model.device)
+            | {f"{OWN}{name}": generator.get_state() for name, generator in state.generators.items()},
             plan=self._plan,
             manifest=manifest,
         )

@@ -56,6 +56,23 @@ class Outline:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(dtype(buffer)))  # the model's own buffer stays
 
+    def take_modes(self, stage: nn.Module) -> None:
+        """Train or evaluate each module as ``stage`` does; those of other stages as made, unless all of it has changed.
+
+        Args:
+            stage: of the model, or all of it.
+        """
+        own = dict(stage.named_modules())
+        changed = stage.training != self._made[""]
+        for name, module in self.model.named_modules():
+            known = stage.training if changed else self._made[name]
+            module.training = own[name].training if name in own else known
+
+    @cached_property
+    def _made(self) -> dict[str, bool]:
+        """Whether each module was made in training mode."""
+        return {name: module.training for name, module in self.model.named_modules()}
+
     def require_no_layerdrop(self) -> None:
         """Raise where a model in training leaves out layers at random."""
         config = getattr(self.model, "config", None)

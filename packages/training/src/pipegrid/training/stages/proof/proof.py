@@ -243,7 +243,7 @@ class Proofs:
         given = sorted((name, _kind(one)) for name, one in kwargs.items())
         key = (stage.training, hidden is None, *map(_kind, args), *given)
         if key not in self._found:
-            self.outline.model.train(stage.training)
+            self.outline.take_modes(stage)
             self.outline.require_no_layerdrop()
             embedded = {} if hidden is None else {"inputs_embeds": hidden}
             self._found[key] = proof_of(self.outline, args, kwargs, hidden=embedded, dropped=self._dropped)

@@ -1,0 +1,278 @@
+"""Which entries of a batch have rows, and along which axis: what is cut, and what is whole in each microbatch.
+
+What has one entry for each row is cut: tensors, arrays, lists and tuples, of a batch and of dicts in it. A list is an
+axis, before those of its entries. Entries of Hugging Face's batches are known by name, and what a script says comes
+first. What could be cut along two axes, or along none, is an error with the remedy.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+from attrs import Attribute, define, field
+
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.topology.fields import Index, checked
+
+Axis = int | None
+"""Of the rows; None: an entry is whole in each microbatch."""
+INSIDE: Final = -1
+"""The first axis of every tensor inside of a list."""
+
+_ROWS_FIRST: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values", "labels")
+_WHOLE: Final = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask", "num_items_in_batch")
+_MASKS: Final = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
+_LAYERS: Final = ("encoder_outputs", "past_key_values")
+_POSITIONS: Final = "position_ids"
+_PACKED: Final = ("cu_seq", "max_seq", "max_length_")
+"""Beginnings of the names that describe a packed batch: ``cu_seqlens_q``, ``cu_seq_lens_k``, ``max_length_q``."""
+_PATCHES: Final = {
+    "image_grid_thw": ("image_grid_thw", "pixel_values"),
+    "video_grid_thw": ("video_grid_thw", "pixel_values_videos", "second_per_grid_ts"),
+}
+"""By what says how many patches an image has, the entries without rows."""
+_PLANES: Final = (3, 4)  # of positions in time, height and width, and of the text beside them
+_REMEDY = "for what has no rows (patches of images, packed texts) give a list with a dict for each microbatch"
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@define(eq=False)
+class Rows:
+    """How batches are cut.
+
+    Attributes:
+        axes: by name, the axis of an entry's rows; ``"images.sizes"`` is an entry of a dict inside.
+        whole: entries that are whole in each microbatch.
+    """
+
+    axes: Mapping[str, int] = field(factory=dict)
+    whole: tuple[str, ...] = field(default=(), converter=_names)
+    _used: dict[str, Axis] = field(factory=dict, init=False, repr=False)
+
+    @axes.validator
+    def _checked(self, _: Attribute[Any], axes: Mapping[str, int]) -> None:
+        for name, axis in axes.items():
+            checked(axis, Index, f"rows[{name!r}]", StepArgumentError)
+
+    def __attrs_post_init__(self) -> None:
+        if both := sorted(self.axes.keys() & set(self.whole)):
+            raise StepArgumentError(f"{both[0]!r} is in rows and in whole; an entry is cut, or it is not")
+
+    def number(self, batch: Mapping[str, Any]) -> int:
+        """The rows of a batch, by what is known to have them, else by its tensors, else by its lists.
+
+        Raises:
+            StepArgumentError: none, or unequal numbers.
+        """
+        lengths = next(self._lengths(batch), {})
+        if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
+            raise StepArgumentError(
+                f"the first axes of the batch are {lengths}; they must be the same rows, at least one. Name other axes "
+                "in Pipeline(rows={name: axis}) and entries for each microbatch in whole=(name,); " + _REMEDY
+            )
+        return next(iter(lengths.values()))
+
+    def number_or_first(self, part: Mapping[str, Any]) -> int:
+        """The rows of a microbatch that a script has cut: of what is known to have them, else of its first tensor."""
+        found = next(self._lengths(part), {})
+        return next(iter(found.values()), 1)
+
+    def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+        """``count`` parts of a batch of at least as many rows; the first ones have a row more.
+
+        Raises:
+            StepArgumentError: an entry cannot be cut, or could be along two axes.
+        """
+        if count == 1:
+            return [batch]
+        rows = self.number(batch)
+        axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
+        self._used |= {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
+        sizes = [rows // count + (number < rows % count) for number in range(count)]
+
+        def part(start: int, stop: int) -> Mapping[str, Any]:
+            return _mapped(batch, lambda path, value: _part(value, axes[path], start, stop))
+
+        return [part(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
+
+    def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+        """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
+        entries = [(path, value) for path, value in _entries(batch) if not self._is_whole(path)]
+        said = {path: _length(value, self.axes[path]) for path, value in entries if path in self.axes}
+        known = {path: len(value) for path, value in entries if path in _ROWS_FIRST and _has_axes(value)}
+        special = {*_MASKS, *_LAYERS, *_WHOLE, _POSITIONS, *_without_rows(batch)}
+        others = [(path, value) for path, value in entries if path not in special]
+        tensors = {path: len(value) for path, value in others if _is_array(value) and value.ndim}
+        masks = {path: len(value) for path, value in entries if path in _MASKS and _is_array(value) and value.ndim}
+        lists = {path: len(value) for path, value in others if isinstance(value, (list, tuple))}
+        known |= {path: length for path, length in said.items() if length is not None}
+        return (found for found in (known, tensors, masks, lists) if found)
+
+    def _is_whole(self, path: str) -> bool:
+        return any(path == name or path.startswith(f"{name}.") for name in self.whole)
+
+    def _axis(self, path: str, value: Any, rows: int, batch: Mapping[str, Any], count: int) -> Axis:
+        """The axis of the rows of an entry."""
+        if self._is_whole(path) or value is None:
+            return None
+        if path in self.axes:
+            if _length(value, self.axes[path]) != rows:
+                raise StepArgumentError(
+                    f"rows has axis {self.axes[path]} of {path!r}, {_described(value)}, and the batch has {rows} rows"
+                )
+            return self.axes[path]
+        if path in _without_rows(batch):
+            raise StepArgumentError(
+                f"{path!r} is of the whole batch, and has no rows to cut into {count} microbatches: give a list with a "
+                "dict for each microbatch (or say what it is in Pipeline(rows=..., whole=...))"
+            )
+        possible = _known_axes(path, value, rows, batch)
+        if possible is None:
+            possible = _axes(value, rows, [other for name, other in _entries(batch) if name != path])
+        used = self._used.get(path)
+        if path in self._used and used in possible:
+            return used
+        if not possible or (used is not None and possible == [None]):
+            raise StepArgumentError(
+                f"{path!r} is {_described(value)}, and the batch has {rows} rows: its first axis is not the rows. Give "
+                f"Pipeline(rows={{{path!r}: axis}}) where another axis is, or whole=({path!r},) where each microbatch "
+                f"is to have all of it; {_REMEDY}"
+            )
+        if len(possible) > 1 and None not in possible:
+            raise StepArgumentError(
+                f"{path!r} is {_described(value)}, and the batch has {rows} rows, which may be its first axis or its "
+                f"second. Give Pipeline(rows={{{path!r}: 0}}) or rows={{{path!r}: 1}}"
+            )
+        return possible[0]
+
+
+def _entries(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of a batch and of the dicts in it, by dotted names."""
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _mapped(batch: Mapping[str, Any], part: Callable[[str, Any], Any], prefix: str = "") -> Mapping[str, Any]:
+    """A batch with ``part`` of each entry; dicts inside keep their type."""
+    made = {
+        name: _mapped(value, part, f"{prefix}{name}.") if isinstance(value, Mapping) else part(f"{prefix}{name}", value)
+        for name, value in batch.items()
+    }
+    if not prefix or not isinstance(batch, MutableMapping):
+        return made
+    kept = copy.copy(batch)
+    for name, value in made.items():
+        kept[name] = value
+    return kept
+
+
+def _without_rows(batch: Mapping[str, Any]) -> set[str]:
+    """The names in a batch of Hugging Face that belong to no row, or to none that is known."""
+    found = {name for name in batch if str(name).startswith(_PACKED)}
+    return found.union(*(names for grid, names in _PATCHES.items() if grid in batch))
+
+
+def _known_axes(path: str, value: Any, rows: int, batch: Mapping[str, Any]) -> list[Axis] | None:
+    """The axes that the name of an entry allows; None: the name is not known."""
+    shape = tuple(value.shape) if _is_array(value) else ()
+    broadcast = shape[:1] == (1,) and rows > 1
+    if path in _WHOLE or (broadcast and path in (*_MASKS, _POSITIONS)):
+        return [None]
+    if path == _POSITIONS and shape:
+        ids = batch.get("input_ids", batch.get("inputs_embeds"))
+        like_ids = _is_array(ids) and shape[1:] == tuple(ids.shape[:2])
+        if len(shape) == 1 or (len(shape) > 2 and shape[1] == rows and (like_ids or shape[0] in _PLANES)):
+            return [None] if len(shape) == 1 else [1]
+    if path.partition(".")[0] in _LAYERS and not _has_axes(value):
+        return []
+    if path in _LAYERS:
+        return [INSIDE] if _all_inside(value, rows) else []
+    return [0] if path in (*_ROWS_FIRST, *_MASKS, _POSITIONS, "pixel_values") and _length(value, 0) == rows else None
+
+
+def _axes(value: Any, rows: int, others: Sequence[Any]) -> list[Axis]:
+    """The axes along which a value may have its rows, as far as lengths tell."""
+    if _is_array(value):
+        if not value.ndim:
+            return [None]
+        if len(value) != rows:
+            return []
+        inner = tuple(value.shape[1:])
+        alike = (tuple(other.shape) for other in others if _is_array(other) and other.ndim > 1 and len(other) == rows)
+        return [0, 1] if any(inner[: len(shape)] == shape for shape in alike) else [0]
+    if isinstance(value, (list, tuple)):
+        by_entry = len(value) == rows and not hasattr(value, "_fields")
+        found: list[Axis] = [0] if by_entry else []
+        if _all_inside(value, rows):
+            return [*found, INSIDE]
+        return found if _has_tensors(value) else [*found, None]
+    sized = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+    unknown = _has_tensors(list(getattr(value, "__dict__", {}).values())) or (sized and len(value) == rows)
+    return [] if unknown else [None]
+
+
+def _all_inside(value: Any, rows: int) -> bool:
+    """Whether a list has tensors inside, and all of them these rows along their first axes."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(each is None or _all_inside(each, rows) for each in value)
+    return _is_array(value) and value.ndim > 0 and len(value) == rows
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    return _is_array(value) and value.ndim > 0
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _has_axes(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (_is_array(value) and value.ndim > 0)
+
+
+def _length(value: Any, axis: int) -> int | None:
+    """How long an axis is; None where there is none, or entries of a list differ."""
+    if _is_array(value):
+        return int(value.shape[axis]) if axis < value.ndim else None
+    if not isinstance(value, (list, tuple)):
+        return None
+    if axis == 0:
+        return len(value)
+    lengths = {_length(each, axis - 1) for each in value}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _part(value: Any, axis: Axis, start: int, stop: int) -> Any:
+    """The rows from ``start`` to ``stop``."""
+    if axis is None or value is None:
+        return value
+    if not isinstance(value, (list, tuple)):
+        return value[(slice(None),) * max(axis, 0) + (slice(start, stop),)]
+    if axis == 0:
+        return value[start:stop]
+    made = [_part(each, axis if axis == INSIDE else axis - 1, start, stop) for each in value]
+    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+
+def _described(value: Any) -> str:
+    if _is_array(value):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

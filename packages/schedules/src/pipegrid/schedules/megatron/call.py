@@ -15,6 +15,7 @@ from attrs import frozen
 
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
+from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.plan import Routes
@@ -136,6 +137,7 @@ _VALUES = (
     "sequence_parallel",
     "shapes",
     "variable_seq_lengths",
+    "weighted_microbatches",
 )
 _FUNCTIONS = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
@@ -150,6 +152,7 @@ def options_of(config: Any) -> tuple[object, ...]:
     return (
         *[option(config, name) for name in _VALUES],
         *[option(config, name) is not None for name in _FUNCTIONS],
+        bool(aux_loss_scalers(config)),
         sharding_key(option(config, "shard"), option(config, "prefetch")),
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
         tuple((tie.name, tie.stages, tuple(map(id, tie.copies))) for tie in option(config, "tied_parameters")),

@@ -15,6 +15,8 @@ from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.topology.fields import Count, checked, shown
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
+_NUMBERS = 2  # axes of labels, masks and weights
+
 
 @frozen(eq=False)
 class Microbatch:
@@ -24,11 +26,13 @@ class Microbatch:
         inputs: what the forward is called with.
         rows: samples.
         labels: labels that count: all, and without the first of each row. None without labels.
+        pattern: what could tell one kind of mean from another: several rows, padding, numbers that differ.
     """
 
     inputs: Mapping[str, Any]
     rows: int
     labels: tuple[int, int] | None
+    pattern: frozenset[str] = frozenset()
 
 
 @frozen
@@ -90,12 +94,25 @@ def microbatch(part: Mapping[str, Any], share: Share, device: torch.device) -> M
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
+    pattern = _pattern(inputs, rows)
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.dim():
-        return Microbatch(moved, rows, None)
+        return Microbatch(moved, rows, None, pattern)
     counted = labels != IGNORED
     following = counted[:, 1:] if labels.dim() > 1 else counted
-    return Microbatch(moved, rows, (int(counted.sum()), int(following.sum())))
+    return Microbatch(moved, rows, (int(counted.sum()), int(following.sum())), pattern)
+
+
+def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
+    """`Microbatch.pattern`: of what has a number, or a few, for each row, such as labels, masks and weights."""
+    found = {"rows"} if rows > 1 else set()
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and len(value) == rows and value.numel():
+            if bool((value == IGNORED).any()):
+                found.add(f"{name} padded")
+            if bool((value != value.flatten()[0]).any()):
+                found.add(f"{name} varies")
+    return frozenset(found)
 
 
 def _count(rows: int, count: int | None, size: int | None) -> int:

@@ -20,7 +20,7 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
-from pipegrid.training.pipeline.losses import OwnLoss, given_loss
+from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
     ModelFactory,
@@ -125,6 +125,7 @@ class Pipeline:
         self.config: PipelineConfig = attrs.evolve(
             config,
             calculate_per_token_loss=True,
+            weighted_microbatches=True,
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device),
         )
@@ -136,7 +137,7 @@ class Pipeline:
             self.communicator,
             self.config,
             schedule,
-            OwnLoss() if loss is None else given_loss(loss),
+            OwnLoss() if loss is None else GivenLoss(loss),
             self.device,
             self.replica,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pipegrid.schedules import (
     Recorder,
     Recording,
     Routes,
+    WithLoss,
     get_forward_backward_func,
     position_of,
     recording_to_json,
@@ -28,10 +30,12 @@ from pipegrid.schedules import (
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
-from pipegrid.training.pipeline.losses import Counted
+from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
+from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.stages import Stage
@@ -63,7 +67,7 @@ class Steps:
     communicator: Communicator
     config: PipelineConfig
     schedule: str
-    loss: Callable[[Any, Microbatch], Counted]
+    loss: MicrobatchLoss
     device: torch.device
     replica: int
 
@@ -103,16 +107,49 @@ class Steps:
         self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None, *, forward_only: bool = False
     ) -> Tensor:
         """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
+        given = self.arguments(parts, routes)
+        counts = self._counts(given["data_iterator"])
         step = get_forward_backward_func(schedule=self.schedule)
-        losses = step(**self.arguments(parts, routes), forward_only=forward_only)
-        # Tensor-parallel ranks have the same losses, of which one counts.
-        tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
-        if losses and not any(group is not None and group.rank() for group in tp):
-            sums = torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
-        else:
-            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
+        told = step(
+            **given | {"forward_step_func": partial(self._forward_step, counts=counts)}, forward_only=forward_only
+        )
+        return self._mean(told, counts)
+
+    def _counts(self, read: Mapping[str, Sequence[Any]]) -> StepCounts:
+        """What the microbatches of the job count."""
+        own = [
+            list(copy.copy(microbatches))
+            for name, stages in self.stages.items()
+            for stage, microbatches in zip(stages, read[name], strict=True)
+            if self._has_loss(name, stage) and self._is_counted
+        ]
+        return StepCounts.start(
+            [each for microbatches in own for each in microbatches], self.device, self.config.job_group, self._waiting
+        )
+
+    def _mean(self, told: Sequence[Tensor], counts: StepCounts) -> Tensor:
+        """The mean loss of the job, after its weights were compared with what was counted."""
+        counts.wait()
+        zeros = torch.zeros(6, dtype=torch.float64, device=self.device)
+        attached = torch.full((1,), len(attached_losses(self.stages)), dtype=torch.float64, device=self.device)
+        sums = torch.cat([torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros, attached])
+        all_reduce(sums, self.config.job_group)(self._waiting)
+        *found, attaching = sums.tolist()
+        require_mean(found, counts.numbers()[MICROBATCHES], attached=attaching > 0)
         return sums[0] / sums[1].clamp(min=1)
+
+    @property
+    def _waiting(self) -> Waiting:
+        return Waiting(self.config.deadline, self.config.monitor)
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the losses of this rank count: tensor-parallel ranks have the same ones."""
+        tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
+        return not any(group is not None and group.rank() for group in tp)
+
+    def _has_loss(self, name: str, stage: Any) -> bool:
+        return name in self._graph.sinks and bool(getattr(stage, "is_last", True))
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
@@ -150,14 +187,27 @@ class Steps:
             prefetch=self.config.prefetch,
         )
 
-    def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
+    def _forward_step(
+        self, parts: Iterator[Microbatch], stage: Any, *, counts: StepCounts | None = None
+    ) -> tuple[Any, Any]:
         part = next(parts)
         name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
         forward = self.modules[name].forward
         output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
-        if name in self._graph.sinks and getattr(stage, "is_last", True):
-            return output, lambda output: self.loss(output, part)
-        return output if isinstance(stage, Stage) else {name: output}, None
+        if not self._has_loss(name, stage):
+            if isinstance(stage, Stage):
+                return output, None
+            if isinstance(output, WithLoss):
+                return attrs.evolve(output, output={name: output.output}), None
+            return {name: output}, None
+        if counts is None:
+            return output, None
+        output, beside = (output.output, output.loss) if isinstance(output, WithLoss) else (output, None)
+        return output, lambda output: self._weighed(output, beside, part, counts)
+
+    def _weighed(self, output: Any, beside: Tensor | None, part: Microbatch, counts: StepCounts) -> Weighed:
+        loss, weight, told = self.loss(output, part, counts)
+        return loss if beside is None else loss + beside, weight, told
 
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):

@@ -125,6 +125,7 @@ STEPS = st.lists(
 @given(mean=st.sampled_from(MEANS), shifted=st.booleans(), own=st.booleans(), replicas=st.integers(1, 2), steps=STEPS)
 def test_a_mean_is_that_of_one_process_or_an_error(mean, shifted, own, replicas, steps):
     """Over tokens or rows, by a user's function or the model's own, in steps with padding and without."""
+    by_rows = mean in (rows, rows_by_weights)
     mean = following(mean) if shifted else mean
     losses = [own_loss(mean) if own else of_mean(mean) for _ in range(replicas)]
     for seed, sizes, padding in steps:
@@ -132,7 +133,7 @@ def test_a_mean_is_that_of_one_process_or_an_error(mean, shifted, own, replicas,
         try:
             require_step(losses, mean, logits, labels, sizes)
         except StageOutputError:
-            assert 1 in sizes or replicas > 1 or mean not in MEANS, "rows were there to tell"
+            assert (own, by_rows) == (True, True), "rows that nothing tells from tokens until others come"
             return
 
 

@@ -34,11 +34,8 @@ from pipegrid.training.pipeline.parts import Part, asked, halves, on_host, padde
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
 Weighed = tuple[Tensor, Tensor, Tensor]
-"""What a step function takes: the loss times its weight, the weight, and what `mean_of_step` adds up.
-
-That is, in float64: the loss times its count, the count, the weight, and of a sum the weight of one counted, how often
-and its square.
-"""
+"""What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
+both again and, of a sum, the weight of one counted, its square, and a one."""
 
 MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
 """The weighed loss of the output of a last stage."""
@@ -57,7 +54,7 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
     Raises:
         StageOutputError: replicas have weighed by different rules, or attached losses have another divisor.
     """
-    _, _, weights, number, once, squares = sums
+    _, weights, once, squares, number = sums
     apart = abs(weights - microbatches) > _ROUNDING * microbatches
     if abs(number * squares - once**2) > _ROUNDING * once**2 or (apart and not number):
         raise StageOutputError(
@@ -74,8 +71,8 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
     weight = counts.weight(rule, count)
-    told = torch.stack([loss.detach().double().reshape(()) * count, torch.full_like(weight, count), weight])
-    return loss * weight.to(loss.dtype), weight, torch.cat([told, torch.zeros_like(told)])
+    told = torch.stack([loss.detach().double().reshape(()) * weight, weight])
+    return loss * weight.to(loss.dtype), weight, torch.cat([told, told.new_zeros(3)])
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:
@@ -154,6 +151,11 @@ class OwnLoss:
         rule = self._left[0].rule
         return _mean(loss, own[rule], rule, counts) if own[rule] else _nothing(logits, rule, counts)
 
+    @property
+    def left(self) -> list[str]:
+        """What the loss may be a mean over, by what was seen of it."""
+        return [kind.name for kind in self._left]
+
     def _differ(self, own: Sequence[int], counts: StepCounts) -> bool:
         """Whether a microbatch of the counts ``own`` weighs otherwise by some of the kinds that are left."""
         return not counts.alike(own, [kind.rule for kind in self._left])
@@ -169,7 +171,7 @@ class OwnLoss:
         fits = [kind for kind, mean in means.items() if abs(mean - value) <= close * max(1.0, abs(mean))]
         left = tuple([kind for kind in self._left if kind in fits])
         if not left:
-            before = " or ".join(kind.name for kind in self._left)
+            before = " or ".join(self.left)
             found = ", ".join(f"{mean:.6g} over {kind.name}" for kind, mean in means.items())
             raise StageOutputError(
                 f"the model's loss is {value:.6g}, and the mean cross entropy of its logits is {found or 'not defined'}"
@@ -192,7 +194,7 @@ class OwnLoss:
         self._left = tuple([kind for kind in self._left if kind in kinds])
         by_tokens = [kind.rule for kind in self._left if kind.rule in (ROWS, LABELS, FOLLOWING)]
         if not self._left or not counts.alike(own, by_tokens):
-            names = " or ".join(kind.name for kind in self._left) or "what is not known"
+            names = " or ".join(self.left) or "what is not known"
             raise StageOutputError(
                 f"the model's loss is a mean over {names}, which have one value in a microbatch of {microbatch.rows} "
                 "rows, and weigh it differently in the step. Give more rows to a microbatch, or Pipeline(loss=f), "
@@ -306,7 +308,7 @@ class GivenLoss:
         if not own[rule]:
             return _nothing(output, rule, counts)
         if microbatch.pattern not in self._seen:
-            self._require_of_halves(output, microbatch, rule)
+            self._require_of_halves(output, microbatch, _rules_for(microbatch) if self._rule is None else (rule,))
             self._seen.add(microbatch.pattern)
         return _mean(loss, own[rule], rule, counts)
 
@@ -323,10 +325,8 @@ class GivenLoss:
                 self._counted = self._counting(output, microbatch, counts)
         one = counts.weight(self._counted[0], 1.0) if self._counted else torch.ones_like(number)
         weight = counts.weight(self._counted[0], number) if self._counted else number
-        told = torch.stack(
-            [total.detach().double().reshape(()), number, weight, torch.ones_like(one), one, one.square()]
-        )
-        return total * one.to(total.dtype), weight, told
+        told = [total.detach().double().reshape(()) * one, weight, one, one.square(), torch.ones_like(one)]
+        return total * one.to(total.dtype), weight, torch.stack(told)
 
     def _found(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> int:
         """What a mean is over."""
@@ -350,23 +350,22 @@ class GivenLoss:
             return fits[0]
         raise StageOutputError(
             f"loss returned the means {values[0]:.6g} and {values[1]:.6g} of two microbatches, and {values[2]:.6g} of "
-            f"both as one; a mean over {', '.join(f'{NAMES[rule]} is {mean:.6g}' for rule, mean in means.items())}. "
-            "Return (sum, count), or (mean, 1) for a mean over microbatches"
+            f"both as one; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over microbatches"
         )
 
-    def _require_of_halves(self, output: Any, microbatch: Microbatch, rule: int) -> None:
-        """Raise where the mean of a microbatch is not made of those of its halves."""
+    def _require_of_halves(self, output: Any, microbatch: Microbatch, rules: Sequence[int]) -> None:
+        """Raise where the mean of a microbatch is made of those of its halves by none of ``rules``."""
         parts = halves(output, microbatch.inputs, microbatch.rows)
         if parts is None:
             return
         with asked():
             values = [self._mean_of(part) for part in parts]
-        mean = _composed(values, parts, rule)
-        if not _close(mean, values[2], values):
+        means = {rule: _composed(values, parts, rule) for rule in rules}
+        if not any(_close(mean, values[2], values) for mean in means.values()):
             raise StageOutputError(
                 f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} of "
-                f"its first rows and the others; a mean over {NAMES[rule]} is {mean:.6g}. Return (sum, count), or "
-                "(mean, 1) for a mean over microbatches"
+                f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "
+                "microbatches"
             )
 
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
@@ -407,6 +406,10 @@ def _composed(values: Sequence[float], parts: Sequence[Part], rule: int) -> floa
     weights = [part.counts[rule] for part in parts[:2]]
     terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
     return sum(terms) / sum(weights) if sum(weights) else math.nan
+
+
+def _shown(means: Mapping[int, float]) -> str:
+    return "a mean over " + ", ".join(f"{NAMES[rule]} is {mean:.6g}" for rule, mean in means.items())
 
 
 def _close(mean: float, value: float, values: Sequence[float]) -> bool:

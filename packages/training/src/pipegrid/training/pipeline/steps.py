@@ -12,7 +12,7 @@ import attrs
 import cattrs
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import define, field
 from torch import Tensor
 
 from pipegrid.schedules import (
@@ -41,9 +41,10 @@ from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.graph import ModuleGraph
+from pipegrid.transport.streams import has_streams
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Steps:
     """What every step of a job is called with.
 
@@ -55,7 +56,7 @@ class Steps:
         communicator: of the job.
         config: of all stages.
         schedule: its name.
-        loss: of a last stage's output.
+        loss: of a last stage's output, weighed among the microbatches of the step.
         device: of the stages.
         replica: whose batch this rank reads.
     """
@@ -70,6 +71,8 @@ class Steps:
     loss: MicrobatchLoss
     device: torch.device
     replica: int
+    _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
+    _compared: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
@@ -113,7 +116,7 @@ class Steps:
         told = step(
             **given | {"forward_step_func": partial(self._forward_step, counts=counts)}, forward_only=forward_only
         )
-        return self._mean(told, counts)
+        return self._mean(told, counts, trained=not forward_only)
 
     def _counts(self, read: Mapping[str, Sequence[Any]]) -> StepCounts:
         """What the microbatches of the job count."""
@@ -127,16 +130,24 @@ class Steps:
             [each for microbatches in own for each in microbatches], self.device, self.config.job_group, self._waiting
         )
 
-    def _mean(self, told: Sequence[Tensor], counts: StepCounts) -> Tensor:
-        """The mean loss of the job, after its weights were compared with what was counted."""
+    def _mean(self, told: Sequence[Tensor], counts: StepCounts, *, trained: bool) -> Tensor:
+        """The mean loss of the job; the weights of its microbatches are compared with what was counted.
+
+        On a device with streams the host reads them a step later, when they are there, and of the first step at once.
+        """
         counts.wait()
-        zeros = torch.zeros(6, dtype=torch.float64, device=self.device)
-        attached = torch.full((1,), len(attached_losses(self.stages)), dtype=torch.float64, device=self.device)
-        sums = torch.cat([torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros, attached])
+        zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
+        own = torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros
+        attached = float(trained and bool(attached_losses(self.stages)))
+        sums = torch.cat([own, own.new_full((1,), attached)])
         all_reduce(sums, self.config.job_group)(self._waiting)
-        *found, attaching = sums.tolist()
-        require_mean(found, counts.numbers()[MICROBATCHES], attached=attaching > 0)
-        return sums[0] / sums[1].clamp(min=1)
+        self._unread.append((sums, counts))
+        while len(self._unread) > (self._compared and has_streams(self.device)):
+            earlier, counted = self._unread.pop(0)
+            *found, attaching = earlier.tolist()
+            require_mean(found, counted.numbers()[MICROBATCHES], attached=attaching > 0)
+        self._compared = True
+        return sums[0] / sums[1].where(sums[1] > 0, 1.0)
 
     @property
     def _waiting(self) -> Waiting:

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.pipeline.counts import StepCounts
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 
@@ -215,40 +217,46 @@ def test_what_cannot_be_a_batch_is_a_typed_error_before_anything_is_sent(ranks):
         pipeline.step(texts(0))
 
 
+def alone(own, loss, logits, **inputs):
+    """The loss of a step of one microbatch, and the first of what it may be a mean over."""
+    part = microbatch(inputs, Share(), torch.device("cpu"))
+    counts = StepCounts.start([part], torch.device("cpu"), None, Waiting())
+    found, weight, _ = own(SimpleNamespace(loss=loss, logits=logits), part, counts)
+    assert weight == 1
+    return found, own.left[0]
+
+
 def test_a_first_microbatch_that_fits_both_rules_does_not_decide_for_the_next():
     own, generator = OwnLoss(), torch.Generator().manual_seed(0)
     labels = torch.randint(0, WORDS, (2, 5), generator=generator)
     of_answers = labels.index_fill(1, torch.tensor([0]), -100)  # both rules count 8
-    for given, logits, count in (
-        (of_answers, torch.zeros(2, 5, WORDS), 8),  # every token alike: both means are log(WORDS)
-        (labels, torch.randn(2, 5, WORDS, generator=generator), 10),
-        (labels, torch.zeros(2, 5, WORDS), 10),  # known by now
+    for given, logits, both in (
+        (of_answers, torch.zeros(2, 5, WORDS), True),  # every token alike: both means are log(WORDS)
+        (labels, torch.randn(2, 5, WORDS, generator=generator), False),
+        (labels, torch.zeros(2, 5, WORDS), False),  # known by now
     ):
         loss = F.cross_entropy(logits.flatten(0, 1), given.flatten(), ignore_index=-100)
-        part = microbatch({"labels": given}, Share(), torch.device("cpu"))
-        assert own(SimpleNamespace(loss=loss, logits=logits), part)[1] == count
+        assert alone(own, loss, logits, labels=given)[1] == "all labels"
+        assert ("following tokens" in own.left) == both
 
 
 def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, 1] = -100
-    part = microbatch({"labels": labels}, Share(), torch.device("cpu"))
     all_labels = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     following = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    for mean, count in ((all_labels, 9), (following, 7)):
-        total, counted, _ = OwnLoss()(SimpleNamespace(loss=mean, logits=logits), part)
-        assert (counted, total) == (count, mean * count)
+    for mean, name in ((all_labels, "all labels"), (following, "following tokens")):
+        assert alone(OwnLoss(), mean, logits, labels=labels) == (mean, name)
     with pytest.raises(StageOutputError, match="what it is a mean over is not known. Give Pipeline"):
-        OwnLoss()(SimpleNamespace(loss=following + 0.1, logits=logits), part)
+        alone(OwnLoss(), following + 0.1, logits, labels=labels)
     short, nothing = logits[:, :1], torch.tensor(torch.nan)  # texts of one token: no following one
-    one = microbatch({"labels": labels[:, :1]}, Share(), torch.device("cpu"))
-    total, counted, _ = OwnLoss()(SimpleNamespace(loss=F.cross_entropy(short[:, 0], labels[:, 0]), logits=short), one)
-    assert counted == 2
-    assert total > 0
-    assert OwnLoss()(SimpleNamespace(loss=nothing, logits=short), one)[:2] == (0, 0)
-    unlabeled = microbatch({"input_ids": labels}, Share(), torch.device("cpu"))
+    one = {"logits": short, "labels": labels[:, :1]}
+    found, name = alone(OwnLoss(), F.cross_entropy(short[:, 0], labels[:, 0]), **one)
+    assert name == "all labels"
+    assert found > 0
+    assert alone(OwnLoss(), nothing, **one)[0] == 0
     with pytest.raises(StageOutputError, match="its own loss needs `labels` in the batch"):
-        OwnLoss()(SimpleNamespace(loss=None, logits=logits), unlabeled)
+        alone(OwnLoss(), None, logits, input_ids=labels)
 
 
 @pytest.mark.ranks(2)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         forward_step_calc_loss,
         set_current_microbatch,
     )
-    from pipegrid.schedules.megatron.prepared import describe_steps
+    from pipegrid.schedules.megatron.prepared import attached_losses, describe_steps
     from pipegrid.schedules.megatron.step_functions import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -41,6 +41,7 @@ __all__ = [
     "UnitBatches",
     "WithLoss",
     "agree_on_routes",
+    "attached_losses",
     "backward_step",
     "check_first_val_step",
     "convert_schedule_table_to_order",

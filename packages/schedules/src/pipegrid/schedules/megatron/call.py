@@ -15,6 +15,7 @@ from attrs import frozen
 
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
+from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.config import OF_MEGATRON, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.plan import Routes
@@ -137,6 +138,7 @@ _VALUES = (
     "sequence_parallel",
     "shapes",
     "variable_seq_lengths",
+    "weighted_microbatches",
 )
 _FUNCTIONS = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
@@ -152,6 +154,7 @@ def options_of(config: Any) -> tuple[object, ...]:
         *[option(config, name) for name in _VALUES],
         *[option(config, name) is not None for name in _FUNCTIONS],
         *[getattr(config, name, None) for name in OF_MEGATRON],
+        bool(aux_loss_scalers(config)),
         sharding_key(option(config, "shard"), option(config, "prefetch")),
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
         tuple((tie.name, tie.stages, tuple(map(id, tie.copies))) for tie in option(config, "tied_parameters")),

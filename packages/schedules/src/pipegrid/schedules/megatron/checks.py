@@ -38,6 +38,10 @@ def require_compatible(kind: StepKind, call: StepCall, models: Models, config: A
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
     if option(config, "overlap_moe_expert_parallel_comm") and not isinstance(kind, Interleaved):
         raise StepArgumentError("config.overlap_moe_expert_parallel_comm is set, which only interleaving has")
+    if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
+        raise StepArgumentError(
+            "config.weighted_microbatches is set, which says what calculate_per_token_loss counts; set both"
+        )
     if call.collect_non_loss_data and not call.forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     if option(config, "check"):

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from attrs import evolve, field, fields, frozen
+from attrs.converters import optional
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, instance, shown
@@ -39,6 +40,13 @@ def _with(*names: str) -> Callable[[Any], Any]:
     return convert
 
 
+def _sets_scale(value: Any) -> Any:
+    if not hasattr(value, "set_loss_scale") and (isinstance(value, type) or not callable(value)):
+        raise ValueError
+    return value
+
+
+_Scaler: TypeAlias = Annotated[Any, Rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")]
 _Hook: TypeAlias = Annotated[Any, Rule(_with("before", "after"), "a hook with before(action) and after(action)")]
 _Tie: TypeAlias = Annotated[Any, Rule(_with("name", "stages", "copies"), "a TiedParameters")]
 
@@ -64,6 +72,16 @@ class PipelineConfig(P2PConfig):
         sequence_parallel: activations between stages are sharded along the sequence over tp.
         calculate_per_token_loss: the loss function returns a sum over tokens; ``finalize_model_grads_func`` divides
             gradients by the global number of tokens.
+        weighted_microbatches: with ``calculate_per_token_loss``: what the losses count adds up to the microbatches of
+            all replicas (a loss that is a mean counts 1). The step is then a mean over microbatches that is divided
+            last, so a loss of a stage's own (`WithLoss`) and one that a layer attaches by an autograd function without
+            a scale are in it.
+        aux_loss_scalers: for losses that layers attach by an autograd function with a scale on its class: the classes
+            (with ``set_loss_scale``), or functions that set the scale. Each is called before each backward with what
+            the step multiplies the mean loss of that microbatch by, a tensor with one element; with
+            ``calculate_per_token_loss`` with the loss scale alone. Classes of Megatron that are imported (``MoEAux``,
+            ``MTP`` and ``DSAIndexerLossAutoScaler``) are known. A function with another scale is a `StageOutputError`
+            in the first step; None sets no scale and looks for none.
         deallocate_pipeline_outputs: free a sent activation's storage; only its ``grad_fn`` is still needed.
         num_microbatches_with_partial_activation_checkpoints: of each window of in-flight microbatches, how many
             follow the model's own setting (``checkpoint_activations_microbatch`` False), the others checkpoint whole
@@ -120,6 +138,8 @@ class PipelineConfig(P2PConfig):
     hidden_size: Count | None = None
     sequence_parallel: bool = False
     calculate_per_token_loss: bool = False
+    weighted_microbatches: bool = False
+    aux_loss_scalers: tuple[_Scaler, ...] | None = field(default=(), converter=optional(_as_tuple))
     deallocate_pipeline_outputs: bool = False
     num_microbatches_with_partial_activation_checkpoints: Index | None = None
     enable_autocast: bool = False
@@ -162,6 +182,7 @@ def checked_option(config: Any, name: str) -> Any:
 
 
 _READ_LATE = (
+    "aux_loss_scalers",
     "finalize_model_grads_func",
     "grad_bucket_bytes",
     "grad_scale_func",

@@ -26,6 +26,7 @@ from pipegrid.schedules.gradients.reduction import (
     tied_stages,
 )
 from pipegrid.schedules.gradients.reduction.policy import Models
+from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.call import StepCall, flat, step_key
 from pipegrid.schedules.megatron.call_hooks import CallHooks
 from pipegrid.schedules.megatron.checks import (
@@ -107,6 +108,16 @@ def describe_steps(model: Any) -> str:
     return "\n\n".join(prepared.runtime.describe() for each in kept for prepared in each)
 
 
+def attached_losses(model: Any) -> list[str]:
+    """What has added to the gradients of ``model``, an argument of step functions, beside the main loss.
+
+    The names of autograd functions that attach losses, and ``WithLoss``, of the steps that are kept.
+    """
+    kept = [prepared for each in flat(model)[1] for prepared in _STEPS.get(each, ())]
+    stages = [stage for prepared in kept for stage in prepared.stages.values()]
+    return list(dict.fromkeys(name for stage in stages for name in stage.attached.names))
+
+
 class PreparedStep:
     """A proved plan, its runtime and stages, and the policy of gradients: for all calls with an equal key.
 
@@ -121,6 +132,7 @@ class PreparedStep:
         early: reductions begin in the last backwards.
         by_unit: gradients are added in the order of units.
         syncs: the config has a ``no_sync_func``.
+        scales: the scales of attached losses are set before each backward.
     """
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
@@ -155,6 +167,7 @@ class PreparedStep:
         self.actor = position_of(plan, models, number)
         self.policy = self._policy(call, models, config)
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
+        self.scales = self.policy is not None and bool(aux_loss_scalers(config))
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
@@ -169,7 +182,7 @@ class PreparedStep:
             self.stages,
             call.p2p_communicator,
             replica=number,
-            hooks=[self._hooks] if hooks or self.syncs or self.early or self.by_unit else [],
+            hooks=[self._hooks] if hooks or self.syncs or self.scales or self.early or self.by_unit else [],
             reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
@@ -228,6 +241,7 @@ class PreparedStep:
                 collect_non_loss_data=call.collect_non_loss_data,
                 expected=expected,
                 per_token=bool(option(config, "calculate_per_token_loss")),
+                weighted=self.policy is not None and self.policy.weighted,
                 loss_factor=factors.get(stage, 1.0),
                 checkpointed=None if partial is None else checkpointed_on(plan, self.actor, stage, partial),
                 vp_stage=chunks.get(stage),
@@ -279,6 +293,10 @@ class PreparedStep:
             if action.kind is ActionKind.REDUCE and action.group is None:
                 found[action.stage] = partial(_nothing, action.stage)
         return found
+
+    def scale_of_mean(self, stage: int, microbatch: int, of_cp_share: bool) -> float:
+        """See `MegatronStage.scale_of_mean`."""
+        return self.stages[stage].scale_of_mean(microbatch, of_cp_share)
 
     def _reduce(self, name: str) -> None:
         self._reduce_tie(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
-from pipegrid.schedules.megatron.config import unwrapped_attribute
+from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, aux_loss_scalers, grad_scale, one_like
+from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
 from pipegrid.schedules.megatron.forward import (
     WithLoss,
@@ -23,7 +25,7 @@ from pipegrid.schedules.megatron.forward import (
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
 from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import StageUnits
-from pipegrid.schedules.runtime import Forwarded, Slice
+from pipegrid.schedules.runtime import Forwarded, Slice, flatten
 from pipegrid.transport.edge import Edge
 
 
@@ -40,6 +42,7 @@ class StageCall:
         set_is_first_microbatch: likewise; None where it is not to be called.
         shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
         context: makes the autocast context of each forward, where there is one.
+        scalers: of attached losses; None where nothing is said of them, or nothing is trained.
     """
 
     forward_step_func: Callable[..., Any]
@@ -54,6 +57,7 @@ class StageCall:
     set_is_first_microbatch: Any
     shapes: AnnouncedShapes | SentShape | None
     context: Callable[[], AbstractContextManager[Any]] | None
+    scalers: tuple[AuxLossScaler, ...] | None
 
 
 @define(eq=False, kw_only=True)
@@ -69,7 +73,8 @@ class MegatronStage:
         cp_group: context-parallel ranks of the module.
         expected: the shape of sent messages, where the arguments fix it.
         per_token: losses are sums over tokens.
-        loss_factor: factor of the stage's loss, for a mean over its own replicas.
+        weighted: what they count adds up to the microbatches of the job.
+        loss_factor: factor of the stage's own loss, for a mean over its own replicas.
         checkpointed: the microbatches that checkpoint all activations, where the others follow the model's own setting.
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch, behind its number.
@@ -86,18 +91,21 @@ class MegatronStage:
     collect_non_loss_data: bool
     expected: SentShape | None
     per_token: bool
+    weighted: bool
     loss_factor: float
     checkpointed: Collection[int] | None
     call: StageCall | None = field(default=None, init=False)
     infos: list[tuple[int, Any]] = field(factory=list, init=False)
     num_tokens: torch.Tensor | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
+    attached: AttachedLosses = field(init=False)
     _one_module: bool = field(init=False)
     _first: int | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._one_module = len(self.graph.modules) == 1
         self._first = next(iter(self.units.order), None)
+        self.attached = AttachedLosses(self.stage)
         self.outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
 
     @property
@@ -132,6 +140,7 @@ class MegatronStage:
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
             autocast_of(config, model),
+            None if self.forward_only or option(config, "aux_loss_scalers") is None else aux_loss_scalers(config),
         )
 
     def _require_data(self, data_iterator: Any, batches: UnitBatches | None) -> None:
@@ -195,8 +204,17 @@ class MegatronStage:
             not self.outgoing,
         )
         if self.outgoing:
-            return self._passed_on(call.shapes, received, output, microbatch)
-        return self._with_loss(call, output, loss_func, microbatch, part)
+            found = self._passed_on(call.shapes, received, output, microbatch)
+        else:
+            found = self._with_loss(call, output, loss_func, microbatch, part)
+        if call.scalers is not None:
+            self.attached.watch(
+                [found.loss, *flatten(list(found.outputs.values()))],
+                microbatch,
+                [each.owner for each in call.scalers],
+                partial(self._scales, microbatch),
+            )
+        return found
 
     def _passed_on(
         self, shapes: AnnouncedShapes | SentShape | None, received: Any, output: Any, microbatch: int
@@ -251,19 +269,37 @@ class MegatronStage:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if self.forward_only:
             return Forwarded({})
-        return Forwarded({}, loss if self.loss_factor == 1.0 else loss * self.loss_factor)
+        return Forwarded({}, loss if self.per_token or self.loss_factor == 1.0 else loss * self.loss_factor)
 
     def _own_loss(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """A stage's own mean loss, scaled like the loss of the last stage."""
         if self.forward_only:
             return None
-        if self.per_token:
+        if self.per_token and not self.weighted:
             raise StageOutputError(
                 f"stage {self.stage} returned WithLoss for microbatch {microbatch}: with calculate_per_token_loss "
                 "gradients are divided by the tokens of the job, and so would be this mean"
             )
-        cp = 1 if self.cp_group is None else self.cp_group.size()
-        return loss * (self.loss_factor * cp * self.units.served(microbatch) / self.units.divisor)
+        self.attached.names["WithLoss"] = None
+        return loss * self.scale_of_mean(microbatch)
+
+    def scale_of_mean(self, microbatch: int, of_cp_share: bool = True) -> float:
+        """What the step multiplies a mean loss of a microbatch by; a loss scale comes on top.
+
+        With ``calculate_per_token_loss`` 1, as in Megatron: layers count tokens by themselves. ``of_cp_share``: the
+        loss is a cp rank's share of the mean.
+        """
+        if self.per_token and not self.weighted:
+            return 1.0
+        cp = self.cp_group.size() if of_cp_share and self.cp_group is not None else 1
+        divisor = 1 if self.weighted else self.units.divisor
+        return self.loss_factor * cp * self.units.served(microbatch) / divisor
+
+    def _scales(self, microbatch: int) -> tuple[float, ...]:
+        """What an attached loss may be scaled by: it is a cp rank's share of a mean, or a mean over its tokens."""
+        assert self.call is not None  # in a backward
+        scale = grad_scale(self.call.config, one_like(self.call.model)).item()
+        return tuple(scale * self.scale_of_mean(microbatch, shared) for shared in (True, False))
 
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
         module = self.graph.module_of(self.stage)[0]

@@ -18,6 +18,7 @@ from pipegrid.schedules.gradients.reduction import (
     UnitGradients,
     require_addable_by_unit,
 )
+from pipegrid.schedules.megatron.aux_losses import AuxLossScales, aux_loss_scalers, one_like
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.checks import CHECKPOINTS, require_forward_step
 from pipegrid.schedules.megatron.config import config_of, option
@@ -108,6 +109,9 @@ def _hooks(
     """The hooks of one call; ``outside`` closes what they have opened."""
     models, config = gradients.models, gradients.config
     hooks: Sequence[Hook] = option(config, "hooks")
+    if prepared.scales:
+        one = one_like(list(models.values()))
+        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), prepared.scale_of_mean, config, one)]
     if prepared.syncs:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:

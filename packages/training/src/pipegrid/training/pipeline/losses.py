@@ -1,93 +1,419 @@
-"""Losses as sums with what they count, so that a step's mean is that of one process, however it is cut."""
+"""Losses of microbatches, weighed so that their mean is the mean of one process, however a step is cut.
+
+A step is a mean over microbatches that is divided last (``weighted_microbatches``): a loss that is a mean over tokens
+is weighed, before its backward, by its tokens among those of the job. So a loss that a layer attaches, once for each
+microbatch, is in the same mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipegrid.schedules import WithLoss
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import describe
+from pipegrid.training.pipeline.counts import (
+    ELEMENTS,
+    FOLLOWING,
+    FOLLOWING_ELEMENTS,
+    LABELS,
+    NAMES,
+    ROWS,
+    StepCounts,
+    counts_of,
+)
 from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.training.pipeline.parts import Part, asked, halves, on_host, padded_apart, zero_of
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
-Counted = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
-"""A sum, what it counts, and both again, detached."""
+Weighed = tuple[Tensor, Tensor, Tensor]
+"""What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
+both again and, of a sum, the weight of one counted, its square, and a one."""
+
+MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
+"""The weighed loss of the output of a last stage."""
+
+_ROUNDING = 1e-9
 
 
-def counted(total: Tensor, count: Tensor | float) -> Counted:
-    """What a step function takes with ``calculate_per_token_loss``."""
-    number = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
-    return total, number, (total.detach().double(), number.detach().double())
+def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) -> None:
+    """Raise where the weights of a step, added up over the job, do not make the mean of one process.
+
+    Args:
+        sums: of `Weighed`.
+        microbatches: of the job.
+        attached: a layer or a stage of the job has added a loss of its own.
+
+    Raises:
+        StageOutputError: replicas have weighed by different rules, or attached losses have another divisor.
+    """
+    _, weights, once, squares, number = sums
+    apart = abs(weights - microbatches) > _ROUNDING * microbatches
+    if abs(number * squares - once**2) > _ROUNDING * once**2 or (apart and not number):
+        raise StageOutputError(
+            "the loss is a mean over one thing in some microbatches, and over another in others; return (sum, count)"
+        )
+    if apart and attached:
+        raise StageOutputError(
+            "a layer attaches a loss, or a stage returns WithLoss, and loss returns (sum, count) with a count that is "
+            f"none of {', '.join(NAMES)}: attached losses are divided by {weights:g}, in place of {microbatches:g} "
+            "microbatches. Return a mean, or count one of these"
+        )
+
+
+def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
+    """A mean over ``count``, of what ``rule`` counts."""
+    weight = counts.weight(rule, count)
+    told = torch.stack([loss.detach().double().reshape(()) * weight, weight])
+    return loss * weight.to(loss.dtype), weight, torch.cat([told, told.new_zeros(3)])
+
+
+def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:
+    """The loss of a microbatch in which nothing counts."""
+    return _mean(zero_of(output), 0.0, rule, counts)
+
+
+@frozen
+class _Kind:
+    """What a model's own loss may be: a mean over labels, or over the means of rows, or with padding as zeros."""
+
+    name: str
+    rule: int
+    follows: bool  # logits are of the labels that follow
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean, of logits ``[rows, ..., classes]``."""
+        if self.follows:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat = logits.reshape(-1, logits.shape[-1])
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        if self.rule in (LABELS, FOLLOWING):
+            return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED)
+        each = F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="none").view(len(labels), -1)
+        if self.rule == ROWS:
+            return (each.sum(dim=1) / (labels.reshape(len(labels), -1) != IGNORED).sum(dim=1)).mean()
+        return each.mean()
+
+
+_KINDS = (
+    _Kind("all labels", LABELS, follows=False),
+    _Kind("following tokens", FOLLOWING, follows=True),
+    _Kind("rows, of the means over their labels", ROWS, follows=False),
+    _Kind("rows, of the means over their following tokens", ROWS, follows=True),
+    _Kind("all labels and padding", ELEMENTS, follows=False),
+    _Kind("following tokens and padding", FOLLOWING_ELEMENTS, follows=True),
+)
+"""Rules that a later microbatch can tell from those before them come last."""
 
 
 class OwnLoss:
-    """The ``loss`` of a Hugging Face model, a mean over tokens, as a sum over them.
+    """The ``loss`` that a model returns beside its ``logits``, as those of Hugging Face do.
 
-    Models count by rules of their own: texts are predicted a token ahead, so that the first label of a row counts
-    nowhere; encoder-decoders, classifiers and masked models count each label. Nothing of a model says which, so its
-    first loss is compared with both.
+    Nothing of a model says what its loss is a mean over, so it is compared with the cross entropy of the logits, over
+    all labels or those that follow, by tokens, by rows, or with padding. Compared again in each microbatch that shows
+    what none before has shown (several rows, padding, weights), and in all that weigh otherwise by the kinds that are
+    left. Kinds that have one value and other weights (a text in each microbatch) are told apart by the graph of the
+    loss.
     """
 
     def __init__(self) -> None:
-        self._rule: int | None = None  # the index in `Microbatch.labels`
+        self._left: tuple[_Kind, ...] = _KINDS
+        self._seen: set[frozenset[str]] = set()
+        self._rule: int | None = None  # by which microbatches were weighed, where that mattered
 
-    def __call__(self, output: Any, microbatch: Microbatch) -> Counted:
-        """The sum of the tokens' losses, and how many they are."""
+    def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
+        """The mean, by the weight of what it is a mean over.
+
+        Raises:
+            StageOutputError: no loss, or a mean over what is not known.
+        """
         loss, logits, labels = (getattr(output, "loss", None), getattr(output, "logits", None), microbatch.labels)
         if labels is None or loss is None or logits is None:
             raise StageOutputError(
                 f"the model returned {describe(output)} with the loss {describe(loss)}; its own loss needs `labels` in "
                 "the batch, else give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
             )
-        rule = self._rule
-        if rule is None:
-            if not labels[1] and (not labels[0] or loss.isnan()):  # a mean over no token, which tells nothing
-                return counted(logits.sum() * 0.0, 0)
-            rules = _rules(loss.detach(), logits.detach(), microbatch)
-            rule = rules[0]
-            self._rule = rule if len(rules) == 1 else None  # both count alike here, and perhaps not in the next one
-        count = labels[rule]
-        return counted(loss * count if count else logits.sum() * 0.0, count)
+        own = counts_of(microbatch)
+        if not labels[1] and (not labels[0] or bool(loss.isnan())):  # a mean over no token
+            return _nothing(logits, FOLLOWING if labels[0] else self._left[0].rule, counts)
+        if microbatch.pattern not in self._seen or self._differ(own, counts):
+            self._compare(loss.detach(), logits.detach(), microbatch)
+            if loss.requires_grad:  # an evaluation leaves to a step what no value tells
+                self._seen.add(microbatch.pattern)
+                self._tell_apart(loss, logits, microbatch, own, counts)
+        rule = self._left[0].rule
+        return _mean(loss, own[rule], rule, counts) if own[rule] else _nothing(logits, rule, counts)
+
+    @property
+    def left(self) -> list[str]:
+        """What the loss may be a mean over, by what was seen of it."""
+        return [kind.name for kind in self._left]
+
+    def _differ(self, own: Sequence[int], counts: StepCounts) -> bool:
+        """Whether a microbatch of the counts ``own`` weighs otherwise by some of the kinds that are left."""
+        return not counts.alike(own, [kind.rule for kind in self._left])
+
+    def _compare(self, loss: Tensor, logits: Tensor, microbatch: Microbatch) -> None:
+        """Drop the kinds of another value."""
+        close = 1e-2 if loss.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        value, labels = loss.item(), microbatch.inputs["labels"].to(logits.device)
+        means: dict[_Kind, float] = {}
+        if not labels.is_floating_point() and logits.shape[:-1] == labels.shape:
+            kinds = [kind for kind in _KINDS if labels.dim() > 1 or not kind.follows]
+            means = {kind: kind.of(logits, labels).item() for kind in kinds}
+        fits = [kind for kind, mean in means.items() if abs(mean - value) <= close * max(1.0, abs(mean))]
+        left = tuple([kind for kind in self._left if kind in fits])
+        if not left:
+            before = " or ".join(self.left)
+            found = ", ".join(f"{mean:.6g} over {kind.name}" for kind, mean in means.items())
+            raise StageOutputError(
+                f"the model's loss is {value:.6g}, and the mean cross entropy of its logits is {found or 'not defined'}"
+                f"{'' if self._left == _KINDS else f'; earlier microbatches had a mean over {before}'}: what it is a "
+                "mean over is not known. Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
+            )
+        self._left = left
+
+    def _tell_apart(
+        self, loss: Tensor, logits: Tensor, microbatch: Microbatch, own: Sequence[int], counts: StepCounts
+    ) -> None:
+        """Drop the kinds that have one value here, and other weights, until those left weigh it alike."""
+        if not self._differ(own, counts):
+            return
+        kinds = set(self._left)
+        if len({kind.follows for kind in kinds}) > 1:  # means of logits that are alike differ in their gradients alone
+            kinds &= _of_gradient(loss, logits, microbatch, kinds)
+        rules = _rules_of_graph(loss)
+        kinds = {kind for kind in kinds if rules is None or kind.rule in rules}
+        self._left = tuple([kind for kind in self._left if kind in kinds])
+        by_tokens = [kind.rule for kind in self._left if kind.rule in (ROWS, LABELS, FOLLOWING)]
+        if not self._left or not counts.alike(own, by_tokens):
+            names = " or ".join(self.left) or "what is not known"
+            raise StageOutputError(
+                f"the model's loss is a mean over {names}, which have one value in a microbatch of {microbatch.rows} "
+                "rows, and weigh it differently in the step. Give more rows to a microbatch, or Pipeline(loss=f), "
+                "f(output, microbatch) -> (sum, count)"
+            )
+        rule = self._left[0].rule
+        if self._rule not in (None, rule):
+            raise StageOutputError(
+                f"the model's loss is a mean over {self._left[0].name}, and earlier microbatches were weighed by "
+                f"{NAMES[self._rule or 0]}. Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
+            )
+        self._rule = rule
 
 
-def given_loss(loss: Callable[..., Any]) -> Callable[[Any, Microbatch], Counted]:
-    """``loss(output, inputs)``, a mean over the rows of a microbatch or ``(sum, count)``, as a sum."""
+def _of_gradient(loss: Tensor, logits: Tensor, microbatch: Microbatch, kinds: set[_Kind]) -> set[_Kind]:
+    """The kinds with the gradient of ``loss`` on ``logits``; all where it has none."""
+    found = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0] if logits.requires_grad else None
+    if found is None:
+        return kinds
+    leaf, labels = logits.detach().requires_grad_(), microbatch.inputs["labels"].to(logits.device)
+    means = {kind: torch.autograd.grad(kind.of(leaf, labels), leaf)[0] for kind in kinds}
+    return {kind for kind, gradient in means.items() if (gradient - found).norm() <= 1e-2 * found.norm()}
 
-    def summed(output: Any, microbatch: Microbatch) -> Counted:
-        found = loss(output, microbatch.inputs)
+
+_ABOVE = ("DivBackward0", "MulBackward0")  # by numbers
+_SELECT = ("IndexBackward0", "MaskedSelectBackward0")
+_VIEWS = (
+    "AliasBackward0",
+    "CloneBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "ToCopyBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+)
+
+
+def _rules_of_graph(loss: Tensor) -> set[int] | None:
+    """What ``loss`` may be a mean over by its graph: one reduction of tokens' losses is none of rows. None: not known.
+
+    It is read from the loss down to torch's cross entropy, along nodes that change no value or divide by a number.
+    """
+    node: Any = loss.grad_fn
+    by_tokens, with_padding = {LABELS, FOLLOWING}, {ELEMENTS, FOLLOWING_ELEMENTS}
+    found: set[int] | None = None
+    while node is not None:
+        name = type(node).__name__
+        if name.startswith("NllLoss"):
+            reduction = node._saved_reduction  # noqa: SLF001 (documented: what a node has saved)
+            if found is not None or reduction == _NO_REDUCTION:
+                return found if reduction == _NO_REDUCTION else None
+            return by_tokens if reduction == _MEAN else by_tokens | with_padding
+        if name in ("MeanBackward0", "SumBackward0") and found is None:
+            found = with_padding if name == "MeanBackward0" else by_tokens | with_padding
+        elif found is not None and (name in _SELECT or (name == "MulBackward0" and _by_mask(node))):
+            found = by_tokens | with_padding
+        elif name not in _VIEWS and (name not in _ABOVE or found is not None):
+            return None
+        following = [each for each, _ in node.next_functions if each is not None]
+        if len(following) != 1:
+            return None
+        node = following[0]
+    return None
+
+
+_NO_REDUCTION, _MEAN = 0, 1
+
+
+def _by_mask(node: Any) -> bool:
+    factor: Tensor | None = node._saved_other  # noqa: SLF001 (documented: what a node has saved)
+    return factor is not None and bool(((factor == 0) | (factor == 1)).all())
+
+
+class GivenLoss:
+    """``loss(output, inputs)`` of a user: a mean, or ``(sum, count)``; either of them in a `WithLoss` beside another.
+
+    A mean says not what it is over. Where that matters (a microbatch weighs otherwise by its rows than by its labels),
+    the function is called once with a microbatch without padding, with one of much padding, and with both: the rule by
+    which the first two means make the third is that of all microbatches. A microbatch that shows what none before has
+    shown is compared with the means of its halves. Of ``(sum, count)``, what is counted is found likewise.
+    """
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self._loss = loss
+        self._rule: int | None = None  # of a mean
+        self._counted: tuple[int, ...] | None = None  # what a count may be of
+        self._seen: set[frozenset[str]] = set()
+
+    def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
+        """The loss, weighed among those of the step, and the one beside it.
+
+        Raises:
+            StageOutputError: another result, or a mean over what is not known.
+        """
+        found = self._loss(output, microbatch.inputs)
+        found, beside = (found.output, found.loss) if isinstance(found, WithLoss) else (found, None)
         if isinstance(found, Tensor):
-            return counted(found * microbatch.rows, microbatch.rows)
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
-            return counted(*found)
-        raise StageOutputError(f"loss returned {describe(found)}; expected a mean over rows, or (sum, count)")
+            weighed = self._of_mean(found, output, microbatch, counts)
+        elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+            weighed = self._of_sum(found[0], found[1], output, microbatch, counts)
+        else:
+            raise StageOutputError(f"loss returned {describe(found)}; expected a mean, or (sum, count)")
+        return weighed if beside is None else (weighed[0] + beside, *weighed[1:])
 
-    return summed
+    def _of_mean(self, loss: Tensor, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
+        own = counts_of(microbatch)
+        if self._rule is None and not counts.alike(own, _rules_for(microbatch)):
+            self._rule = self._found(output, microbatch, counts)
+        rule = ROWS if self._rule is None else self._rule
+        if not own[rule]:
+            return _nothing(output, rule, counts)
+        if microbatch.pattern not in self._seen:
+            self._require_of_halves(output, microbatch, _rules_for(microbatch) if self._rule is None else (rule,))
+            self._seen.add(microbatch.pattern)
+        return _mean(loss, own[rule], rule, counts)
+
+    def _of_sum(
+        self, total: Tensor, count: Tensor | float, output: Any, microbatch: Microbatch, counts: StepCounts
+    ) -> Weighed:
+        number = torch.as_tensor(count, device=total.device).detach().double().reshape(())
+        own = counts_of(microbatch)
+        if self._counted is None or not counts.alike(own, self._counted):
+            kept = range(len(NAMES)) if self._counted is None else self._counted
+            value = number.item()
+            self._counted = tuple([rule for rule in kept if own[rule] == value])
+            if not counts.alike(own, self._counted):
+                self._counted = self._counting(output, microbatch, counts)
+        one = counts.weight(self._counted[0], 1.0) if self._counted else torch.ones_like(number)
+        weight = counts.weight(self._counted[0], number) if self._counted else number
+        told = [total.detach().double().reshape(()) * one, weight, one, one.square(), torch.ones_like(one)]
+        return total * one.to(total.dtype), weight, torch.stack(told)
+
+    def _found(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> int:
+        """What a mean is over."""
+        parts = _apart(output, microbatch, counts)
+        if parts is None:
+            raise StageOutputError(
+                "loss returned a mean, in a step in which microbatches weigh otherwise by rows than by labels, and "
+                "nothing in the output has rows, by which it could be found out; return (sum, count)"
+            )
+        try:
+            with asked():
+                values = [self._mean_of(part) for part in parts]
+        except Exception as error:
+            raise StageOutputError(
+                "loss returned a mean, in a step in which microbatches weigh otherwise by rows than by labels, and has "
+                "failed with labels that were changed to find out which it is; return (sum, count)"
+            ) from error
+        means = {rule: _composed(values, parts, rule) for rule in _rules_for(microbatch)}
+        fits = [rule for rule, mean in means.items() if _close(mean, values[2], values)]
+        if len({means[rule] for rule in fits}) == 1:
+            return fits[0]
+        raise StageOutputError(
+            f"loss returned the means {values[0]:.6g} and {values[1]:.6g} of two microbatches, and {values[2]:.6g} of "
+            f"both as one; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over microbatches"
+        )
+
+    def _require_of_halves(self, output: Any, microbatch: Microbatch, rules: Sequence[int]) -> None:
+        """Raise where the mean of a microbatch is made of those of its halves by none of ``rules``."""
+        parts = halves(output, microbatch.inputs, microbatch.rows)
+        if parts is None:
+            return
+        with asked():
+            values = [self._mean_of(part) for part in parts]
+        means = {rule: _composed(values, parts, rule) for rule in rules}
+        if not any(_close(mean, values[2], values) for mean in means.values()):
+            raise StageOutputError(
+                f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} of "
+                f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "
+                "microbatches"
+            )
+
+    def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
+        """What is counted, where several things have the same number in a microbatch, and not in the step."""
+        parts = _apart(output, microbatch, counts)
+        if parts is None:
+            return ()
+        with asked():
+            found = self._loss(parts[2].output, parts[2].inputs)
+        count = float((found.output if isinstance(found, WithLoss) else found)[1])
+        return tuple([rule for rule in self._counted or () if parts[2].counts[rule] == count])
+
+    def _mean_of(self, part: Part) -> float:
+        found = self._loss(part.output, part.inputs)
+        return float(found.output if isinstance(found, WithLoss) else found)
 
 
-def _rules(loss: Tensor, logits: Tensor, microbatch: Microbatch) -> list[int]:
-    """Which of `Microbatch.labels` the model's loss may be a mean over; several only where they count alike."""
-    assert microbatch.labels is not None
-    labels = microbatch.inputs["labels"].to(logits.device)
-    close = 1e-2 if loss.dtype in (torch.float16, torch.bfloat16) else 1e-5
-    means: list[float] = []
-    fits: list[int] = []
-    if not labels.is_floating_point() and logits.shape[:-1] == labels.shape:
-        cuts = (logits, labels), (logits[:, :-1], labels[:, 1:])
-        means = [_mean(*each) for each in (cuts if labels.dim() > 1 else cuts[:1])]
-        fits = [rule for rule, mean in enumerate(means) if abs(mean - loss.item()) <= close * max(1.0, abs(mean))]
-    if len({microbatch.labels[rule] for rule in fits}) == 1:
-        return fits
-    raise StageOutputError(
-        f"the model's loss is {loss.item():.6g}, and the mean cross entropy of its logits over all labels and over "
-        f"following tokens is {' and '.join(f'{mean:.6g}' for mean in means) or 'not defined'}: what it is a mean over "
-        "is not known. Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
-    )
+def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:
+    """What a mean of a microbatch may be over."""
+    labels = microbatch.inputs.get("labels")
+    known = microbatch.labels is not None and isinstance(labels, Tensor) and not labels.is_floating_point()
+    return (ROWS, LABELS, FOLLOWING) if known else (ROWS,)
 
 
-def _mean(logits: Tensor, labels: Tensor) -> float:
-    flat = logits.reshape(-1, logits.shape[-1]).float()
-    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED).item()
+def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Part, Part, Part] | None:
+    """`padded_apart`; on the host where nothing in the step is padded, since a device may not survive such a label."""
+    inputs: Mapping[str, Any] = microbatch.inputs
+    if not isinstance(inputs.get("labels"), Tensor):
+        return None
+    if counts.numbers()[LABELS] == counts.numbers()[ELEMENTS]:
+        output, inputs = on_host(output), on_host(inputs)
+    with asked():
+        return padded_apart(output, inputs, microbatch.rows)
+
+
+def _composed(values: Sequence[float], parts: Sequence[Part], rule: int) -> float:
+    """The mean over two parts, of the mean over each."""
+    weights = [part.counts[rule] for part in parts[:2]]
+    terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
+    return sum(terms) / sum(weights) if sum(weights) else math.nan
+
+
+def _shown(means: Mapping[int, float]) -> str:
+    return "a mean over " + ", ".join(f"{NAMES[rule]} is {mean:.6g}" for rule, mean in means.items())
+
+
+def _close(mean: float, value: float, values: Sequence[float]) -> bool:
+    return abs(mean - value) <= _CLOSE * max(abs(each) for each in values if not math.isnan(each))
+
+
+_CLOSE = 1e-5

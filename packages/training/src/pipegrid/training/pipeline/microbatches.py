@@ -18,6 +18,8 @@ from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
 from pipegrid.training.stages.torch_compat import tree_map_only
 
+_NUMBERS = 2  # axes of labels, masks and weights
+
 
 @frozen(eq=False)
 class Microbatch:
@@ -27,11 +29,13 @@ class Microbatch:
         inputs: what the forward is called with.
         rows: samples.
         labels: labels that count: all, and without the first of each row. None without labels.
+        pattern: what could tell one kind of mean from another: several rows, padding, numbers that differ.
     """
 
     inputs: Mapping[str, Any]
     rows: int
     labels: tuple[int, int] | None
+    pattern: frozenset[str] = frozenset()
 
 
 @frozen
@@ -92,12 +96,25 @@ def microbatch(part: Mapping[str, Any], share: Share, device: torch.device, by: 
     rows = by.number_or_first(inputs)
     move = partial(torch.Tensor.to, device=device, non_blocking=True)
     moved = {name: tree_map_only(torch.Tensor, move, value) for name, value in inputs.items()}
+    pattern = _pattern(inputs, rows)
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.dim():
-        return Microbatch(moved, rows, None)
+        return Microbatch(moved, rows, None, pattern)
     counted = labels != IGNORED
     following = counted[:, 1:] if labels.dim() > 1 else counted
-    return Microbatch(moved, rows, (int(counted.sum()), int(following.sum())))
+    return Microbatch(moved, rows, (int(counted.sum()), int(following.sum())), pattern)
+
+
+def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
+    """`Microbatch.pattern`: of what has a number, or a few, for each row, such as labels, masks and weights."""
+    found = {"rows"} if rows > 1 else set()
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and len(value) == rows and value.numel():
+            if bool((value == IGNORED).any()):
+                found.add(f"{name} padded")
+            if bool((value != value.flatten()[0]).any()):
+                found.add(f"{name} varies")
+    return frozenset(found)
 
 
 def _count(rows: int, count: int | None, size: int | None) -> int:

@@ -24,7 +24,7 @@ from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.generators import states_as_before
-from pipegrid.training.pipeline.losses import OwnLoss, given_loss
+from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
     EndOfJob,
@@ -68,14 +68,18 @@ class Pipeline:
         grid: of its ranks; groups that its sizes need and it does not have are created.
         topology: the modules that each module feeds.
         schedule: the name of one that trains, such as ``"zero_bubble_v"``.
-        config: of the step; None allows microbatches of any shapes. Losses are counted by token, whatever it says.
+        config: of the step; None allows microbatches of any shapes. Gradients are divided last, whatever it says.
         microbatch_size: rows of a microbatch, of this rank's batch.
         num_microbatches: how many a batch is cut into, in place of ``microbatch_size``. With neither, each row is one.
         rows: by name, the axis of an entry's rows where it is not the first, ``{"positions": 1}``. A list is an axis
             before those of its entries; ``"images.sizes"`` is an entry of a dict inside.
         whole: the names of entries that each microbatch has all of, such as weights of classes.
-        loss: ``f(output, microbatch)``, a mean over rows or ``(sum, count)``, from what the last stage returns and its
-            part of the batch; None: the model's own ``output.loss``, a mean over the tokens of the whole step.
+        loss: ``f(output, microbatch)``, a mean or ``(sum, count)``, from what the last stage returns and its part of
+            the batch. A mean is over rows, or over labels that are not -100, all or without the first of each row:
+            which, is found in the first microbatches where it matters (``f`` is called a few more times there, without
+            gradients, on parts of a microbatch), and a mean over anything else is an error; ``(mean, 1)`` is a mean
+            over microbatches. Either may be in `WithLoss`, beside a loss that is a mean over the microbatches. None:
+            the model's own ``output.loss``, a mean over the tokens of the whole step.
         names: as in `pipeline_stage`.
         forward: ``f(stage, microbatch)``, as in `PipelineModule`.
         parallelize: ``f(stage)`` for each stage of this rank, before its parameters are read: FSDP2, tensor
@@ -169,6 +173,7 @@ class Pipeline:
         self.config = attrs.evolve(
             config,
             calculate_per_token_loss=True,
+            weighted_microbatches=True,
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device, ranks),
         )
@@ -180,7 +185,7 @@ class Pipeline:
             self.communicator,
             self.config,
             schedule,
-            OwnLoss() if loss is None else given_loss(loss),
+            OwnLoss() if loss is None else GivenLoss(loss),
             self.device,
             self.replica,
             self.generators,
@@ -200,6 +205,11 @@ class Pipeline:
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
 
+        A loss that a layer attaches to its output by an autograd function, and the loss of a `WithLoss`, are averaged
+        over the microbatches of all replicas, as by one process that adds the gradients of the same microbatches. That
+        needs the count of the step before its first backward: where ``loss`` returns a count that neither rows nor
+        labels give, it is an error in the first step.
+
         Args:
             batch: the whole batch of this rank's replica (``replica`` of ``replicas``), on any device. Ranks of one
                 give the same.
@@ -208,7 +218,8 @@ class Pipeline:
                 alone.
 
         Returns:
-            The mean loss over what all replicas count, a float64 scalar, on every rank; NaN on a spare one.
+            The mean loss over what all replicas count, without attached ones, a float64 scalar, on every rank; NaN on a
+            spare one.
         """
         if self.is_spare:
             return self._nothing()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import attrs
 import cattrs
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import define, field
 from torch import Tensor
 
 from pipegrid.schedules import (
@@ -20,6 +21,7 @@ from pipegrid.schedules import (
     Recorder,
     Recording,
     Routes,
+    WithLoss,
     get_forward_backward_func,
     position_of,
     recording_to_json,
@@ -28,20 +30,23 @@ from pipegrid.schedules import (
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.generators import seeded_by
-from pipegrid.training.pipeline.losses import Counted
+from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
+from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.graph import ModuleGraph
+from pipegrid.transport.streams import has_streams
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Steps:
     """What every step of a job is called with.
 
@@ -53,7 +58,7 @@ class Steps:
         communicator: of the job.
         config: of all stages.
         schedule: its name.
-        loss: of a last stage's output.
+        loss: of a last stage's output, weighed among the microbatches of the step.
         device: of the stages.
         replica: whose batch this rank reads.
         generators: by module; a draw seeds each forward.
@@ -67,11 +72,13 @@ class Steps:
     communicator: Communicator
     config: PipelineConfig
     schedule: str
-    loss: Callable[[Any, Microbatch], Counted]
+    loss: MicrobatchLoss
     device: torch.device
     replica: int
     generators: Mapping[str, torch.Generator]
     rows: Rows
+    _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
+    _compared: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
@@ -112,16 +119,57 @@ class Steps:
         self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None, *, forward_only: bool = False
     ) -> Tensor:
         """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
+        given = self.arguments(parts, routes)
+        counts = self._counts(given["data_iterator"])
         step = get_forward_backward_func(schedule=self.schedule)
-        losses = step(**self.arguments(parts, routes), forward_only=forward_only)
-        # Tensor-parallel ranks have the same losses, of which one counts.
+        told = step(
+            **given | {"forward_step_func": partial(self._forward_step, counts=counts)}, forward_only=forward_only
+        )
+        return self._mean(told, counts, trained=not forward_only)
+
+    def _counts(self, read: Mapping[str, Sequence[Any]]) -> StepCounts:
+        """What the microbatches of the job count."""
+        own = [
+            list(copy.copy(microbatches))
+            for name, stages in self.stages.items()
+            for stage, microbatches in zip(stages, read[name], strict=True)
+            if self._has_loss(name, stage) and self._is_counted
+        ]
+        return StepCounts.start(
+            [each for microbatches in own for each in microbatches], self.device, self.config.job_group, self._waiting
+        )
+
+    def _mean(self, told: Sequence[Tensor], counts: StepCounts, *, trained: bool) -> Tensor:
+        """The mean loss of the job; the weights of its microbatches are compared with what was counted.
+
+        On a device with streams the host reads them a step later, when they are there, and of the first step at once.
+        """
+        counts.wait()
+        zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
+        own = torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros
+        attached = float(trained and bool(attached_losses(self.stages)))
+        sums = torch.cat([own, own.new_full((1,), attached)])
+        all_reduce(sums, self.config.job_group)(self._waiting)
+        self._unread.append((sums, counts))
+        while len(self._unread) > (self._compared and has_streams(self.device)):
+            earlier, counted = self._unread.pop(0)
+            *found, attaching = earlier.tolist()
+            require_mean(found, counted.numbers()[MICROBATCHES], attached=attaching > 0)
+        self._compared = True
+        return sums[0] / sums[1].where(sums[1] > 0, 1.0)
+
+    @property
+    def _waiting(self) -> Waiting:
+        return Waiting(self.config.deadline, self.config.monitor)
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the losses of this rank count: tensor-parallel ranks have the same ones."""
         tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
-        if losses and not any(group is not None and group.rank() for group in tp):
-            sums = torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
-        else:
-            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
-        return sums[0] / sums[1].clamp(min=1)
+        return not any(group is not None and group.rank() for group in tp)
+
+    def _has_loss(self, name: str, stage: Any) -> bool:
+        return name in self._graph.sinks and bool(getattr(stage, "is_last", True))
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
@@ -160,15 +208,28 @@ class Steps:
             prefetch=self.config.prefetch,
         )
 
-    def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
+    def _forward_step(
+        self, parts: Iterator[Microbatch], stage: Any, *, counts: StepCounts | None = None
+    ) -> tuple[Any, Any]:
         part = next(parts)
         name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
         forward = self.modules[name].forward
         with seeded_by(self.generators[name], self.device):
             output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
-        if name in self._graph.sinks and getattr(stage, "is_last", True):
-            return output, lambda output: self.loss(output, part)
-        return output if isinstance(stage, Stage) else {name: output}, None
+        if not self._has_loss(name, stage):
+            if isinstance(stage, Stage):
+                return output, None
+            if isinstance(output, WithLoss):
+                return attrs.evolve(output, output={name: output.output}), None
+            return {name: output}, None
+        if counts is None:
+            return output, None
+        output, beside = (output.output, output.loss) if isinstance(output, WithLoss) else (output, None)
+        return output, lambda output: self._weighed(output, beside, part, counts)
+
+    def _weighed(self, output: Any, beside: Tensor | None, part: Microbatch, counts: StepCounts) -> Weighed:
+        loss, weight, told = self.loss(output, part, counts)
+        return loss if beside is None else loss + beside, weight, told
 
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):

@@ -53,6 +53,7 @@ class GradientPolicy:
 
     Attributes:
         per_token: losses are sums, and gradients are divided by the tokens of the job.
+        weighted: these tokens add up to the microbatches of the job (``weighted_microbatches``).
         reduced: the stages that `reduce_gradients` reduces, by module name.
         loss_lanes: replicas of the loss; None where no grids are known (then each module's own).
         loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own replicas.
@@ -61,6 +62,7 @@ class GradientPolicy:
     """
 
     per_token: bool
+    weighted: bool
     reduced: Mapping[str, tuple[int, ...]]
     loss_lanes: int | None
     loss_factors: Mapping[int, float]
@@ -70,7 +72,7 @@ class GradientPolicy:
     @property
     def losses(self) -> str:
         """The kind of losses."""
-        return "per-token" if self.per_token else "mean"
+        return "weighted per-token" if self.weighted else "per-token" if self.per_token else "mean"
 
     @property
     def agreement(self) -> str:
@@ -255,6 +257,7 @@ def gradient_policy(
     rank's position live, over which they are summed.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
+    weighted = per_token and bool(getattr(config, "weighted_microbatches", False))
     by_hand = getattr(config, "finalize_model_grads_func", None) is not None
     names = {stage: graph.module_of(stage)[0] for stage in models}
     grids = as_communicator(communicator).job.dims
@@ -287,10 +290,14 @@ def gradient_policy(
     if not by_hand and len(ways) > len(set(names.values())):  # chunks may share a parameter, which is finished once
         raise GradientError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
     loss_factors: dict[int, float] = {}
-    if of_loss is not None and not by_hand and not per_token:
+    if by_module and weighted:  # each replica of each loss counts its microbatches
+        lanes = sum(by_module[name] for name in graph.sinks)
+        loss_factors = {stage: lanes / by_module[name] for stage, name in names.items()}
+    elif of_loss is not None and not by_hand and not per_token:
         loss_factors = {stage: of_loss / by_module[name] for stage, name in names.items()}
     return GradientPolicy(
         per_token=per_token,
+        weighted=weighted,
         reduced=reduced,
         loss_lanes=of_loss,
         loss_factors=loss_factors,

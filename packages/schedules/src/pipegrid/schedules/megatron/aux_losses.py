@@ -1,0 +1,247 @@
+"""Losses that a layer attaches to an activation by an autograd function, whose backward starts their gradient.
+
+Megatron's balance of experts and multi-token prediction are of that kind: the activation's gradient passes unchanged,
+and the attached loss gets the scale that is set on the class. The step functions scale the main loss of a microbatch
+(by the microbatches, by a loss scale), so they set that scale as well: before each backward, to what the main loss is
+scaled by. A function whose scale nothing sets is found in the backwards of a stage's first microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch.autograd.function import BackwardCFunction
+
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.gradients.groups import device_of
+from pipegrid.schedules.gradients.main_grad import named_modules
+from pipegrid.schedules.megatron.config import option
+from pipegrid.schedules.plan import Action, ActionKind
+
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
+_WATCHED = 2
+"""Forwards of a stage: a gradient that does not depend on the one that arrives is the same in both."""
+
+
+@frozen
+class AuxLossScaler:
+    """A function that sets the scale of attached losses.
+
+    Attributes:
+        set_scale: takes the scale, a tensor with one element.
+        owner: the class that has the scale; None where it is not known.
+        of_cp_share: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
+            over its own tokens.
+        grad_scale: the name of an option of the config that gives its loss scale, before ``grad_scale_func``.
+    """
+
+    set_scale: Callable[[torch.Tensor], Any]
+    owner: type | None
+    of_cp_share: bool = True
+    grad_scale: str | None = None
+
+
+_MEGATRON: dict[tuple[str, str], dict[str, Any]] = {
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): {},
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler"): {
+        "of_cp_share": False,
+        "grad_scale": "mtp_grad_scale_func",
+    },
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"): {
+        "of_cp_share": False
+    },
+}
+"""By module and name, with what Megatron's own step functions do with each."""
+
+
+def aux_loss_scalers(config: Any) -> tuple[AuxLossScaler, ...]:
+    """The scalers of ``config``, and those of Megatron's classes whose modules are loaded."""
+    given = option(config, "aux_loss_scalers")
+    if given is None:
+        return ()
+    own = [_scaler(each) for each in given]
+    known = [
+        AuxLossScaler(found.set_loss_scale, found, **how)
+        for (module, name), how in _MEGATRON.items()
+        if (found := getattr(sys.modules.get(module), name, None)) is not None
+    ]
+    taken = {each.owner for each in own}
+    return (*own, *[each for each in known if each.owner not in taken])
+
+
+def _scaler(given: Any) -> AuxLossScaler:
+    if hasattr(given, "set_loss_scale"):
+        return AuxLossScaler(given.set_loss_scale, given if isinstance(given, type) else type(given))
+    owner = getattr(given, "__self__", None)  # of a class method
+    return AuxLossScaler(given, owner if isinstance(owner, type) else None)
+
+
+@define(eq=False)
+class AuxLossScales:
+    """A hook of the runtime that sets the scales before each backward: microbatches, and stages of a rank, may differ.
+
+    Attributes:
+        scalers: of the call.
+        scale_of: what the step multiplies a mean loss by, of a stage's microbatch; the third argument as
+            `AuxLossScaler.of_cp_share`.
+        config: of the call.
+        one: a mean loss, as a scalar on the device of the stages.
+    """
+
+    scalers: Sequence[AuxLossScaler]
+    scale_of: Callable[[int, int, bool], float]
+    config: Any
+    one: torch.Tensor
+    _scales: dict[tuple[str | None, float], torch.Tensor] = field(factory=dict, init=False)
+
+    def before(self, action: Action) -> None:
+        """Set the scales of the microbatch whose backward, or half of it, follows."""
+        if action.kind not in _BACKWARDS:
+            return
+        assert action.microbatch is not None  # of every compute
+        for scaler in self.scalers:
+            factor = self.scale_of(action.stage, action.microbatch, scaler.of_cp_share)
+            key = (scaler.grad_scale, factor)
+            if key not in self._scales:
+                self._scales[key] = grad_scale(self.config, self.one, scaler.grad_scale) * factor
+            scaler.set_scale(self._scales[key])
+
+    def after(self, action: Action) -> None:
+        """Nothing."""
+
+
+def one_like(models: Any) -> torch.Tensor:
+    """A scalar of one on the device of ``models``, in float64 where these are."""
+    wide = any(
+        parameter.dtype == torch.float64 for _, model in named_modules(models) for parameter in model.parameters()
+    )
+    return torch.ones((), dtype=torch.float64 if wide else torch.float32, device=device_of(models, None))
+
+
+def grad_scale(config: Any, one: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """The loss scale of a step, as a scalar like ``one``; by the function ``name`` of the config, if it has one."""
+    if name is not None and (own := getattr(config, name, None)) is not None:
+        return torch.as_tensor(own()).to(one).reshape(())
+    scale = option(config, "grad_scale_func")
+    return one if scale is None else scale(one).detach().reshape(())
+
+
+@define(eq=False)
+class AttachedLosses:
+    """What the backwards of a stage's first microbatches show of attached losses.
+
+    Such a function passes the gradient of its output on to one input, and gives another one a constant. One whose
+    constant is a scale of its class is known at once; another, when the constant is the same for a second gradient.
+
+    Attributes:
+        stage: global number.
+        names: of the classes that attach losses.
+    """
+
+    stage: int
+    names: dict[str, None] = field(factory=dict, init=False)
+    _forwards: int = field(default=0, init=False)
+    _constants: dict[type, tuple[float, float] | None] = field(factory=dict, init=False)
+
+    def watch(
+        self,
+        outputs: Iterable[torch.Tensor | None],
+        microbatch: int,
+        handled: Collection[type | None],
+        expected: Callable[[], tuple[float, ...]],
+    ) -> None:
+        """Look, in its backward, at the functions that have made ``outputs``; for a stage's first microbatches.
+
+        Args:
+            outputs: of the stage, and its loss.
+            microbatch: their number.
+            handled: the classes whose scale is set.
+            expected: what an attached loss may be scaled by.
+        """
+        if self._forwards == _WATCHED:
+            return
+        self._forwards += 1
+        for node in _functions(outputs):
+            function: type = type(node)._forward_cls  # noqa: SLF001 (has no public name)
+            if function in handled:
+                self.names[function.__name__] = None
+            elif len(node.next_functions) > 1 and not function.__module__.startswith("torch."):
+                node.register_hook(partial(self._look, function, microbatch, expected))
+
+    def _look(
+        self,
+        function: type,
+        microbatch: int,
+        expected: Callable[[], tuple[float, ...]],
+        to_inputs: Sequence[torch.Tensor | None],
+        arrived: Sequence[torch.Tensor | None],
+    ) -> None:
+        if self._constants.get(function, ()) is None:
+            return
+        constant = _constant(to_inputs, arrived)
+        if constant is None:
+            self._constants[function] = None
+            return
+        norm = sum(each.detach().double().norm().item() for each in arrived if each is not None)
+        before = self._constants.setdefault(function, (constant, norm))
+        if before is not None and before[0] != constant:
+            self._constants[function] = None  # it depends on what arrives
+        elif constant in _scales_of(function) or (before is not None and before[1] != norm):
+            self.names[function.__name__] = None
+            self._require(function, constant, microbatch, expected())
+
+    def _require(self, function: type, constant: float, microbatch: int, expected: tuple[float, ...]) -> None:
+        if any(math.isclose(constant, each, rel_tol=1e-2) for each in expected):  # in the dtype of the loss
+            return
+        raise StageOutputError(
+            f"the autograd function {function.__name__} of stage {self.stage} attaches a loss with the gradient "
+            f"{constant:g}, and the step scales the mean loss of microbatch {microbatch} by {expected[0]:g}. Give "
+            f"PipelineConfig(aux_loss_scalers=[...]) the class, if it has set_loss_scale, or a function that sets its "
+            "scale; or return WithLoss(output, loss). Where the loss is scaled before it is attached: "
+            "aux_loss_scalers=None"
+        )
+
+
+def _functions(outputs: Iterable[torch.Tensor | None]) -> list[Any]:
+    """The nodes of Python functions in the graph of ``outputs``."""
+    left = [each.grad_fn for each in outputs if each is not None and each.grad_fn is not None]
+    seen = dict.fromkeys(left)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                left.append(node)
+    return [node for node in seen if isinstance(node, BackwardCFunction)]
+
+
+def _constant(to_inputs: Sequence[torch.Tensor | None], arrived: Sequence[torch.Tensor | None]) -> float | None:
+    """The constant that one input gets where another gets what has arrived; else None."""
+    given = [each for each in to_inputs if each is not None]
+    came = [each for each in arrived if each is not None]
+    others = [each for each in given if not any(_equal(each, one) for one in came)]
+    if len(others) == len(given):
+        return None
+    for each in others:
+        if each.numel() and (first := each.flatten()[0]) != 0 and bool((each == first).all()):
+            return float(first)
+    return None
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
+
+
+def _scales_of(function: type) -> list[float]:
+    """The numbers that a class has under names with ``scale``."""
+    values = [getattr(function, name, None) for name in dir(function) if "scale" in name.lower()]
+    return [
+        float(value)
+        for value in values
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    ]

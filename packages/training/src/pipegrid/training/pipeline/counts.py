@@ -1,0 +1,89 @@
+"""What the microbatches of a step count, and what that makes of a loss: known before the first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor
+
+from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.training.stages.slicing.slice_batches import IGNORED
+
+ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)
+NAMES = ("rows", "labels", "following labels", "labels with padding", "following labels with padding", "microbatches")
+"""What a loss may be a mean over."""
+
+
+def counts_of(microbatch: Microbatch) -> tuple[int, ...]:
+    """By rule; without labels only rows and microbatches."""
+    labels = microbatch.inputs.get("labels")
+    if microbatch.labels is None or not isinstance(labels, Tensor):
+        return microbatch.rows, 0, 0, 0, 0, 1
+    return microbatch.rows, *microbatch.labels, *_sizes(labels), 1
+
+
+def counts_of_labels(labels: Tensor) -> tuple[int, ...]:
+    """`counts_of` a microbatch with these ``labels``; the host waits for them."""
+    counted = labels != IGNORED
+    following = counted[:, 1:] if labels.dim() > 1 else counted
+    return len(labels), int(counted.sum()), int(following.sum()), *_sizes(labels), 1
+
+
+def _sizes(labels: Tensor) -> tuple[int, int]:
+    return labels.numel(), labels[:, 1:].numel() if labels.dim() > 1 else labels.numel()
+
+
+@define(eq=False)
+class StepCounts:
+    """What all microbatches of a step count, on all replicas: one all-reduce, which begins with the step.
+
+    Attributes:
+        totals: by rule, float64; sums over the job once it has been waited for.
+    """
+
+    totals: Tensor
+    _wait: Callable[[], None] | None
+    _numbers: list[float] | None = field(default=None, init=False)
+
+    @classmethod
+    def start(
+        cls, microbatches: Sequence[Microbatch], device: torch.device, group: dist.ProcessGroup | None, waiting: Waiting
+    ) -> StepCounts:
+        """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
+        own = [counts_of(each) for each in microbatches]
+        sums = [float(sum(each)) for each in zip(*own, strict=True)] if own else [0.0] * len(NAMES)
+        totals = torch.tensor(sums, dtype=torch.float64, device=device)
+        wait = all_reduce(totals, group)
+        return cls(totals, lambda: wait(waiting))
+
+    def wait(self) -> None:
+        """Wait for the sums."""
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            wait()
+
+    def weight(self, rule: int, count: Tensor | float) -> Tensor:
+        """What a microbatch of ``count`` weighs; the weights of a step add up to its microbatches."""
+        self.wait()
+        total = self.totals[rule]
+        return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
+
+    def numbers(self) -> list[float]:
+        """`totals` on the host, which waits for them."""
+        if self._numbers is None:
+            self.wait()
+            self._numbers = self.totals.tolist()
+        return self._numbers
+
+    def alike(self, counts: Sequence[int], rules: Sequence[int]) -> bool:
+        """Whether a microbatch with these ``counts`` weighs the same by all ``rules``; the host waits for totals."""
+        if len(set(rules)) < 2:
+            return True
+        totals = self.numbers()
+        first = rules[0]
+        return all(counts[rule] * totals[first] == counts[first] * totals[rule] for rule in rules)

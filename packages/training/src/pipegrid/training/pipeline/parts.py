@@ -1,0 +1,150 @@
+"""Parts of a microbatch, for a loss function that is asked what it is a mean over, and what it counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from pipegrid.training.generators import generators_as_before
+from pipegrid.training.pipeline.counts import counts_of_labels
+from pipegrid.training.stages.slicing.slice_batches import IGNORED
+from pipegrid.training.stages.torch_compat import tree_map, tree_map_only
+
+_MORE, _FEWER = 4, 2
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
+
+
+@frozen(eq=False)
+class Part:
+    """What a loss function is called with.
+
+    Attributes:
+        output: of the last stage.
+        inputs: of the microbatch.
+        counts: of its rows and labels, as `counts_of`.
+    """
+
+    output: Any
+    inputs: Mapping[str, Any]
+    counts: Sequence[int]
+
+
+def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Part, Part] | None:
+    """The first half of the rows, the others, and all of them; None of one row, or of an output without rows."""
+    if rows == 1 or not _has_rows(output, rows):
+        return None
+
+    def part(start: int, stop: int) -> Part:
+        some = _of_rows(inputs, rows, lambda tensor: tensor[start:stop])
+        return Part(_wide(_of_rows(output, rows, lambda tensor: tensor[start:stop])), some, _counts(some, stop - start))
+
+    return part(0, rows // 2), part(rows // 2, rows), part(0, rows)
+
+
+def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Part, Part] | None:
+    """A microbatch with a few labels, the same with fewer, and both as one; None of an output without rows.
+
+    By rows they are alike; by labels the first has twice as many, and by those that follow three times. Random numbers
+    are added to what the last stage has returned, since all means of equal numbers are equal.
+    """
+    if not _has_rows(output, rows):
+        return None
+    labels = inputs["labels"]
+    whole = labels.masked_fill(labels == IGNORED, 0)
+    given = []
+    for most in (_MORE, _FEWER):
+        some = whole.clone()
+        if whole.dim() > 1:
+            some[:, min(most, whole.shape[1] - (most == _FEWER)) :] = IGNORED
+        elif most == _FEWER:
+            some[rows // 2 :] = IGNORED
+        given.append({**inputs, "labels": some})
+    outputs = [_shaken(_wide(output)), _shaken(_wide(output))]
+    one, other = (Part(out, some, _counts(some, rows)) for out, some in zip(outputs, given, strict=True))
+    joined = {**_twice(inputs, inputs, rows), "labels": torch.cat([each["labels"] for each in given])}
+    return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, _counts(joined, 2 * rows))
+
+
+@contextmanager
+def asked() -> Iterator[None]:
+    """Inside, losses have no gradients, and random numbers leave no trace."""
+    with torch.no_grad(), generators_as_before():
+        yield
+
+
+def zero_of(output: Any) -> Tensor:
+    """A loss of zero, with the gradients of zero of an output."""
+    tensors = [each for each in _tensors(output) if each.is_floating_point()]
+    graph = [each for each in tensors if each.requires_grad]
+    return (graph or tensors)[0].flatten()[:1].sum() * 0.0
+
+
+def on_host(value: Any) -> Any:
+    """The output of a stage, or the inputs of a microbatch, with tensors on the CPU."""
+    return _mapped(value, Tensor.cpu)
+
+
+def _counts(inputs: Mapping[str, Any], rows: int) -> Sequence[int]:
+    labels = inputs.get("labels")
+    return counts_of_labels(labels) if isinstance(labels, Tensor) and labels.dim() else (rows, 0, 0, 0, 0, 1)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with its tensors changed: in containers, and in attributes of an object such as a namespace."""
+
+    def leaf(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            return change(each)
+        if isinstance(each, _PLAIN) or not hasattr(each, "__dict__"):
+            return each
+        changed = copy.copy(each)
+        vars(changed).update(tree_map_only(Tensor, change, dict(vars(each))))
+        return changed
+
+    return tree_map(leaf, value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(value, note)
+    return found
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return any(tensor.dim() and len(tensor) == rows for tensor in _tensors(value))
+
+
+def _of_rows(value: Any, rows: int, change: Callable[[Tensor], Tensor]) -> Any:
+    return _mapped(value, lambda tensor: change(tensor) if tensor.dim() and len(tensor) == rows else tensor)
+
+
+def _wide(value: Any) -> Any:
+    """With floating-point numbers of at least 32 bits, in which means can be compared."""
+    narrow = (torch.float16, torch.bfloat16)
+    return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
+
+
+def _shaken(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor + torch.rand_like(tensor) / 2 if tensor.is_floating_point() else tensor)
+
+
+def _twice(one: Any, other: Any, rows: int) -> Any:
+    """The rows of one value, and behind them those of another of the same form."""
+    others = iter(_tensors(other))
+
+    def joined(tensor: Tensor) -> Tensor:
+        behind = next(others)
+        return torch.cat([tensor, behind]) if tensor.dim() and len(tensor) == rows else tensor
+
+    return _mapped(one, joined)

@@ -1,0 +1,361 @@
+"""Losses of microbatches, weighed, make the mean of one process over the whole batch; what cannot is a typed error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from pipegrid.schedules import PipelineConfig, PipelineError, WithLoss
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import Pipeline
+from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
+from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss, require_mean
+from pipegrid.training.pipeline.microbatches import Share, microbatch
+
+from .kit.gradients import require_gradients
+
+CPU, LENGTH, CLASSES = torch.device("cpu"), 6, 5
+
+
+def each_of(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def tokens(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tokens_by_sum(logits, labels):
+    return each_of(logits, labels).sum() / (labels != -100).sum()
+
+
+def tokens_by_mask(logits, labels):
+    counted = labels != -100
+    return (each_of(logits, labels) * counted).sum() / counted.sum()
+
+
+def rows(logits, labels):
+    return (each_of(logits, labels).sum(1) / (labels != -100).sum(1)).mean()
+
+
+def rows_by_weights(logits, labels):
+    return (each_of(logits, labels) / (labels != -100).sum(1, keepdim=True)).sum() / len(labels)
+
+
+def padded(logits, labels):
+    return each_of(logits, labels).mean()
+
+
+def following(loss):
+    return lambda logits, labels: loss(logits[:, :-1], labels[:, 1:])
+
+
+MEANS = (tokens, tokens_by_sum, tokens_by_mask, rows, rows_by_weights, padded)
+
+
+def drawn(seed, sizes, *, padding=True, alike=False):
+    """A batch of rows with 2 labels or more, and its logits in microbatches of ``sizes`` rows."""
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(sizes)
+    labels = torch.randint(0, CLASSES, (count, LENGTH), generator=generator)
+    if padding:
+        lengths = torch.randint(2, LENGTH + 1, (count, 1), generator=generator)
+        labels[torch.arange(LENGTH) >= lengths] = -100
+    logits = torch.randn(count, LENGTH, CLASSES, generator=generator, dtype=torch.float64)
+    return (logits * (not alike)).requires_grad_(), labels
+
+
+def weighed(losses, logits, labels, sizes, beside=None):
+    """The gradient of a step in which the microbatches have those losses, one object for each replica; and its mean."""
+    parts = [microbatch({"labels": each}, Share(), CPU) for each in labels.split(sizes)]
+    counts = StepCounts.start(parts, CPU, None, Waiting())
+    found = [
+        losses[number % len(losses)](output, part, counts)
+        for number, (output, part) in enumerate(zip(outputs_of(losses[0], logits, labels, sizes), parts, strict=True))
+    ]
+    total = sum(loss if beside is None else loss + beside for loss, _, _ in found) / sum(each for _, each, _ in found)
+    told = torch.stack([each for _, _, each in found]).sum(dim=0)
+    require_mean(told.tolist(), counts.numbers()[MICROBATCHES], attached=beside is not None)
+    return torch.autograd.grad(total, logits)[0], (told[0] / told[1]).item()
+
+
+def outputs_of(loss, logits, labels, sizes):
+    own = getattr(loss, "own", None)
+    for some, given_labels in zip(logits.split(sizes), labels.split(sizes), strict=True):
+        yield SimpleNamespace(logits=some, loss=None if own is None else own(some, given_labels))
+
+
+def own_loss(mean):
+    found = OwnLoss()
+    found.own = mean
+    return found
+
+
+def of_mean(mean):
+    return GivenLoss(lambda output, batch: mean(output.logits, batch["labels"]))
+
+
+def of_sum(count):
+    """A sum of squares of logits, and what it counts."""
+    return GivenLoss(lambda output, batch: (output.logits.square().sum(), count(output, batch["labels"])))
+
+
+def require_step(losses, mean, logits, labels, sizes):
+    expected = mean(logits, labels)
+    gradient, value = weighed(losses, logits, labels, sizes)
+    torch.testing.assert_close(value, expected.item(), rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-9, atol=1e-12)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.booleans()),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(mean=st.sampled_from(MEANS), shifted=st.booleans(), own=st.booleans(), replicas=st.integers(1, 2), steps=STEPS)
+def test_a_mean_is_that_of_one_process_or_an_error(mean, shifted, own, replicas, steps):
+    """Over tokens or rows, by a user's function or the model's own, in steps with padding and without."""
+    by_rows = mean in (rows, rows_by_weights)
+    mean = following(mean) if shifted else mean
+    losses = [own_loss(mean) if own else of_mean(mean) for _ in range(replicas)]
+    for seed, sizes, padding in steps:
+        logits, labels = drawn(seed, sizes, padding=padding)
+        try:
+            require_step(losses, mean, logits, labels, sizes)
+        except StageOutputError:
+            assert (own, by_rows) == (True, True), "rows that nothing tells from tokens until others come"
+            return
+
+
+def test_what_the_recipes_of_the_world_return_is_known():
+    """A text in each microbatch, of unequal lengths, from the first step: no error, and no wrong rule."""
+    sizes = [1, 1, 1, 1]
+    logits, labels = drawn(3, sizes)
+    for mean in (tokens, tokens_by_sum, tokens_by_mask, following(tokens), following(tokens_by_sum)):
+        require_step([own_loss(mean)], mean, logits, labels, sizes)
+        require_step([of_mean(mean)], mean, logits, labels, sizes)
+    for mean in (padded, following(padded)):
+        require_step([own_loss(mean)], mean, logits, labels, sizes)
+
+
+@pytest.mark.parametrize("mean", [tokens, following(tokens)])
+def test_a_head_that_starts_at_zero_is_told_by_gradients(mean):
+    sizes = [2, 1, 2]
+    logits, labels = drawn(5, sizes, alike=True)
+    require_step([own_loss(mean)], mean, logits, labels, sizes)
+    require_step([of_mean(mean)], mean, logits, labels, sizes)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("mean", [rows, rows_by_weights])
+def test_rows_that_nothing_tells_from_tokens_are_an_error_where_it_matters(mean, first):
+    own = own_loss(mean)
+    if first:
+        require_step([own], mean, *drawn(1, [1, 1], padding=False), [1, 1])
+    with pytest.raises(StageOutputError, match=r"over all labels or rows.* Give more rows to a microbatch"):
+        weighed([own], *drawn(2, [1, 1, 1]), [1, 1, 1])
+    require_step([own_loss(mean)], mean, *drawn(2, [3, 2]), [3, 2])
+
+
+def test_weights_and_curricula_that_come_later_are_an_error_in_their_step():
+    """The weights of tokens are one at first; a z loss is added where there is padding."""
+    own, plain = OwnLoss(), tokens_by_sum
+    (logits, labels), sizes = drawn(1, [2, 2], padding=False), [2, 2]
+    own.own = plain
+    require_step([own], plain, logits, labels, sizes)
+    weights = torch.rand(4, LENGTH, generator=torch.Generator().manual_seed(0)).double()
+    part = microbatch({"labels": labels, "w": weights}, Share(), CPU)
+    counts = StepCounts.start([part], CPU, None, Waiting())
+    loss = (each_of(logits, labels) * weights).sum() / weights.sum()
+    with pytest.raises(StageOutputError, match=r"what it is a mean over is not known"):
+        own(SimpleNamespace(loss=loss, logits=logits), part, counts)
+    own.own = lambda logits, labels: plain(logits, labels) + 0.1 * (labels == -100).any() * logits.logsumexp(-1).mean()
+    with pytest.raises(StageOutputError, match=r"earlier microbatches had a mean over"):
+        weighed([own], *drawn(2, [2, 2]), [2, 2])
+
+
+def test_a_mean_that_no_rule_makes_is_an_error_with_the_numbers():
+    def contrastive(output, batch):
+        return F.cross_entropy(output.logits[:, 0] @ output.logits[:, 1].T, torch.arange(len(output.logits)))
+
+    logits, labels = drawn(1, [2, 2], padding=False)
+    with pytest.raises(StageOutputError, match=r"of a microbatch, and .* a mean over rows is .*\(mean, 1\) for a mean"):
+        weighed([GivenLoss(contrastive)], logits, labels, [2, 2])
+    of_microbatches = GivenLoss(lambda output, batch: (contrastive(output, batch), 1))
+    expected = sum(contrastive(SimpleNamespace(logits=some), None) for some in logits.split(2)) / 2
+    gradient, value = weighed([of_microbatches], logits, labels, [2, 2], beside=0.0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+    assert value == pytest.approx(expected.item())
+
+
+COUNTS = {
+    "rows": lambda output, labels: len(labels),
+    "labels": lambda output, labels: (labels != -100).sum(),
+    "following": lambda output, labels: (labels[:, 1:] != -100).sum(),
+    "padded": lambda output, labels: labels.numel(),
+    "microbatches": lambda output, labels: 1,
+    "float": lambda output, labels: (labels != -100).sum().float(),
+}
+
+
+@given(
+    name=st.sampled_from([*COUNTS, "weights"]),
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(1, 3), min_size=1),
+)
+def test_what_is_counted_gives_an_attached_loss_the_mean_over_microbatches(name, seed, sizes):
+    """A count that is known before the backward; another one is right without an attached loss, and else an error."""
+    count = COUNTS.get(name, lambda output, labels: 0.25 * labels.clamp(min=0).sum() + 0.125)
+    logits, labels = drawn(seed, sizes)
+    expected = sum(some.square().sum() for some in logits.split(sizes)) / sum(
+        count(None, some) for some in labels.split(sizes)
+    )
+    gradient, value = weighed([of_sum(count)], logits, labels, sizes)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+    assert value == pytest.approx(expected.item())
+    beside = logits.sin().mean()
+    both = torch.autograd.grad(beside, logits, retain_graph=True)[0] + gradient
+    if name != "weights":
+        torch.testing.assert_close(weighed([of_sum(count)], logits, labels, sizes, beside)[0], both)
+    else:
+        with pytest.raises(StageOutputError, match="a layer attaches a loss"):
+            weighed([of_sum(count)], logits, labels, sizes, beside)
+
+
+def test_a_loss_that_is_asked_leaves_no_trace():
+    calls = []
+
+    def noisy(output, batch):
+        calls.append(torch.is_grad_enabled())
+        return tokens(output.logits, batch["labels"]) + 0.0 * torch.rand(())
+
+    loss = GivenLoss(noisy)
+    logits, labels = drawn(3, [2, 1, 2])
+    torch.manual_seed(4)
+    weighed([loss], logits, labels, [2, 1, 2])
+    after = torch.rand(())
+    torch.manual_seed(4)
+    torch.rand(3)  # the three losses of the step
+    assert after == torch.rand(())
+    first = len(calls)
+    weighed([loss], logits, labels, [2, 1, 2])
+    assert (first > 3, len(calls) - first) == (True, 3)  # known by now
+
+
+class Ones(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, loss):
+        ctx.shape = loss.shape
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_ones(ctx.shape)
+
+
+class Experts(nn.Module):
+    """Layers that attach a balance of their own to what they return."""
+
+    def __init__(self, attach=Ones.apply):
+        torch.manual_seed(0)
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 8)
+        self.layers = nn.ModuleList(Attaching(attach) for _ in range(4))
+        self.head = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, input_ids, labels=None):
+        h = self.embed(input_ids)
+        for layer in self.layers:
+            h = layer(h)
+        return SimpleNamespace(logits=self.head(h))
+
+
+class Attaching(nn.Linear):
+    def __init__(self, attach):
+        super().__init__(8, 8)
+        self.attach = attach
+
+    def forward(self, h):
+        h = super().forward(h).tanh()
+        return self.attach(h, 0.1 * self.weight.square().mean() + 0.1 * h.square().mean())
+
+
+def texts(count=8):
+    _, labels = drawn(7, [count])
+    return {"input_ids": labels.clamp(min=0), "labels": labels}
+
+
+def of_one_process(microbatches_of, batch):
+    """Gradient accumulation of all replicas' microbatches: each with its attached losses, and a part of the mean."""
+    added = []
+    whole = Experts(lambda output, loss: added.append(loss) or output)
+    count = (batch["labels"] != -100).sum()
+    for number in range(0, len(batch["labels"]), microbatches_of):
+        added.clear()
+        part = {name: value[number : number + microbatches_of] for name, value in batch.items()}
+        logits = whole(**part).logits
+        total = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum") / count
+        (total + sum(added) * microbatches_of / len(batch["labels"])).backward()
+    return whole
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_losses_that_layers_attach_are_in_the_mean_of_a_step(ranks, schedule):
+    """The main loss is a mean over valid tokens; with two replicas, and after an update."""
+    batch = texts()
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+
+    def loss(output, inputs):
+        return WithLoss(
+            F.cross_entropy(output.logits.flatten(0, 1), inputs["labels"].flatten()), 0.0 * output.logits.sum()
+        )
+
+    with Pipeline(Experts, "Ett|ttL", grid, schedule=schedule, microbatch_size=2, loss=loss) as pipeline:
+        pipeline.step({name: value.chunk(2)[pipeline.replica] for name, value in batch.items()})
+        whole = of_one_process(2, batch)
+        require_gradients(pipeline.named_parameters(), whole)
+        for model in (pipeline, whole):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        expected = dict(whole.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(2)
+def test_an_attached_loss_beside_a_count_that_nothing_gives_is_an_error_on_every_rank(ranks):
+    def loss(output, inputs):
+        return output.logits.square().sum(), 0.3 * inputs["input_ids"].sum()
+
+    with (
+        Pipeline(Experts, "Ett|ttL", HyperCommGrid([2], ["pp"]), num_microbatches=2, loss=loss) as pipeline,
+        pytest.raises(StageOutputError, match="a layer attaches a loss.* in place of 2 microbatches"),
+    ):
+        pipeline.step(texts())
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_scale_beside_a_loss_without_one_is_an_error(ranks):
+    config = PipelineConfig(variable_seq_lengths=True, grad_scale_func=lambda loss: loss * 8, deadline=20.0)
+
+    def loss(output, inputs):
+        return tokens(output.logits, inputs["labels"])
+
+    with (
+        Pipeline(
+            Experts, "Ett|ttL", HyperCommGrid([2], ["pp"]), num_microbatches=2, loss=loss, config=config
+        ) as pipeline,
+        pytest.raises(PipelineError, match="function Ones of stage . attaches a loss .* gradient 1, .* by 8"),
+    ):
+        pipeline.step(texts())

@@ -299,8 +299,7 @@ class ColocatedBridgeCommunicator:
         samples = marked_samples(tensor)
         if not samples or (self._by_slots and self.is_fan_in()):
             return
-        slices = self.scale if self._by_slots and self.scale is not None else len(samples)
-        count, rest = divmod(len(samples), slices)
+        count, rest = divmod(len(samples), self.scale if self._by_slots and self.scale is not None else len(samples))
         if rest or len({sum(samples[first : first + count]) for first in range(0, len(samples), count)}) > 1:
             raise ShapeError(
                 f"{self._label}: the tensor is marked as samples of {shown(samples)} rows, and replicas get equal "

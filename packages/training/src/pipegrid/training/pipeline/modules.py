@@ -17,8 +17,10 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import TiedParameters
-from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
+from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_grid_groups
+from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded
+from pipegrid.topology.ending import destroy_groups
 from pipegrid.topology.fields import Index, checked, shown
 from pipegrid.training.generators import seed_of
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
@@ -130,16 +132,22 @@ class EndOfJob:
     """Where the ranks of a job say that they have closed it, and the spare ones wait until all have.
 
     Every rank of the world makes one, for each of its pipelines with spare ranks.
+
+    Attributes:
+        group: of the ``ranks`` of the job, until it ends; None on a spare one.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         counts = control_store("pipelines with spare ranks")
         # So each has keys of its own, the same on all ranks.
         made = bounded(counts.add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)
-        self._count, self._store = count, control_store(f"end of pipeline {made}")
+        self._count, self._store = len(ranks), control_store(f"end of pipeline {made}")
+        self._groups = create_rank_groups([GroupSpec(tuple(ranks), "pipeline", shared=False)])
+        self.group = next(iter(self._groups.values()), None)
 
     def say(self) -> None:
         """This rank of the job has closed it."""
+        destroy_groups(self._groups)
         bounded(self._store.add, "closed", 1, seconds=_STORE_SECONDS)
 
     def wait(self) -> None:

@@ -17,8 +17,7 @@ from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology import GroupSpec, HyperCommGrid, ProcessGroupCollection, create_groups
-from pipegrid.topology.ending import destroy_groups
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
@@ -30,15 +29,13 @@ from pipegrid.training.pipeline.modules import (
     EndOfJob,
     ModelFactory,
     PipelineModule,
+    create_groups,
     frozen_edges,
     generators_of,
     modules_of,
     monitor_of,
     ranks_of,
     tied_parameters,
-)
-from pipegrid.training.pipeline.modules import (
-    create_groups as create_module_groups,
 )
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
@@ -132,19 +129,14 @@ class Pipeline:
         places = {name: module.places(schedule) for name, module in described.items()}
         config = PipelineConfig(variable_seq_lengths=True) if config is None else config
         ranks = ranks_of(described, spare)
-        self._end: EndOfJob | None = None
-        self._job_groups: Mapping[GroupSpec, dist.ProcessGroup] = {}
-        if len(ranks) < dist.get_world_size():
-            self._end = EndOfJob(len(ranks))
-            if config.job_group is None:
-                self._job_groups = create_groups([GroupSpec(ranks, "pipeline", shared=False)])
-                config = attrs.evolve(config, job_group=next(iter(self._job_groups.values()), None))
-        create_module_groups(described)
+        self._end = EndOfJob(ranks) if len(ranks) < dist.get_world_size() else None
+        if self._end is not None and config.job_group is None:
+            config = attrs.evolve(config, job_group=self._end.group)
+        create_groups(described)
         self.grids = {name: module.grid for name, module in described.items()}
         own = {name: one for name, one in described.items() if one.grid.is_current_rank_in_grid()}
         self.groups = {name: ProcessGroupCollection.from_grid(one.grid) for name, one in own.items()}
         self.replica, self.replicas, own_shares = shares(self.grids)
-
         self.is_spare = not own
         _, self.device = resolve_device(next(iter(described.values())).grid.backend, device)
         self._without_elements = nn.Parameter(torch.empty(0, 0, device=self.device))
@@ -386,7 +378,6 @@ class Pipeline:
                 self.config.monitor.close()
             end, self._end = self._end, None
             if end is not None:
-                destroy_groups(self._job_groups)
                 end.say()
 
     def _require_stages(self, name: str) -> None:

@@ -51,7 +51,10 @@ class Pipeline:
         grid: of its ranks; groups that its sizes need and it does not have are created.
         topology: the modules that each module feeds.
         schedule: the name of one that trains, such as ``"zero_bubble_v"``.
-        config: of the step; None allows microbatches of any shapes. Losses are counted by token, whatever it says.
+        config: of the step; None allows microbatches of any shapes. With ``variable_seq_lengths`` and no ``shapes``,
+            messages announce their shapes in the first step of a batch of some shapes only (``"learned"``); a model
+            whose shapes depend on more than those of its batch needs ``"header"``. Losses are counted by token,
+            whatever it says.
         microbatch_size: rows of a microbatch, of this rank's batch.
         num_microbatches: how many a batch is cut into, in place of ``microbatch_size``. With neither, each row is one.
         loss: ``f(output, microbatch)``, a mean over rows or ``(sum, count)``, from what the last stage returns and its
@@ -112,6 +115,8 @@ class Pipeline:
             for name, module in own.items()
         }
         config = PipelineConfig(variable_seq_lengths=True) if config is None else config
+        if config.variable_seq_lengths and config.shapes is None:
+            config = attrs.evolve(config, shapes="learned")
         topology = {} if topology is None else topology
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from pipegrid.schedules import (
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.schedules.megatron.call import LossSums
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.pipeline.losses import Counted
-from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
+from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch, signature
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
@@ -96,6 +97,7 @@ class Steps:
             "num_microbatches": len(parts),
             "p2p_communicator": self.communicator,
             "pg_collection": self.groups,
+            "batch": signature(parts),
             **({} if routes is None else {"routes": routes}),
         }
 
@@ -104,15 +106,20 @@ class Steps:
     ) -> Tensor:
         """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
         step = get_forward_backward_func(schedule=self.schedule)
-        losses = step(**self.arguments(parts, routes), forward_only=forward_only)
-        # Tensor-parallel ranks have the same losses, of which one counts.
+        sums = LossSums(self._sums)
+        losses = step(**self.arguments(parts, routes), forward_only=forward_only, sums=sums)
+        total = sums.found
+        if total is None:  # an evaluation counts no tokens
+            total = self._sums(losses)
+            all_reduce(total, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
+        return total[0] / total[1].clamp(min=1)
+
+    def _sums(self, losses: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """This rank's sum of losses, and what they count. Tensor-parallel ranks have the same, of which one counts."""
         tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
         if losses and not any(group is not None and group.rank() for group in tp):
-            sums = torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
-        else:
-            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
-        return sums[0] / sums[1].clamp(min=1)
+            return torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
+        return torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
@@ -152,12 +159,21 @@ class Steps:
 
     def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
         part = next(parts)
-        name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
-        forward = self.modules[name].forward
+        name, forward, has_loss = self._roles[stage]
         output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
-        if name in self._graph.sinks and getattr(stage, "is_last", True):
+        if has_loss:
             return output, lambda output: self.loss(output, part)
         return output if isinstance(stage, Stage) else {name: output}, None
+
+    @cached_property
+    def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:
+        """Of each stage, its module, the forward of that, and whether it has the loss."""
+        sinks = self._graph.sinks
+        return {
+            stage: (name, self.modules[name].forward, name in sinks and getattr(stage, "is_last", True))
+            for name, stages in self.stages.items()
+            for stage in stages
+        }
 
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):

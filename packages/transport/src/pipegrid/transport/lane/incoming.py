@@ -189,8 +189,8 @@ class Incoming:
         return buffers
 
     def begin_step(self, step: StepShapes | None, lane: TransferLane, *, learn: bool) -> None:
-        """See `ShapeContract.expect`; the plain message of a step and its buffers are found once."""
-        self.contract.expect(() if step is None else step.messages, learn=learn)
+        """See `ShapeContract.begin_step`; the plain message of a step and its buffers are found once."""
+        self.contract.begin_step(step, learn=learn)
         self.plain = None if step is None else step.plain
         if step is not None and self.plain is None and self._one_by_one:
             message = plain_message(self.contract.standing, self.dtype, self._device)

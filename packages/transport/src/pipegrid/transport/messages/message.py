@@ -100,12 +100,19 @@ class StepShapes:
     Attributes:
         messages: in order.
         number: of the signature on this lane, from 1: keeps its messages apart from those of other steps.
-        plain: what the end of the lane makes of them, where all are one plain message.
+        standing: the message that all of them are; None where they differ.
+        plain: what the end of the lane makes of it, where it is plain.
     """
 
     messages: tuple[Signature, ...]
     number: int
+    standing: Signature | None = field(init=False)
     plain: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        first = self.messages[0]
+        alike = all(one == first and one.gradients == first.gradients for one in self.messages)
+        self.standing = first if alike else None
 
 
 class ShapeContract:
@@ -197,15 +204,14 @@ class ShapeContract:
             self.passed.append(found)
         return found
 
-    def expect(self, messages: Sequence[Signature], *, learn: bool) -> None:
-        """Begin a step of these messages, as an earlier one had them; none: each is announced, noted if ``learn``."""
+    def begin_step(self, step: StepShapes | None, *, learn: bool) -> None:
+        """Begin a step with the messages of an earlier one; None: each is announced, and noted if ``learn``."""
         self._table.clear()
         self.passed = [] if learn else None
-        self._known = bool(messages)
-        alike = self._known and all(one == messages[0] and one.gradients == messages[0].gradients for one in messages)
-        self.standing = messages[0] if alike else None
-        if not alike:
-            self._table.extend(messages)
+        self._known = step is not None
+        self.standing = None if step is None else step.standing
+        if step is not None and step.standing is None:
+            self._table.extend(step.messages)
 
     def renew(self) -> None:
         """Forget the standing signature: the next message has a header again."""

@@ -1,6 +1,6 @@
 """Lanes against a bare isend/irecv pair: latency and bandwidth, messages and host waits.
 
-    python tools/bench/p2p.py [--runs 5] [--pairs N] [--receives-ahead 1] [--backend nccl] [--seconds N]
+    python tools/bench/p2p.py [--runs 5] [--pairs N] [--backend nccl] [--seconds N]
 
 Two ranks on this machine. Latency is a ping-pong of one message; bandwidth streams messages of which several are under
 way, one way, and is over when the last one is acknowledged. Each figure is a ratio, lane to bare, and the bound for it
@@ -246,7 +246,7 @@ def _count(ours: Ours, exchanges: int) -> list[str]:
 def _measure(rank: int, device: torch.device, size: int, options: argparse.Namespace) -> tuple[list[Figure], list[str]]:
     specs = [LaneSpec(0, 1, "out"), LaneSpec(1, 0, "back"), LaneSpec(1, 0, "acknowledge")]
     data = torch.ones(size // FLOAT_BYTES, device=device)
-    config = P2PConfig(deadline=TIMEOUT, receives_ahead=options.receives_ahead)
+    config = P2PConfig(deadline=TIMEOUT)
     with open_lanes(specs, config=config, device=device) as lanes:
         ends = [lanes[spec] for spec in specs]
         bare, bare_fresh = (Bare(rank, ends[0].group, ends[1].group, data, fresh=fresh) for fresh in (False, True))
@@ -312,7 +312,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few small messages; its figures say little: no bound")
     parser.add_argument("--runs", type=int, default=5, help="runs, each in new processes")
     parser.add_argument("--pairs", type=int, help="pairs per figure and run; default 31, and 9 at 16 MB")
-    parser.add_argument("--receives-ahead", type=int, default=0, help="P2PConfig's setting; 0 is the default there")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="bytes")
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), default="gloo", help="nccl needs two GPUs, or one and NCCL 2.31.2"
@@ -330,7 +329,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(
         f"torch {torch.__version__}, {options.backend}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
-        f"receives_ahead={options.receives_ahead}, median [quartiles] of all pairs of {options.runs} runs",
+        f"median [quartiles] of all pairs of {options.runs} runs",
         flush=True,
     )
     runs = [_one_run(options) for number in range(options.runs) if number == 0 or time.monotonic() < options.until]

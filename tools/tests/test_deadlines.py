@@ -39,7 +39,6 @@ STORES = {
     "topology/rendezvous.py": "bounded",
     "training/restart/torchelastic.py": "bounded",
     "transport/control/connector.py": "BoundedCalls",
-    "transport/control/handshake.py": "BoundedCalls",
 }
 OF_DIST = {
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),

@@ -168,7 +168,7 @@ def test_the_handshake_has_the_neighbours_in_other_replicas(ranks):
     ranks.barrier()
     handshake.begin(f"plan {ranks.rank}")
     ranks.barrier()
-    assert handshake.others() == {peer: f"plan {peer}" for peer in peers}
+    assert handshake.hear(20.0) == {peer: f"plan {peer}" for peer in peers}
     communicator.close()
 
 

@@ -45,7 +45,7 @@ class AdaptedCommunicator(Communicator):
         config = getattr(given, "config", None)
         self.deadline = float(getattr(given, "deadline", None) or getattr(config, "deadline", None) or self.deadline)
         self.exchanges = callable(getattr(given, "collective", None))
-        self.fixed_shapes = getattr(config, "shape_mode", "header") != "header"
+        self.fixed_shapes = getattr(config, "shape_mode", "header") not in ("header", "learned")
 
     @property
     def batches(self) -> bool:

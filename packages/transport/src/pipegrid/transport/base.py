@@ -40,10 +40,15 @@ class Port(Protocol):
 
 @frozen(eq=False)
 class Verbs:
-    """A `Port` of two functions."""
+    """A `Port` of two functions.
+
+    Attributes:
+        ahead: receives that may be posted before their turn in a plan.
+    """
 
     isend: Callable[[Payload], Handle]
     irecv: Callable[..., ReceiveHandle]
+    ahead: int = 0
 
 
 class Communicator:

@@ -80,7 +80,7 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         self.rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self._placement, self._graph = placed_stages(placement, len(self._ranks), graph), graph
         self._edges = edges = None if graph is None else frozenset(graph.stage_edges)
-        self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
+        self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
         known = None if replicas is None else checked_replicas(replicas, self._ranks, self.config.communicators)
         backend, self.device = resolve_device(None, device, group, staged=self.config.staged)
         specs, carried = planned_lanes(self._ranks, self._placement, traffic, self.config.communicators, edges)

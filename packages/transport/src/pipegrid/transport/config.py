@@ -12,7 +12,7 @@ from pipegrid.topology.fields import Count, Rule, checked_fields, instance, inte
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.sharing import Communicators
 
-ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
+ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned", "manifest"]
 """How a receiver learns the shapes and dtypes of the next message.
 
 ``agreed``
@@ -22,12 +22,17 @@ ShapeMode: TypeAlias = Literal["agreed", "given", "header", "manifest"]
     The same, and each receive must give its shapes.
 ``header``
     Every message has a header, on a CPU group.
+``learned``
+    As ``header`` in the first step of each batch signature (the shapes of all microbatches, as a `Pipeline` knows them)
+    that both ends of a lane have. In a later step of that signature, messages are as they were then, without headers: a
+    sender whose message is another one raises, and sends nothing.
 ``manifest``
     The sender announces the next messages of a lane in one table (`Lane.announce`), once per step.
 """
 
 LONGEST_SECONDS = 365 * 24 * 3600  # beyond a year, clocks that count nanoseconds overflow
-MOST_AHEAD = 1024  # each costs a buffer and a posted transfer for good
+STEPS_KEPT = 64  # batch signatures whose shapes a lane knows
+MOST_AHEAD = 1024  # each costs a buffer and a posted transfer
 
 
 def _seconds(value: Any) -> float:
@@ -74,10 +79,10 @@ class P2PConfig:
         deadline: seconds until a send that was posted, or a receive that is waited for, has failed. At most a year, as
             all times here.
         open_deadline: seconds that all members have to open their lanes.
-        receives_ahead: receives that a lane keeps posted beyond those asked for, so that a message finds its buffer
-            however late the receiver is; at most 1024. Each costs the memory of one message, also between steps.
-            Applies to messages of one tensor with an agreed shape, over gloo on lanes with a communicator of their own
-            and without ``strict``; ignored elsewhere.
+        receives_ahead: receives of its plan that a step keeps posted on each lane before their turn, so that a message
+            finds its buffer however late the receiver is; at most 1024. Each costs the memory of one message while the
+            step runs. Over gloo, inside modules, on lanes with a communicator of their own and without ``strict``;
+            ignored elsewhere.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
         staged: payloads travel through host memory over gloo, whatever the group's backend: several ranks per GPU, or
             GPUs without NCCL. On a group whose backend for CUDA is gloo this is always so.
@@ -95,13 +100,18 @@ class P2PConfig:
     strict: Flag = False
     deadline: Deadline = 300.0
     open_deadline: Deadline = 300.0
-    receives_ahead: Annotated[int, integer(0, MOST_AHEAD)] = 0
+    receives_ahead: Annotated[int, integer(0, MOST_AHEAD)] = 1
     max_ctas: Count | None = 4
     staged: Flag = False
 
     def __attrs_post_init__(self) -> None:
         if self.variable_seq_lengths and self.shapes in ("given", "agreed"):
             raise P2PUsageError(f"shapes is {self.shapes!r}, which fixes them, but variable_seq_lengths is True")
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether all messages of a lane have one shape."""
+        return self.shape_mode not in ("header", "learned")
 
     @property
     def shape_mode(self) -> ShapeMode:

@@ -29,7 +29,7 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.topology import discard_groups
 from pipegrid.topology.fields import checked
-from pipegrid.transport.config import P2PConfig, as_config
+from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.edge import Direction
@@ -358,6 +358,7 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
             "communicators has those of a plan, which are for a P2PCommunicator; lanes of bridges, modules and "
             "variable-TP stages are 'separate' or 'shared'"
         )
+    varying: ShapeMode = "learned" if settings.shape_mode == "learned" else "header"
     return evolve(
-        settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes="header" if variable else "agreed"
+        settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes=varying if variable else "agreed"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from pipegrid.bridges.bridge.communicator import renew_lanes
@@ -15,6 +16,7 @@ from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.edge import Direction, Edge
 from pipegrid.transport.errors import P2PLaneDeadError
+from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -30,12 +32,14 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         crossings: the exchanges of this rank.
         _sends: what starts a send, by edge and direction: looked up once in a message.
         _receives: what starts a receive.
+        _inside: the lanes of edges between ranks of one module.
         _neighbours: the ranks at the other ends of each edge.
     """
 
     crossings: list[Exchange]
     _sends: dict[Way, Callable[[Any], Handle]]
-    _receives: dict[Way, Callable[[Any], ReceiveHandle]]
+    _receives: dict[Way, Callable[..., ReceiveHandle]]
+    _inside: Mapping[Way, Lane] = MappingProxyType({})
     _neighbours: dict[Edge, Collection[int]]
     _closed = False
 
@@ -63,9 +67,12 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         return receive(shapes)
 
     def port(self, edge: Edge, direction: Direction) -> Port:
-        """`isend` and `irecv` of one edge and direction, without the look-up of the send in each message."""
-        send = self._sends.get((edge, direction)) or partial(self.isend, edge=edge, direction=direction)
-        return Verbs(send, partial(self.irecv, edge=edge, direction=direction))
+        """`isend` and `irecv` of one edge and direction, without a look-up in each message: a lane, if it is one."""
+        way = edge, direction
+        if (lane := self._inside.get(way)) is not None:
+            return lane
+        send = self._sends.get(way) or partial(self.isend, edge=edge, direction=direction)
+        return Verbs(send, self._receives.get(way) or partial(self.irecv, edge=edge, direction=direction))
 
     @abstractmethod
     def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:
@@ -115,7 +122,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         """Close all lanes and destroy all groups. A second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._sends, self._receives = {}, {}
+            self._sends, self._receives, self._inside = {}, {}, {}
             failed = [group for exchange in self.crossings for group in exchange.traffic.failed_groups]
             for exchange in self.crossings:
                 exchange.traffic.end("closed")

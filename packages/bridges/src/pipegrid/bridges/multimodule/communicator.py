@@ -101,7 +101,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         device: torch.device | str | None = None,
     ) -> None:
         self.config = as_config(config)
-        self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
+        self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
         super().__init__(
             dist.get_rank(),
             module_to_grid_map,
@@ -197,12 +197,16 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
                     self._sends[edge, direction] = send
                 if (receive := bridge.verb(direction, sends=False)) is not None:
                     self._receives[edge, direction] = receive
+        self._inside = {
+            (edge, direction): self.lanes[spec]
+            for edge, chain in self._inner.items()
+            for direction in Direction
+            if (spec := chain.spec(edge, direction)) in self.lanes
+        }
+        for (edge, direction), lane in self._inside.items():
+            self._sends[edge, direction], self._receives[edge, direction] = lane.isend, lane.irecv
         for edge, chain in self._inner.items():
             self._neighbours[edge] = chain.spec(edge, _FORWARD).pair
-            for direction in Direction:
-                lane = self.lanes.get(chain.spec(edge, direction))
-                if lane is not None:
-                    self._sends[edge, direction], self._receives[edge, direction] = lane.isend, lane.irecv
 
     def _bridge_across(self, ends: Ends, replicas: tuple[int, int]) -> BridgeCommunicator:
         self.bridge_comms.append(bridge := self._bridge(ends, replicas, None))

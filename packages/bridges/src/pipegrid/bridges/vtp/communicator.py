@@ -87,7 +87,7 @@ class VTPCommunicator(VTPFunctions):
         topology.check_world(dist.get_world_size())
         self.stage, self.replica = topology.place_of(self.rank)
         self.config = as_config(config)
-        self.deadline, self.fixed_shapes = self.config.deadline, self.config.shape_mode != "header"
+        self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
         self._check_config(config)
         backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         boundaries = topology.boundaries(self.replica)

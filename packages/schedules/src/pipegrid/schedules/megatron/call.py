@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
@@ -22,9 +22,25 @@ from pipegrid.schedules.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
 
 
+@define(eq=False)
+class LossSums:
+    """Sums over the job of what the losses of a step tell, in the collective that counts its tokens.
+
+    Attributes:
+        of: this rank's part, from the ``info`` of each of its losses: float64, as many numbers on every rank.
+        found: the sums; None where a step has no such collective: an evaluation, or gradients finished elsewhere.
+    """
+
+    of: Callable[[list[Any]], torch.Tensor]
+    found: torch.Tensor | None = field(default=None, init=False)
+
+
 @frozen(eq=False, kw_only=True)
 class StepCall:
-    """The arguments of one call, under the names that the step functions have for them."""
+    """The arguments of one call, under the names that the step functions have for them.
+
+    ``batch``: see `PipelineRuntime.step`; ``sums``: see `forward_backward_with_schedule`.
+    """
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -41,6 +57,8 @@ class StepCall:
     pg_collection: Any
     routes: Routes | None = None
     force_all_reduce: bool | None = False
+    batch: str | None = None
+    sums: LossSums | None = None
 
 
 class StepKey(NamedTuple):

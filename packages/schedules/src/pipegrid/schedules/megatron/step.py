@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -45,11 +46,16 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
             )
         if prepared.policy is None:
             prepared.begin(option(config, "hooks"))
-            prepared.runtime.eval()
+            prepared.runtime.eval(batch=call.batch)
         else:
             gradients = prepared.policy.of_step(models, config, call.pg_collection, prepared.waiting)
             _train(prepared, gradients, call, outside)
-        return [info for stage in prepared.stages.values() for _, info in sorted(stage.infos, key=itemgetter(0))]
+        return infos_of(prepared)
+
+
+def infos_of(prepared: PreparedStep) -> list[Any]:
+    """The infos of the losses of this rank's stages so far, in order of microbatches."""
+    return [info for stage in prepared.stages.values() for _, info in sorted(stage.infos, key=itemgetter(0))]
 
 
 def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, outside: contextlib.ExitStack) -> None:
@@ -93,13 +99,19 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         if units is not None and reduction is not None:
             units.reduce(reduction, prepared.waiting)
         counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
-        gradients.finish(counted, force_all_reduce=bool(call.force_all_reduce))
+        forced = bool(call.force_all_reduce)
+        if call.sums is None:
+            gradients.finish(counted, force_all_reduce=forced)
+        else:
+            own = partial(call.sums.of, infos_of(prepared))
+            call.sums.found = gradients.finish(counted, own, force_all_reduce=forced)
 
     with fresh_gradients({} if reduction is None else reduction.layout.modules):
         prepared.runtime.step(
             start=compare,
             finish=finish,
             agree=gradients.policy.agreement,
+            batch=call.batch,
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.generators import find_schedule, require_slices
 from pipegrid.schedules.gradients.groups import collections_by_name
-from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.call import LossSums, StepCall
 from pipegrid.schedules.megatron.counts import size_of
 from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled
 from pipegrid.schedules.megatron.step import run_step
@@ -190,6 +190,8 @@ def forward_backward_with_schedule(
     num_slices: int = 1,
     routes: Routes | None = None,
     force_all_reduce: bool | None = False,
+    batch: str | None = None,
+    sums: LossSums | None = None,
 ) -> list[Any]:
     """One step of a named schedule, for one module or a graph of modules (`schedule_for`).
 
@@ -207,6 +209,10 @@ def forward_backward_with_schedule(
       ``(loss, info)`` with the slice's share of the mean (its sum over the tokens of the microbatch), or with
       ``calculate_per_token_loss`` ``(sum, num_tokens, info)`` of the slice. The result has an info for each slice.
       Slices of several lengths need ``variable_seq_lengths``; ``seq_length`` and the other sizes are not checked.
+    - ``batch`` is the signature of the microbatches, for a communicator with ``shapes="learned"``; see
+      `PipelineRuntime.step`.
+    - ``sums``, with ``calculate_per_token_loss``: what else is summed over the job by the all-reduce of the tokens, the
+      same numbers on every rank.
 
     Raises:
         StepArgumentError: no communicator, or lists without an item for each stage.

@@ -1,28 +1,33 @@
-"""The handshake before a step: neighbouring ranks compare what they are about to run, before the first message.
+"""Neighbouring ranks compare the step that they run, before anything is computed from a message of it.
 
-Each rank writes what it runs and reads what the others wrote, once a step (`pipegrid.transport.control.handshake`). The
-rank that comes second to a step that differs sends nothing; the one that had begun is stopped by its neighbour's
-abort, and sees the difference when it looks again.
+Each rank says what it runs as the step begins, beside its first messages (`pipegrid.transport.control.handshake`), and
+waits for what a neighbour says when that one's first message has come; for the others, before gradients are finished.
+A rank that comes to a step after its neighbours knows at once. The rank that finds a difference computes nothing from
+it and ends its lanes; the others are stopped by that, and see the difference when they look again.
 """
 
 from __future__ import annotations
 
+import hashlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import define, field
 
 from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.topology.bounded_calls import SilentStoreError
 from pipegrid.transport.collectives.differences import by_text
-from pipegrid.transport.errors import P2PLaneDeadError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pipegrid.schedules.plan import Plan
+    from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.control.handshake import Handshake
     from pipegrid.transport.edge import Edge
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.2
+_DIFFERENT = "the ranks do not run the same step"
 
 
 @define(eq=False)
@@ -34,63 +39,100 @@ class StepAgreement:
     Attributes:
         edges: those to other positions of this replica.
         across: those to another replica, each with that.
+        receives: the queues whose messages are used when the ranks at their other ends are known to agree.
         rank: this rank; None in one process.
-        deadline: seconds of every handshake, but for the first one's connecting (`Lanes.neighbours`).
+        deadline: seconds to wait for what a neighbour says.
     """
 
     plan: Plan
     communicator: Communicator
     edges: tuple[Edge, ...]
     across: tuple[tuple[Edge, int], ...]
+    receives: Iterable[RecvQueue]
     rank: int | None
     deadline: float
     _handshake: Handshake | None = field(default=None, init=False)
+    _of_queues: list[tuple[RecvQueue, Handshake]] = field(factory=list, init=False)
     _connected: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
 
-    def begin(self, kind: str, agree: str = "") -> None:
-        """Compare before a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else must be alike.
+    def begin(self, kind: str, agree: str = "", batch: str | None = None) -> None:
+        """Tell the neighbours of a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else is compared.
+
+        ``batch``: signature of its batch, where messages of one that was seen before need no headers.
 
         Raises:
-            DisagreementError: a neighbour runs something else.
-            SilentStoreError: the store did not answer in time, or its process has ended.
-            P2PLaneDeadError: the communicator was closed.
+            DisagreementError: one of them is known to run something else.
+            P2PError: a lane has failed before, or the communicator was closed.
         """
         self._what = (
             f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
         )
-        try:
-            if not self._connected:
-                self._connected = True
-                if self.across:
-                    self._handshake = self.communicator.neighbours_across(self.edges, self.across)
-                elif self.edges:
-                    self._handshake = self.communicator.neighbours(self.edges)
-            if self._handshake is None:
-                return
-            others = self._handshake.begin(self._what, seconds=self.deadline)
-        except P2PLaneDeadError:
-            raise
-        except RuntimeError as error:
-            raise SilentStoreError(
-                f"the store on which ranks compare steps does not answer: its process has stopped or ended ({error})"
-            ) from error
-        if others:
+        if not self._connected:
+            self._connected = True
+            self._connect()
+        if self._handshake is not None:
+            self._handshake.begin(self._what, batch and _digest(f"{self._what} {batch}"))
+            if others := self._handshake.look(0.0):
+                raise DisagreementError(self._difference(others))
+        for queue, handshake in self._of_queues:
+            queue.agree = partial(self._hear, handshake)
+
+    def _connect(self) -> None:
+        if self.across:
+            self._handshake = self.communicator.neighbours_across(self.edges, self.across)
+        elif self.edges:
+            self._handshake = self.communicator.neighbours(self.edges)
+        if self._handshake is None:
+            return
+        for queue in self.receives:
+            if not queue.local:
+                own = (
+                    self.communicator.neighbours([queue.edge])
+                    if queue.replica is None
+                    else self.communicator.neighbours_across([], [(queue.edge, queue.replica)])
+                )
+                self._of_queues += [] if own is None else [(queue, own)]
+
+    def end(self) -> None:
+        """Hear the neighbours that have sent nothing: before this rank's gradients are finished.
+
+        Raises:
+            DisagreementError: a neighbour runs something else.
+            P2PError: one has ended, or said nothing within the deadline.
+        """
+        if self._handshake is not None:
+            self._hear(self._handshake)
+            self._handshake.end()
+
+    def _hear(self, handshake: Handshake) -> None:
+        if others := handshake.hear(self.deadline):
             raise DisagreementError(self._difference(others))
 
-    def look_again(self) -> str | None:
-        """The difference between this rank's failed step and the others', None where there is none or none is known."""
-        if self._handshake is None:
-            return None
-        try:
-            others = self._handshake.others(seconds=_LOOK_SECONDS)
-        except RuntimeError:  # the store has stopped or ended, perhaps with the process that failed first
-            return None
+    def look_again(self, told: str | None) -> str | None:
+        """The difference between this rank's failed step and the others', None where there is none or none is known.
+
+        ``told``: why a neighbour has ended this step, which it may have found out first.
+        """
+        if told is not None and told.startswith(_DIFFERENT):
+            return told
+        others = None if self._handshake is None else self._handshake.look(_LOOK_SECONDS)
         return self._difference(others) if others else None
 
     def _difference(self, others: dict[int, str]) -> str:
+        others = {peer: what.partition("\n")[0] for peer, what in others.items()}
+        if all(what == self._what for what in others.values()):
+            return (
+                f"{_DIFFERENT}: {self._what}, and the batch of rank {', '.join(map(str, others))} has other shapes "
+                f"than that of rank {self.rank}, which were alike before. Give every rank of a replica the same batch; "
+                'or set variable_seq_lengths=True and shapes="header"'
+            )
         own = {} if self.rank is None else {self.rank: self._what}
         return (
-            f"the ranks do not run the same step: {'; '.join(by_text(own | others))}. Give every rank the same "
+            f"{_DIFFERENT}: {'; '.join(by_text(own | others))}. Give every rank the same "
             "plan, and call step() and eval() in one order; rebuild the communicator and the runtime first"
         )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -10,7 +10,7 @@ import torch
 from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
-from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.edge_queues import ReceivesAhead, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
 from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_sharded
@@ -18,7 +18,7 @@ from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCall
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.transport import streams
-from pipegrid.transport.edge import Edge
+from pipegrid.transport.edge import Direction, Edge
 
 if TYPE_CHECKING:
     from pipegrid.schedules.plan import Plan
@@ -69,6 +69,11 @@ class BoundPosition:
             self._copiers = streams.new_stream(self.device), streams.new_stream(self.device)
         self._flows = ActorFlows(plan, position)
         self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        for action in self.actions:
+            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+                for queue in self.receives_of(action):
+                    queue.expected += 1
+        self._receiving = tuple([queue for queue in self.receives.values() if queue.expected])
         self._lent: dict[Way, LentQueue] = {}
         self._summed: dict[Way, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
@@ -235,6 +240,25 @@ class BoundPosition:
         for runners in self.runners.values():
             for runner in runners:
                 runner.begin(training=training)
+
+    def start(self, *, training: bool) -> None:
+        """Post the first receives of a step, those that may come before their turn."""
+        expected: dict[ReceivesAhead, int] = {}
+        for queue in self._receiving:
+            count = queue.expected if training or queue.direction is Direction.FORWARD else 0
+            ahead = queue.ahead or self._bind(queue)
+            expected[ahead] = expected.get(ahead, 0) + count
+        for ahead, count in expected.items():
+            ahead.start(count)
+
+    def _bind(self, queue: RecvQueue) -> ReceivesAhead:
+        """Have the queues of one port, which are of several edges between two ranks, post in one order."""
+        own = queue.bind()
+        for other in self._receiving:
+            if other.ahead is not None and other.ahead.port is own.port:
+                queue.ahead = other.ahead
+                return other.ahead
+        return own
 
     def set_deadline(self, seconds: float | None) -> None:
         """Give every message this deadline; None is the communicator's own."""

@@ -154,7 +154,13 @@ class PipelineRuntime:
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
         rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
-            self.plan, communicator, self._bound.outside, self._bound.across, rank, deadline or communicator.deadline
+            self.plan,
+            communicator,
+            self._bound.outside,
+            self._bound.across,
+            tuple(self._bound.receives.values()),
+            rank,
+            deadline or communicator.deadline,
         )
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
@@ -220,14 +226,23 @@ class PipelineRuntime:
             lines.append(f"with whole backwards there, a step takes {after:g} forwards in place of {before:g}")
         return "\n".join(lines)
 
-    def step(self, *, start: Call | None = None, finish: Call | None = None, agree: str = "") -> None:
+    def step(
+        self,
+        *,
+        start: Call | None = None,
+        finish: Call | None = None,
+        agree: str = "",
+        batch: str | None = None,
+    ) -> None:
         """Run the plan once: every forward and every backward of this position.
 
         Args:
             start: called as the step begins, before neighbours compare it; may communicate among ranks of one stage.
                 Its failure is the step's, also on neighbours.
             finish: called after the last action, likewise, such as a reduction of gradients. A monitor watches both.
-            agree: what else neighbours must run alike; compared beside the plan, before the first message.
+            agree: what else neighbours must run alike; compared beside the plan, before a message is used.
+            batch: signature of what the step computes on, for a communicator with ``shapes="learned"``: the shapes and
+                dtypes of the microbatches, on which those of messages depend.
 
         Raises:
             DisagreementError: a neighbour (with a monitor, any rank) runs another plan, or evaluates.
@@ -236,7 +251,7 @@ class PipelineRuntime:
             GradientError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
         require_bare(self._bare)
-        self._run(grad=True, start=start, finish=finish, agree=agree)
+        self._run(grad=True, start=start, finish=finish, agree=agree, batch=batch)
 
     def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:
         """Run a forward and a backward of each stage of this rank, without a message; before the first step.
@@ -255,15 +270,15 @@ class PipelineRuntime:
         """
         warm_up_stages(self._bound, payloads or {})
 
-    def eval(self) -> None:
-        """Run only the plan's forwards and their communication, without gradients.
+    def eval(self, *, batch: str | None = None) -> None:
+        """Run only the plan's forwards and their communication, without gradients; ``batch``: as of `step`.
 
         A verified plan stays free of deadlock without its backwards: what remains keeps its order.
 
         Raises:
             DisagreementError, PipelineError, JobFailedError: as `step`.
         """
-        self._run(grad=False)
+        self._run(grad=False, batch=batch)
 
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
@@ -287,7 +302,15 @@ class PipelineRuntime:
         finally:
             self._one_step.release()
 
-    def _run(self, *, grad: bool, start: Call | None = None, finish: Call | None = None, agree: str = "") -> None:
+    def _run(
+        self,
+        *,
+        grad: bool,
+        start: Call | None = None,
+        finish: Call | None = None,
+        agree: str = "",
+        batch: str | None = None,
+    ) -> None:
         with self._alone_in_time("step() or eval()"):
             program = self._program if grad else self._forwards
             for sharded in self._bound.sharded.values():
@@ -297,17 +320,19 @@ class PipelineRuntime:
             try:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
-                self._agreement.begin("a step" if grad else "an evaluation", agree)
+                self._agreement.begin("a step" if grad else "an evaluation", agree, batch)
                 deadline = self._bound.deadline or self._communicator.deadline
                 with (
                     torch.set_grad_enabled(grad),
                     self._communicator.in_order(),
                     self._communicator.patient(deadline),
                 ):
+                    self._bound.start(training=grad)
                     for cursor.at, call in enumerate(program.calls):
                         call()
                     cursor.end()
                     self._bound.settle()
+                    self._agreement.end()
                     for sharded in self._bound.sharded.values():
                         sharded.end()
                     if finish is not None:

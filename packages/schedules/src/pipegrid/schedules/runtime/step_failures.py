@@ -79,6 +79,8 @@ class StepFailures:
         self.recorder.take()
         here, place, stopped = self.cursor.who, self.cursor.where, line_of(error)
         cause = relayed(stopped)
+        # Before the lanes end, which carry what neighbours say of their step.
+        different = None if isinstance(error, DisagreementError) else self.agreement.look_again(cause)
         if isinstance(error, DisagreementError):
             failure = str(error)
         elif cause is None:
@@ -101,7 +103,6 @@ class StepFailures:
         places = "" if report is None else f"\nThe ranks were at:\n{report.places}"
         if isinstance(error, DisagreementError) or not isinstance(error, Exception):
             return error
-        different = self.agreement.look_again()
         if different is not None:
             self.first = f"{different}. This rank had begun, and stopped at {place}"
             return DisagreementError(f"{self.first}{places}")

@@ -40,6 +40,7 @@ def generate(
     sampling: Sampling | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int = 0,
+    batch: str | None = None,
 ) -> list[Tensor]:
     """New tokens after the prompts of each microbatch, as ``generate`` of Hugging Face makes them. All ranks call it.
 
@@ -64,6 +65,7 @@ def generate(
         sampling: how to draw; None takes the greatest logit.
         eos_token_id: tokens that end a row.
         pad_token_id: what follows the end of a row that others outlast.
+        batch: signature of the prompts, as of `forward_backward_with_schedule`.
 
     Returns:
         On ranks of ``module``, tokens ``[batch, new]`` of each microbatch; elsewhere an empty list.
@@ -92,8 +94,10 @@ def generate(
             model=model,
             p2p_communicator=p2p_communicator,
             pg_collection=pg_collection,
+            batch=batch,
         )
         if texts is not None:
+            step = partial(step, batch=batch and f"a token after {batch}")
             _go_on(texts, logits, step, max_new_tokens - 1, p2p_communicator, name, communicator.job.graph)
     return [] if texts is None else texts.tokens
 

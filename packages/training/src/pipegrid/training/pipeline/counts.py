@@ -34,6 +34,11 @@ def counts_of_labels(labels: Tensor) -> tuple[int, ...]:
     return len(labels), int(counted.sum()), int(following.sum()), *_sizes(labels), 1
 
 
+def _sums(microbatches: Sequence[Microbatch]) -> list[float]:
+    own = [counts_of(each) for each in microbatches]
+    return [float(sum(each)) for each in zip(*own, strict=True)] if own else [0.0] * len(NAMES)
+
+
 def _sizes(labels: Tensor) -> tuple[int, int]:
     return labels.numel(), labels[:, 1:].numel() if labels.dim() > 1 else labels.numel()
 
@@ -41,6 +46,8 @@ def _sizes(labels: Tensor) -> tuple[int, int]:
 @define(eq=False)
 class StepCounts:
     """What all microbatches of a step count, on all replicas: one all-reduce, which begins with the step.
+
+    None where the job reads one batch at a time: then each rank has what all count.
 
     Attributes:
         totals: by rule, float64; sums over the job once it has been waited for.
@@ -55,11 +62,15 @@ class StepCounts:
         cls, microbatches: Sequence[Microbatch], device: torch.device, group: dist.ProcessGroup | None, waiting: Waiting
     ) -> StepCounts:
         """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
-        own = [counts_of(each) for each in microbatches]
-        sums = [float(sum(each)) for each in zip(*own, strict=True)] if own else [0.0] * len(NAMES)
-        totals = torch.tensor(sums, dtype=torch.float64, device=device)
+        totals = torch.tensor(_sums(microbatches), dtype=torch.float64, device=device)
         wait = all_reduce(totals, group)
         return cls(totals, lambda: wait(waiting))
+
+    @classmethod
+    def known(cls, microbatches: Sequence[Microbatch], number: int, device: torch.device) -> StepCounts:
+        """The counts of a job whose ``number`` microbatches are all ``microbatches`` of the ranks with the loss."""
+        *sums, _ = _sums(microbatches)
+        return cls(torch.tensor([*sums, float(number)], dtype=torch.float64, device=device), None)
 
     def wait(self) -> None:
         """Wait for the sums."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -115,6 +116,25 @@ def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
             if bool((value != value.flatten()[0]).any()):
                 found.add(f"{name} varies")
     return frozenset(found)
+
+
+def signature(parts: Sequence[Mapping[str, Any]]) -> str:
+    """All of the microbatches that shapes inside a model may depend on: shapes, dtypes, and plain values.
+
+    Equal texts in a row are written once.
+    """
+    each = itertools.groupby(map(_form, parts))
+    return " ".join(f"{len(list(same))} of {form}" for form, same in each)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_form(each)}' for name, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_form, value))}]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _count(rows: int, count: int | None, size: int | None) -> int:

@@ -65,7 +65,10 @@ class Pipeline:
         grid: of its ranks; groups that its sizes need and it does not have are created.
         topology: the modules that each module feeds.
         schedule: the name of one that trains, such as ``"zero_bubble_v"``.
-        config: of the step; None allows microbatches of any shapes. Gradients are divided last, whatever it says.
+        config: of the step; None allows microbatches of any shapes. With ``variable_seq_lengths`` and no ``shapes``,
+            messages announce their shapes in the first step of a batch of some shapes only (``"learned"``); a model
+            whose shapes depend on more than those of its batch needs ``"header"``. Gradients are divided last, whatever
+            it says.
         microbatch_size: rows of a microbatch, of this rank's batch.
         num_microbatches: how many a batch is cut into, in place of ``microbatch_size``. With neither, each row is one.
         rows: by name, the axis of an entry's rows where it is not the first, ``{"positions": 1}``. A list is an axis
@@ -152,6 +155,8 @@ class Pipeline:
         if self.is_spare:
             self.config = config
             return
+        if config.variable_seq_lengths and config.shapes is None:
+            config = attrs.evolve(config, shapes="learned")
         topology = {} if topology is None else topology
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
@@ -180,6 +185,7 @@ class Pipeline:
             OwnLoss() if loss is None else GivenLoss(loss),
             self.device,
             self.replica,
+            self.replicas,
             self.generators,
             self._cut["rows"],
         )

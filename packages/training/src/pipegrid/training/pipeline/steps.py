@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import tied_stages
 from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.megatron import attached_losses
+from pipegrid.schedules.megatron.call import LossSums
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.generators import seeded_by
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
-from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
+from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch, signature
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
@@ -60,7 +61,8 @@ class Steps:
         schedule: its name.
         loss: of a last stage's output, weighed among the microbatches of the step.
         device: of the stages.
-        replica: whose batch this rank reads.
+        replica: whose batch this rank reads, of ``replicas``.
+        replicas: batches that the job reads at a time.
         generators: by module; a draw seeds each forward.
         rows: how microbatches are shared among replicas.
     """
@@ -75,6 +77,7 @@ class Steps:
     loss: MicrobatchLoss
     device: torch.device
     replica: int
+    replicas: int
     generators: Mapping[str, torch.Generator]
     rows: Rows
     _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
@@ -112,6 +115,7 @@ class Steps:
             "num_microbatches": len(parts),
             "p2p_communicator": self.communicator,
             "pg_collection": self.groups,
+            "batch": signature(parts),
             **({} if routes is None else {"routes": routes}),
         }
 
@@ -120,36 +124,46 @@ class Steps:
     ) -> Tensor:
         """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
         given = self.arguments(parts, routes)
-        counts = self._counts(given["data_iterator"])
+        alone = routes is None and self.replicas == 1 and all(share.parts == 1 for share in self.shares.values())
+        counts = self._counts(given["data_iterator"], len(parts) if alone else None)
         step = get_forward_backward_func(schedule=self.schedule)
+        sums = LossSums(partial(self._told, trained=not forward_only))
         told = step(
-            **given | {"forward_step_func": partial(self._forward_step, counts=counts)}, forward_only=forward_only
+            **given | {"forward_step_func": partial(self._forward_step, counts=counts)},
+            forward_only=forward_only,
+            sums=sums,
         )
-        return self._mean(told, counts, trained=not forward_only)
+        counts.wait()
+        total = sums.found
+        if total is None:  # an evaluation counts no tokens
+            total = self._told(told, trained=not forward_only)
+            all_reduce(total, self.config.job_group)(self._waiting)
+        return self._mean(total, counts)
 
-    def _counts(self, read: Mapping[str, Sequence[Any]]) -> StepCounts:
-        """What the microbatches of the job count."""
+    def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None) -> StepCounts:
+        """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them."""
         own = [
-            list(copy.copy(microbatches))
+            each
             for name, stages in self.stages.items()
             for stage, microbatches in zip(stages, read[name], strict=True)
-            if self._has_loss(name, stage) and self._is_counted
+            if self._roles[stage][2]
+            for each in copy.copy(microbatches)
         ]
-        return StepCounts.start(
-            [each for microbatches in own for each in microbatches], self.device, self.config.job_group, self._waiting
-        )
+        if number is not None:
+            return StepCounts.known(own, number, self.device)
+        return StepCounts.start(own if self._is_counted else [], self.device, self.config.job_group, self._waiting)
 
-    def _mean(self, told: Sequence[Tensor], counts: StepCounts, *, trained: bool) -> Tensor:
+    def _told(self, told: Sequence[Tensor], *, trained: bool) -> Tensor:
+        """This rank's part of what the losses tell, and whether a layer of its stages has attached one."""
+        zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
+        own = torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros
+        return torch.cat([own, own.new_full((1,), float(trained and bool(attached_losses(self.stages))))])
+
+    def _mean(self, sums: Tensor, counts: StepCounts) -> Tensor:
         """The mean loss of the job; the weights of its microbatches are compared with what was counted.
 
         On a device with streams the host reads them a step later, when they are there, and of the first step at once.
         """
-        counts.wait()
-        zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
-        own = torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros
-        attached = float(trained and bool(attached_losses(self.stages)))
-        sums = torch.cat([own, own.new_full((1,), attached)])
-        all_reduce(sums, self.config.job_group)(self._waiting)
         self._unread.append((sums, counts))
         while len(self._unread) > (self._compared and has_streams(self.device)):
             earlier, counted = self._unread.pop(0)
@@ -167,9 +181,6 @@ class Steps:
         """Whether the losses of this rank count: tensor-parallel ranks have the same ones."""
         tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
         return not any(group is not None and group.rank() for group in tp)
-
-    def _has_loss(self, name: str, stage: Any) -> bool:
-        return name in self._graph.sinks and bool(getattr(stage, "is_last", True))
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
@@ -212,11 +223,10 @@ class Steps:
         self, parts: Iterator[Microbatch], stage: Any, *, counts: StepCounts | None = None
     ) -> tuple[Any, Any]:
         part = next(parts)
-        name = next(name for name, stages in self.stages.items() if any(stage is each for each in stages))
-        forward = self.modules[name].forward
+        name, forward, has_loss = self._roles[stage]
         with seeded_by(self.generators[name], self.device):
             output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
-        if not self._has_loss(name, stage):
+        if not has_loss:
             if isinstance(stage, Stage):
                 return output, None
             if isinstance(output, WithLoss):
@@ -230,6 +240,16 @@ class Steps:
     def _weighed(self, output: Any, beside: Tensor | None, part: Microbatch, counts: StepCounts) -> Weighed:
         loss, weight, told = self.loss(output, part, counts)
         return loss if beside is None else loss + beside, weight, told
+
+    @cached_property
+    def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:
+        """Of each stage, its module, the forward of that, and whether it has the loss."""
+        sinks = self._graph.sinks
+        return {
+            stage: (name, self.modules[name].forward, name in sinks and bool(getattr(stage, "is_last", True)))
+            for name, stages in self.stages.items()
+            for stage in stages
+        }
 
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +19,12 @@ from attrs import define, field
 
 Work = Any
 
-_HEADER_BYTES = 512
+_HEADER_BYTES = 512  # the last one tells that all have come
 _LENGTH_BYTES = 4
+_FIRST_BYTES = _HEADER_BYTES - _LENGTH_BYTES - 1
 _NOTICE_BYTES = 2048
 _NOTICE_SECONDS, _POLL_SECONDS = 0.05, 0.001
-_HEADER, _NOTICE, CONTROL_TAGS = 0, 1, 2
+_HEADER, _NOTICE, _STEP, CONTROL_TAGS = 0, 1, 2, 3
 _NEVER_SENT = 2**30  # a tag of no message
 FOREVER = timedelta(days=36_500)
 """The bound of a wait that only the other side ends, as every wait of gloo has a bound and closes its pair past it.
@@ -42,6 +42,46 @@ def cut_connection(group: Any, peer: int) -> None:
     """Cut the gloo connection of ``group`` to its rank ``peer``, by the one thing that does: a wait that times out."""
     with contextlib.suppress(RuntimeError):
         group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+@define(eq=False)
+class PostedHeader:
+    """The receive of a header, which has any length; ``kind`` of ``wire``, of lane ``index``."""
+
+    wire: Wire
+    index: int
+    kind: int
+    _first: bytearray = field(factory=lambda: bytearray(_HEADER_BYTES), init=False)
+    _work: Work = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._work = self.wire.receive(self._first, self.index, self.kind)
+
+    def has_come(self) -> bool:
+        """Whether its first part is there. Looks at memory only."""
+        return self._first[-1] != 0
+
+    def text(self) -> bytes:
+        """What is there of it."""
+        return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(self._length, _FIRST_BYTES)])
+
+    def take(self, timeout: timedelta) -> bytes:
+        """Wait for it.
+
+        Raises:
+            RuntimeError: the connection is gone, or it did not come.
+        """
+        self._work.wait(timeout)
+        data = self.text()
+        if len(data) < self._length:
+            rest = bytearray(self._length - len(data))
+            self.wire.receive(rest, self.index, self.kind).wait(timeout)
+            data += rest
+        return data
+
+    @property
+    def _length(self) -> int:
+        return int.from_bytes(self._first[:_LENGTH_BYTES], "big")
 
 
 @define(eq=False)
@@ -63,35 +103,32 @@ class Wire:
 
     def send_header(self, data: bytes, index: int) -> list[Work]:
         """Start sending a header of lane ``index``; the works must be kept until it is read."""
-        first = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[: _HEADER_BYTES - _LENGTH_BYTES])
-        first.extend(bytes(_HEADER_BYTES - len(first)))
-        works = [self._send(first, index, _HEADER)]
-        rest = data[_HEADER_BYTES - _LENGTH_BYTES :]
-        if rest:
-            works.append(self._send(bytearray(rest), index, _HEADER))
+        return self._send_parts(data, index, _HEADER)
+
+    def receive_header(self, index: int) -> PostedHeader:
+        """Post the receive of lane ``index``'s next header."""
+        return PostedHeader(self, index, _HEADER)
+
+    def send_step(self, data: bytes, index: int) -> list[Work]:
+        """As `send_header`, of what this rank runs: beside the headers of messages."""
+        return self._send_parts(data, index, _STEP)
+
+    def receive_step(self, index: int) -> PostedHeader:
+        """Post the receive of what the other side runs next."""
+        return PostedHeader(self, index, _STEP)
+
+    def _send_parts(self, data: bytes, index: int, kind: int) -> list[Work]:
+        first = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_FIRST_BYTES])
+        first.extend(bytes(_HEADER_BYTES - 1 - len(first)) + b"\1")
+        works = [self._send(first, index, kind)]
+        if rest := data[_FIRST_BYTES:]:
+            works.append(self._send(bytearray(rest), index, kind))
         return works
-
-    def receive_header(self, index: int) -> Callable[[timedelta], bytes]:
-        """Post the receive of lane ``index``'s next header; the returned function waits for it."""
-        first = bytearray(_HEADER_BYTES)
-        work = self._receive(first, index, _HEADER)
-
-        def take(timeout: timedelta) -> bytes:
-            work.wait(timeout)
-            length = int.from_bytes(first[:_LENGTH_BYTES], "big")
-            data = bytes(first[_LENGTH_BYTES : _LENGTH_BYTES + length])
-            if len(data) < length:
-                rest = bytearray(length - len(data))
-                self._receive(rest, index, _HEADER).wait(timeout)
-                data += rest
-            return data
-
-        return take
 
     def exchange(self, mine: bytes, index: int, timeout: timedelta) -> bytes:
         """Send ``mine``, of any length, to the other side and return its message."""
         sent = self.send_header(mine, index)
-        theirs = self.receive_header(index)(timeout)
+        theirs = self.receive_header(index).take(timeout)
         for work in sent:
             work.wait(timeout)
         return theirs
@@ -100,7 +137,8 @@ class Wire:
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         return self.group.send([tensor], self.peer, index * CONTROL_TAGS + kind)
 
-    def _receive(self, data: bytearray, index: int, kind: int) -> Work:
+    def receive(self, data: bytearray, index: int, kind: int) -> Work:
+        """Post the receive of ``data``: a part of a message of that ``kind``."""
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         return self.group.recv([tensor], self.peer, index * CONTROL_TAGS + kind)
 
@@ -109,7 +147,7 @@ class Wire:
     def expect_end_notice(self) -> None:
         """Post the receive of the other side's end notice. Once."""
         if self._notice is None:
-            self._notice = self._receive(self._notice_buffer, 0, _NOTICE)
+            self._notice = self.receive(self._notice_buffer, 0, _NOTICE)
 
     def post_end_notice(self, kind: str, text: str) -> Work | None:
         """Start telling the other side the kind and the cause of an end; None where the connection is gone."""

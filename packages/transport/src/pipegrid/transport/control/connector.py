@@ -6,13 +6,14 @@ import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from attrs import define, field
 
 from pipegrid.topology import (
     GroupCreationTimeoutError,
@@ -21,6 +22,7 @@ from pipegrid.topology import (
     control_store,
     create_groups,
 )
+from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.transport.backends import (
     DryMover,
@@ -38,9 +40,9 @@ from pipegrid.transport.backends import (
 )
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.control.handshake import StoreCalls
 from pipegrid.transport.errors import (
     P2PError,
+    P2PLaneDeadError,
     P2PMismatchError,
     P2PPeerError,
     P2PTimeoutError,
@@ -57,6 +59,46 @@ _Connected: TypeAlias = tuple[Connection, int]
 
 # torch hands out 32 streams per device; groups past that share one, and wait for each other.
 _MOST_STREAMS = 28
+
+
+T = TypeVar("T")
+
+
+@define(eq=False)
+class StoreCalls:
+    """Calls of a store with a deadline, whose failures are errors of lanes.
+
+    Attributes:
+        seconds: each call's deadline, where it has none of its own.
+    """
+
+    seconds: float
+    _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-opening"), init=False)
+
+    def call(self, what: str, action: Callable[[], T], *, seconds: float | None = None) -> T:
+        """The result of ``action``.
+
+        Raises:
+            P2PPeerError: the deadline passed, or that of an earlier call whose answer has not come yet; or the store
+                is lost.
+            P2PLaneDeadError: the communicator was closed.
+        """
+        if self._calls.closed:
+            raise P2PLaneDeadError("the communicator was closed on this rank")
+        limit = self.seconds if seconds is None else seconds
+        silent = f"no answer from the store for {limit:.3g} s {what}; look at the process that hosts it"
+        if self._calls.stuck:
+            raise P2PPeerError(silent)
+        try:
+            return self._calls.run(action, seconds=limit)
+        except SilentStoreError as error:
+            raise P2PPeerError(silent) from error
+        except Exception as error:
+            raise P2PPeerError(f"the store was lost {what} ({error})") from error
+
+    def end(self) -> None:
+        """End the thread that makes the calls; later ones raise. Idempotent."""
+        self._calls.close()
 
 
 class Connector:

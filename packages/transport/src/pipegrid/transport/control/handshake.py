@@ -1,148 +1,174 @@
-"""A handshake before each step: ranks at the two ends of lanes compare what they are about to run. No torch.
+"""Ranks at the two ends of lanes tell each other what they are about to run, and compare it before a message is used.
 
-It goes over a small store beside the lanes: each rank writes one key per neighbour and reads one of each. A rank writes
-before it reads, so the second to come to a step sees the first one's key: two that run different steps cannot both
-begin, and no rank waits for another.
+What a rank runs goes over the control channel of one lane to each neighbour as its step begins, beside its first
+messages: no rank waits for an answer before it sends. A neighbour's word is compared with this rank's own step before
+anything is computed from what it has sent.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import define, field
 
-from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
-from pipegrid.transport.errors import P2PLaneDeadError, P2PPeerError
+from pipegrid.transport.config import STEPS_KEPT
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from pipegrid.transport.backends.wire import PostedHeader
+    from pipegrid.transport.lane.lane import Lane
 
-T = TypeVar("T")
-
-
-@define(eq=False)
-class StoreCalls:
-    """Calls of a store with a deadline, whose failures are errors of lanes.
-
-    Attributes:
-        seconds: each call's deadline, where it has none of its own.
-    """
-
-    seconds: float
-    _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-handshake"), init=False)
-
-    def call(self, what: str, action: Callable[[], T], *, seconds: float | None = None) -> T:
-        """The result of ``action``.
-
-        Raises:
-            P2PPeerError: the deadline passed, or that of an earlier call whose answer has not come yet; or the store
-                is lost.
-            P2PLaneDeadError: the communicator was closed.
-        """
-        if self._calls.closed:
-            raise P2PLaneDeadError("the communicator was closed on this rank")
-        limit = self.seconds if seconds is None else seconds
-        silent = f"no answer from the store for {limit:.3g} s {what}; look at the process that hosts it"
-        if self._calls.stuck:
-            raise P2PPeerError(silent)
-        try:
-            return self._calls.run(action, seconds=limit)
-        except SilentStoreError as error:
-            raise P2PPeerError(silent) from error
-        except Exception as error:
-            raise P2PPeerError(f"the store was lost {what} ({error})") from error
-
-    def end(self) -> None:
-        """End the thread that makes the calls; later ones raise. Idempotent."""
-        self._calls.close()
+_UNHEARD = 2  # steps whose messages may not have been read yet: see `PeerHandshake.say`
+_POLL_SECONDS = 0.005
+_KNOWN, _NEW = "known ", "new "
 
 
 @define(eq=False)
 class PeerHandshake:
-    """The announcements of this rank and rank ``peer``: ``mine`` and ``theirs`` are keys of the store.
+    """What this rank and rank ``peer`` say of each step, over the control channel of ``lane``, which joins the two.
 
-    A rank may be some steps ahead of the other, so it says since which step it runs what, as far back as the other is
-    known to have come.
+    A rank may be ahead of the other by a step, of which it has heard nothing yet; messages are read in order.
+
+    On lanes with ``shapes="learned"``, the signature of the batch is said as well. A signature that both have had in
+    the same step is *known* to both afterwards: their lanes then have the shapes of its messages. Each tells whether it
+    is. Two that know the signatures of their batches must have the same one; where it is new to both, they may differ:
+    a rank of another module may be given other parts of the batch.
+
+    Attributes:
+        lanes: all between the two ranks.
+        said: what this rank runs in this step.
+        heard: what the peer runs in it; None before that is known.
     """
 
     peer: int
-    mine: str
-    theirs: str
-    _step: int = field(default=0, init=False)
-    _said: list[tuple[int, str]] = field(factory=list, init=False)
-    _as_text: str = field(default="", init=False)
-    _heard: int = field(default=0, init=False)
+    lane: Lane
+    lanes: list[Lane] = field(factory=list, init=False)
+    said: str = field(default="", init=False)
+    heard: str | None = field(default=None, init=False)
+    _known: dict[str, None] = field(factory=dict, init=False)
+    _batch: str | None = field(default=None, init=False)  # of this step, while lanes follow it
+    _coming: PostedHeader = field(init=False)
+    _sent: deque[Any] = field(factory=lambda: deque(maxlen=_UNHEARD), init=False)
 
-    @classmethod
-    def between(cls, rank: int, peer: int, pair: str) -> PeerHandshake:
-        """The handshake of ``rank`` with ``peer`` over a connection that both call ``pair``."""
-        return cls(peer, f"{pair}/{rank}", f"{pair}/{peer}")
+    def __attrs_post_init__(self) -> None:
+        self._expect()
 
-    @property
-    def known(self) -> bool:
-        """Whether the peer has ever written its key, as far as this rank knows."""
-        return self._heard > 0
+    def _expect(self) -> None:
+        wire = self.lane.wire
+        assert wire is not None  # `Lanes.neighbours` takes such lanes
+        self._coming = wire.receive_step(self.lane.index)
 
-    def next(self, what: str) -> str:
-        """The value to write before this rank runs ``what``."""
-        self._step += 1
-        if not self._said or self._said[-1][1] != what:
-            self._said.append((self._step, what))
-            self._as_text = json.dumps(self._said)
-        return f"[{self._step}, {self._as_text}]"
+    def say(self, what: str, batch: str | None = None) -> None:
+        """Tell the peer that this rank is about to run ``what``, on a batch of that signature.
 
-    def difference(self, value: bytes) -> str | None:
-        """The step that the peer runs, if it differs from this rank's; None also before the peer has announced it."""
-        step, said = json.loads(value)
-        self._heard = step
-        while len(self._said) > 1 and self._said[1][0] <= step:  # the other will not ask for older ones
-            self._said.pop(0)
-            self._as_text = json.dumps(self._said)
-        if step < self._step:
-            return None
-        theirs: str = next(what for since, what in reversed(said) if since <= self._step)
-        return None if theirs == self._said[-1][1] else theirs
+        gloo delivers no message whose work is dropped. A rank that begins a step has heard the peer in the one before,
+        which had then heard this rank two steps before: older works are done.
+        """
+        wire = self.lane.wire
+        assert wire is not None
+        self.lane.ending.require_alive()
+        learns = batch is not None and self.lane.config.shape_mode == "learned"
+        self._batch = batch if learns else None
+        known = self._batch in self._known
+        self.said, self.heard = what if not learns else f"{what}\n{_KNOWN if known else _NEW}{batch}", None
+        if learns:
+            for lane in self.lanes:
+                lane.begin_step(batch if known else None, learn=not known)
+        try:
+            self._sent.append(wire.send_step(self.said.encode(), self.lane.index))
+        except RuntimeError as error:
+            self._lost(error)
+
+    def hear(self, seconds: float) -> str | None:
+        """Wait until it is known what the peer runs, unless it is; that, if it differs from this rank's step.
+
+        Raises:
+            P2PError: the peer has ended, or ended the lane, or said nothing for so many ``seconds``.
+        """
+        heard = self.heard
+        if heard is None:
+            try:
+                heard = self.heard = self._coming.take(timedelta(seconds=seconds)).decode()
+                self._expect()
+            except RuntimeError as error:
+                self._lost(error)
+        return None if self.agrees(heard) else heard
+
+    def differs(self) -> bool:
+        """Whether the peer has said that it runs another step, and nobody has heard it yet. From any thread."""
+        if self.heard is not None or not self.said or self.lane.ending.error is not None:
+            return False
+        what = self.look()
+        return what is not None and not self.agrees(what)
+
+    def agrees(self, what: str) -> bool:
+        """Whether ``what``, perhaps the beginning of a long text, goes with what this rank has said."""
+        if self.said.startswith(what):
+            return True
+        (own, _, batch), (other, _, others) = self.said.partition("\n"), what.partition("\n")
+        return own == other and batch.startswith(_NEW) and others.startswith(_NEW)
+
+    def end(self) -> None:
+        """End a step in which the peer was heard: its shapes are known from now on, if the batches were alike."""
+        if self._batch is not None:
+            if self._batch not in self._known and self.heard == self.said:
+                self._known[self._batch] = None
+                for lane in self.lanes:
+                    lane.learn(self._batch)
+                if len(self._known) > STEPS_KEPT:
+                    del self._known[next(iter(self._known))]
+            for lane in self.lanes:
+                lane.begin_step()
+            self._batch = None
+
+    def look(self) -> str | None:
+        """What the peer runs, as far as it has come; None before. Looks at memory alone: the lane may have ended."""
+        if self.heard is None and self._coming.has_come():
+            return self._coming.text().decode(errors="ignore")
+        return self.heard
+
+    def _lost(self, error: RuntimeError) -> NoReturn:
+        self.lane.ending.explain(error, None)
+        raise self.lane.ending.error or error
 
 
 @define(eq=False)
 class Handshake:
-    """The handshakes of this rank with some of the ranks at the other ends of its lanes.
+    """The handshakes of this rank with some of the ranks at the other ends of its lanes."""
 
-    Attributes:
-        calls: make the calls of the store, with a deadline.
-    """
-
-    store: Store
     peers: Sequence[PeerHandshake]
-    calls: StoreCalls = field(factory=lambda: StoreCalls(300.0))
 
-    def begin(self, what: str, *, seconds: float | None = None) -> dict[int, str]:
-        """Announce to the neighbours that this rank is about to run ``what``. Waits for no rank.
+    def begin(self, what: str, batch: str | None = None) -> None:
+        """Tell the neighbours that this rank is about to run ``what``. Waits for no rank.
 
-        Every rank calls it once for each step that it runs with these neighbours. ``seconds``: the store's deadline, in
-        place of that of ``calls``.
+        Every rank calls it once for each step that it runs with these neighbours, and then `hear` and `end`.
 
-        Returns:
-            what each neighbour runs in this step, of those that have come to it and run something else.
+        Args:
+            what: compared with what each neighbour runs.
+            batch: signature of the step's batch; see `PeerHandshake`.
         """
-        return self.calls.call("before a step", lambda: self._begin(what), seconds=seconds)
-
-    def others(self, *, seconds: float | None = None) -> dict[int, str]:
-        """As `begin`, for the step that was begun: neighbours that have come since and run something else."""
-        return self.calls.call("in a step", self._others, seconds=seconds)
-
-    def _begin(self, what: str) -> dict[int, str]:
         for one in self.peers:
-            self.store.set(one.mine, one.next(what))
-        return self._others()
+            one.say(what, batch)
 
-    def _others(self) -> dict[int, str]:
-        here = [one for one in self.peers if one.known or self.store.check([one.theirs])]
-        if len(here) > 1 and self.store.has_extended_api():  # type: ignore[attr-defined]  # public, untyped
-            values = self.store.multi_get([one.theirs for one in here])
-        else:
-            values = [self.store.get(one.theirs) for one in here]
-        found = {one.peer: one.difference(value) for one, value in zip(here, values, strict=True)}
+    def end(self) -> None:
+        """End the step, whose messages have all arrived or left."""
+        for one in self.peers:
+            one.end()
+
+    def hear(self, seconds: float) -> dict[int, str]:
+        """What each neighbour runs in this step, of those that run something else; waits until all have said it."""
+        found = {one.peer: one.hear(seconds) for one in self.peers}
         return {peer: what for peer, what in found.items() if what is not None}
+
+    def look(self, seconds: float) -> dict[int, str]:
+        """As `hear`, of those who say it within ``seconds``, up to the first difference. Also if lanes have ended."""
+        end = time.monotonic() + seconds
+        while True:
+            said = [(one, one.look()) for one in self.peers]
+            found = {one.peer: what for one, what in said if what is not None and not one.agrees(what)}
+            if found or time.monotonic() >= end or all(what is not None for _, what in said):
+                return found
+            time.sleep(_POLL_SECONDS)

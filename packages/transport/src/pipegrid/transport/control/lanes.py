@@ -9,12 +9,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 from typing import Any, Self
 
-from pipegrid.topology import control_store, destroy_groups, discard_groups
+from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
-from pipegrid.transport.control.handshake import Handshake, PeerHandshake, StoreCalls
+from pipegrid.transport.control.handshake import Handshake, PeerHandshake
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
 from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
@@ -31,7 +30,6 @@ _DROPPED = (
 _EXIT_SECONDS = 10.0  # for transfers on a device, where the process ends without close()
 _COLLECTOR_SECONDS = 1.0  # that the garbage collector waits for the end of lanes
 _TICK_SECONDS = 0.05
-_CONNECT_SECONDS = 60.0
 _STREAMED_TICK_SECONDS = 0.002
 
 
@@ -51,10 +49,9 @@ class Lanes(dict[LaneSpec, Lane]):
         self._ends: list[LaneTransfers] = []
         self._watchers: list[BackgroundThread] = []
         self._groups: list[Any] = []
-        self._progress = _Progress(self._ends, submitter)
         self._failed = False
         self._handshakes: dict[int, PeerHandshake] = {}
-        self._calls = StoreCalls(1.0)
+        self._progress = _Progress(self._ends, submitter, self._handshakes)
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
         self._parts = os.getpid(), self._ends, self._progress, self._watchers, self._groups
         self._finalizer = weakref.finalize(self, _drop, *self._parts)
@@ -62,6 +59,11 @@ class Lanes(dict[LaneSpec, Lane]):
     def join(self, lanes: Mapping[LaneSpec, Lane], groups: Sequence[Any]) -> None:
         """Add lanes that were opened with the same submitter, and their groups: to batches, handshakes and the end."""
         self.update(lanes)
+        for lane in lanes.values():
+            if lane.wire is not None and lane.peer not in self._handshakes:
+                self._handshakes[lane.peer] = PeerHandshake(lane.peer, lane)
+            if lane.wire is not None:
+                self._handshakes[lane.peer].lanes.append(lane)
         ends = [lane.transfers for lane in lanes.values()]
         self._groups.extend(groups)
         self._watchers.extend(_watch(ends))
@@ -69,8 +71,6 @@ class Lanes(dict[LaneSpec, Lane]):
         self._ends.extend(ends)
         if self.on_device:
             self._progress.tick = _STREAMED_TICK_SECONDS
-        if ends:
-            self._calls.seconds = ends[0].config.deadline
 
     def batch(self, *, together: bool = True, by_lane: bool = False) -> AbstractContextManager[None]:
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
@@ -140,22 +140,9 @@ class Lanes(dict[LaneSpec, Lane]):
     def neighbours(self, ranks: Iterable[int]) -> Handshake:
         """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
 
-        On a store of the lanes' own, which takes one connection to the default group's store: within the deadline, or
-        within 60 seconds if that is longer.
+        With each over the first of the lanes between the two, which is the same at both ends.
         """
-        wanted = set(ranks)
-        for lane in self.values():
-            if lane.peer in wanted and lane.peer not in self._handshakes and lane.group is not None:
-                # Both ends know the group by one name, and no other group ever has it.
-                pair = f"{lane.group.group_name}/{'-'.join(map(str, lane.spec.pair))}"
-                self._handshakes[lane.peer] = PeerHandshake.between(lane.rank, lane.peer, pair)
-        peers = [self._handshakes[rank] for rank in sorted(wanted) if rank in self._handshakes]
-        return Handshake(self._store, peers, self._calls)
-
-    @cached_property
-    def _store(self) -> Any:
-        seconds = max(self._calls.seconds, _CONNECT_SECONDS)
-        return self._calls.call("while connecting to it", lambda: control_store("neighbours"), seconds=seconds)
+        return Handshake([self._handshakes[rank] for rank in sorted(set(ranks)) if rank in self._handshakes])
 
     @property
     def closed(self) -> bool:
@@ -176,7 +163,6 @@ class Lanes(dict[LaneSpec, Lane]):
         self._close(seconds=math.inf)
 
     def _close(self, *, seconds: float) -> None:
-        self._calls.end()
         self._failed = self.failed
         if self._finalizer.detach() is not None:
             _close(*self._parts, seconds)
@@ -285,10 +271,14 @@ def _is_closed(lane: LaneTransfers) -> bool:
 
 
 class _Progress:
-    """Sweeps ``lanes``, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise."""
+    """Sweeps ``lanes``, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise.
 
-    def __init__(self, lanes: list[LaneTransfers], submit: Submitter) -> None:
-        self._lanes = lanes
+    A rank that waits for a message of a step that its neighbour does not run is not left to its deadline: lanes end as
+    soon as one of ``handshakes`` tells.
+    """
+
+    def __init__(self, lanes: list[LaneTransfers], submit: Submitter, handshakes: dict[int, PeerHandshake]) -> None:
+        self._lanes, self._handshakes = lanes, handshakes
         self._submit = submit
         self._stopped = False
         self.tick = _TICK_SECONDS
@@ -308,6 +298,10 @@ class _Progress:
             for lane in self._lanes:
                 if lane.queue:
                     lane.sweep(now)
+            for one in list(self._handshakes.values()):
+                if one.differs():
+                    reason = f"rank {one.peer} runs another step"
+                    abort_lanes([lane.ending for lane in self._lanes if lane.ending.error is None], reason)
 
     def stop(self) -> None:
         """End the thread."""

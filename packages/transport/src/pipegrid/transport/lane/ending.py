@@ -21,7 +21,6 @@ from pipegrid.transport.errors import (
 )
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.endpoint import Endpoint
-from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.messages.handle import State, Transfer
 from pipegrid.transport.waits.aborts import device_aborts
@@ -55,7 +54,6 @@ class LaneEnding:
         end: Endpoint,
         *,
         outgoing: Outgoing,
-        incoming: Incoming,
         queue: deque[Transfer],
         wait_lock: WaitLock,
     ) -> None:
@@ -67,7 +65,7 @@ class LaneEnding:
             queue,
         )
         self.error: P2PError | None = None
-        self._wire, self._outgoing, self._incoming = end.wire, outgoing, incoming
+        self._wire, self._outgoing = end.wire, outgoing
         self._wait_lock, self._states = wait_lock, wait_lock.states
         self._last_queue: list[str] = []  # under way when the lane ended
 
@@ -144,7 +142,6 @@ class LaneEnding:
             self.set_end(transfer, _FAILED, error)
         self.queue.clear()
         self._outgoing.finish()
-        self._incoming.finish()
 
     # ---- The end of a transfer
 

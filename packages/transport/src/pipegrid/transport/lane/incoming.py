@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
-
-from pipegrid.transport.backends import Ticket
+from pipegrid.transport.backends.wire import PostedHeader
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.endpoint import Endpoint
-from pipegrid.transport.messages.handle import ReceiveTransfer
-from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode
+from pipegrid.transport.messages.handle import ReceiveTransfer, TransferLane
+from pipegrid.transport.messages.message import ShapeContract, Signature, StepShapes, TensorSpec, decode
 from pipegrid.transport.messages.payload import (
     ExpectedShape,
     PlainMessage,
@@ -34,7 +31,6 @@ class Incoming:
         contract: what has been announced.
         dtype: as of `Endpoint`.
         deferred: receives whose header has not come.
-        ahead: receives that the backend has and that no caller has asked for yet.
         header: waits for the next header, where its receive was posted.
         plain: the one message of the lane, where it is plain and each is started alone; and its buffers.
     """
@@ -42,8 +38,7 @@ class Incoming:
     def __init__(self, end: Endpoint) -> None:
         self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
         self.deferred: deque[ReceiveTransfer] = deque()
-        self.ahead: deque[tuple[Sequence[Tensor], Ticket]] = deque()
-        self.header: Callable[[timedelta], bytes] | None = None
+        self.header: PostedHeader | None = None
         self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None
         self._end, self._spec, self._wire, self._tally = end, end.spec, end.wire, end.tally
         self._device, self.dtype = end.device, end.dtype
@@ -51,8 +46,6 @@ class Incoming:
         # No rank announces anything: a receive has the shapes that its caller gives.
         self._dry = end.wire is None and not end.spec.is_local
         self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
-        # Receives ahead, of shapes given up since: nothing is sent to them, and gloo cannot take them back.
-        self._given_up: list[Any] = []
 
     def expect(self, transfer: ReceiveTransfer, shapes: Any) -> None:
         """Note what the caller of a receive expects, before it has a number.
@@ -122,11 +115,11 @@ class Incoming:
             RuntimeError: the connection is gone, or no header came.
             P2PMismatchError: it is for another message.
         """
-        take = self.header
-        if take is None:
+        header = self.header
+        if header is None:
             return
         self._tally.host_syncs += 1
-        sequence, standing, signatures = decode(take(timeout))
+        sequence, standing, signatures = decode(header.take(timeout))
         self._tally.headers += 1
         with lock:
             self.header = None
@@ -160,12 +153,8 @@ class Incoming:
             self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
 
     def _fill(self, transfer: ReceiveTransfer, buffers: ReceiveBuffers) -> None:
-        if self.ahead:  # in whatever form this receive is to be, the backend has its buffer already
-            transfer.tensors, transfer.ticket = self.ahead.popleft()
-            self._tally.count(transfer.tensors)
-        else:
-            with working_on(transfer.stream):
-                transfer.tensors = buffers.take()
+        with working_on(transfer.stream):
+            transfer.tensors = buffers.take()
         transfer.buffers = buffers
 
     def _buffers_of(self, transfer: ReceiveTransfer, signature: Signature) -> ReceiveBuffers:
@@ -199,15 +188,19 @@ class Incoming:
                 buffers.keep()
         return buffers
 
+    def begin_step(self, step: StepShapes | None, lane: TransferLane, *, learn: bool) -> None:
+        """See `ShapeContract.begin_step`; the plain message of a step and its buffers are found once."""
+        self.contract.begin_step(step, learn=learn)
+        self.plain = None if step is None else step.plain
+        if step is not None and self.plain is None and self._one_by_one:
+            message = plain_message(self.contract.standing, self.dtype, self._device)
+            if message is not None:
+                buffers = self._buffers_of(ReceiveTransfer(lane), message.signature)
+                buffers.keep()
+                step.plain = self.plain = message, buffers
+
     def renew(self) -> None:
         """Forget the agreed shapes."""
         self.contract.renew()
         self.plain = None
         self._buffers.clear()
-        self._given_up += self.ahead.copy()
-        self.ahead.clear()
-
-    def finish(self) -> None:
-        """Drop what the backend has: the lane has ended."""
-        self.ahead.clear()
-        self._given_up.clear()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.transport.backends import Operation, Ticket
+from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
@@ -33,12 +34,14 @@ from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.stream_waits import StreamWaits
 from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
+from pipegrid.transport.messages.message import StepShapes
 from pipegrid.transport.messages.payload import ReceiveBuffers, carried
 from pipegrid.transport.spec import LaneStats
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
+_NUMBERS = 2**16
 
 
 class Lane:
@@ -55,6 +58,7 @@ class Lane:
         ending: ends the lane, and sets the end of each transfer.
         outgoing: what messages are, at the source.
         incoming: what messages are, at the destination.
+        index: its number among the lanes of its communicator.
     """
 
     def __init__(self, end: Endpoint, submit: Submitter) -> None:
@@ -71,12 +75,12 @@ class Lane:
         self.ending = self.transfers.ending
         connection.lanes.append(self.ending)
         self.queue = self.transfers.queue
-        self._submit, self._index = submit, end.index
+        self._submit, self.index = submit, end.index
         self._needs_shapes = end.config.shape_mode == "given"
-        self._epoch = 0  # of renewals
+        self._epoch = 0  # of renewals, or the number of a batch signature
+        self._steps: dict[str, StepShapes] = {}
+        self._learned = 0
         self._bind()
-        self._ahead = self.incoming.ahead
-        self._receives_ahead = 0 if self.mover.streams else end.config.receives_ahead
         self._streamed = has_streams(end.device)
         self._receive_stream = connection.receive_stream
         # Written by messages without bytes. The lane's own: their transfers have no tensors to keep for the backend.
@@ -84,8 +88,8 @@ class Lane:
             self._nothing = torch.empty(1, dtype=torch.uint8, device=end.device)
 
     def _bind(self) -> None:
-        self._start_send = self.mover.starter(True, self._index, self._epoch)
-        self._start_receive = self.mover.starter(False, self._index, self._epoch)
+        self._start_send = self.mover.starter(True, self.index, self._epoch)
+        self._start_receive = self.mover.starter(False, self.index, self._epoch)
 
     @property
     def error(self) -> P2PError | None:
@@ -96,6 +100,11 @@ class Lane:
     def group(self) -> ProcessGroup | None:
         """The process group that moves its payloads; None on a lane from a rank to itself."""
         return self.connection.group
+
+    @property
+    def ahead(self) -> int:
+        """Receives that a step may post before their turn: none where the order of all transfers counts."""
+        return 0 if self.mover.streams or self._submit.batches else self.config.receives_ahead
 
     @property
     def stats(self) -> LaneStats:
@@ -192,12 +201,7 @@ class Lane:
             with submit.lock:
                 buffers = plain[1]
                 try:
-                    if self._ahead:
-                        tensors, ticket = self._ahead.popleft()
-                        self._ahead.append(self._post(buffers))
-                    else:
-                        tensors, ticket = self._post(buffers)
-                        self._ahead.extend(self._post(buffers) for _ in range(self._receives_ahead))
+                    tensors, ticket = self._post(buffers)
                 except RuntimeError as error:
                     self.ending.not_started(ReceiveTransfer(self, self.received), error)
                 payload = buffers.payload(tensors)  # while the message travels
@@ -269,6 +273,30 @@ class Lane:
         self._epoch += 1
         self._bind()
 
+    def begin_step(self, batch: str | None = None, *, learn: bool = False) -> None:
+        """Begin a step of a ``batch`` signature that `learn` has noted at both ends; None announces each message."""
+        step = None if batch is None else self._steps.get(batch)
+        with self._submit.lock:
+            alone, nbytes = self._started_alone()
+            self.tally.transfers += alone
+            self.tally.bytes += nbytes
+            self._counted += alone
+            if self.rank == self.spec.source:
+                self.outgoing.begin_step(step, learn=learn)
+            else:
+                self.incoming.begin_step(step, self, learn=learn)
+            self._epoch = 0 if step is None else step.number
+            self._bind()
+
+    def learn(self, batch: str) -> None:
+        """Note the messages of this step, the first of a ``batch`` signature. Both ends call it after the same step."""
+        passed = self.outgoing.contract.passed or self.incoming.contract.passed
+        if passed:
+            self._learned += 1
+            self._steps[batch] = StepShapes(tuple(passed), self._learned % _NUMBERS + 1)
+            if len(self._steps) > STEPS_KEPT:
+                del self._steps[next(iter(self._steps))]
+
     def require_renewable(self) -> None:
         """Raise unless `renew` is possible now.
 
@@ -337,7 +365,7 @@ class Lane:
         """What the mover is to move for a transfer that is ready, counted."""
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self._nothing)
         self.tally.count(tensors)
-        return transfer.sending, tensors, self._index, self._epoch
+        return transfer.sending, tensors, self.index, self._epoch
 
 
 def _waits_of(connection: Connection) -> type[LaneTransfers]:

@@ -58,7 +58,7 @@ class LaneTransfers(ABC):
         self._wait_lock = WaitLock(f"pipegrid-lane-{end.spec}", self._step, self._has_work)
         self._leader = self._wait_lock.leader
         self._patience = timedelta(seconds=end.config.deadline + BACKSTOP_SECONDS)
-        self.ending = LaneEnding(end, outgoing=outgoing, incoming=incoming, queue=self.queue, wait_lock=self._wait_lock)
+        self.ending = LaneEnding(end, outgoing=outgoing, queue=self.queue, wait_lock=self._wait_lock)
 
     # ---- What handles ask: see `Waiter`
 

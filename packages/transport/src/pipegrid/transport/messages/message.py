@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
@@ -93,6 +93,28 @@ def _as_tuples(value: Any) -> Any:
 # ---- What both ends of a lane know of the messages to come
 
 
+@define(eq=False)
+class StepShapes:
+    """What a lane carried in the first step of a batch signature.
+
+    Attributes:
+        messages: in order.
+        number: of the signature on this lane, from 1: keeps its messages apart from those of other steps.
+        standing: the message that all of them are; None where they differ.
+        plain: what the end of the lane makes of it, where it is plain.
+    """
+
+    messages: tuple[Signature, ...]
+    number: int
+    standing: Signature | None = field(init=False)
+    plain: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        first = self.messages[0]
+        alike = all(one == first and one.gradients == first.gradients for one in self.messages)
+        self.standing = first if alike else None
+
+
 class ShapeContract:
     """Signatures that were announced and not used yet: one that stands for all messages, or one per message.
 
@@ -101,13 +123,16 @@ class ShapeContract:
 
     Attributes:
         standing: the signature of all messages from now on; None where each has its own, or none was announced yet.
+        passed: the signatures of the messages of a step that is being learned; None in others.
     """
 
     def __init__(self, lane: LaneSpec, mode: ShapeMode, standing: Signature | None = None) -> None:
         self._lane = lane
         self._mode = mode
         self._table: deque[Signature] = deque()
+        self._known = False
         self.standing = standing
+        self.passed: list[Signature] | None = None
 
     @property
     def stands(self) -> bool:
@@ -127,12 +152,14 @@ class ShapeContract:
         if self.standing is None and not self._table:
             if self.stands:
                 self.standing = signature
+            elif self.passed is not None:
+                self.passed.append(signature)
             return True
         announced = self.standing or self._table.popleft()
         if signature != announced:
             raise P2PMismatchError(
                 f"message {sequence} of lane {self._lane} is {signature}, but {announced} was announced to rank "
-                f"{self._lane.destination}; {_change(self.standing)}"
+                f"{self._lane.destination}; {self._remedy}"
             )
         return False
 
@@ -156,7 +183,7 @@ class ShapeContract:
         if any(lost):
             raise P2PUsageError(
                 f"in message {sequence} of lane {self._lane}, {signature}, tensor {lost.index(True)} requires grad, "
-                f"but was announced to rank {self._lane.destination} without; {_change(self.standing)}"
+                f"but was announced to rank {self._lane.destination} without; {self._remedy}"
             )
 
     def announce(self, signatures: Sequence[Signature], *, standing: bool) -> None:
@@ -170,15 +197,34 @@ class ShapeContract:
         """Use up the announcement of the next message; None where its header has not come yet."""
         if self.standing is not None:
             return self.standing
-        return self._table.popleft() if self._table else None
+        if not self._table:
+            return None
+        found = self._table.popleft()
+        if self.passed is not None:
+            self.passed.append(found)
+        return found
+
+    def begin_step(self, step: StepShapes | None, *, learn: bool) -> None:
+        """Begin a step with the messages of an earlier one; None: each is announced, and noted if ``learn``."""
+        self._table.clear()
+        self.passed = [] if learn else None
+        self._known = step is not None
+        self.standing = None if step is None else step.standing
+        if step is not None and step.standing is None:
+            self._table.extend(step.messages)
 
     def renew(self) -> None:
         """Forget the standing signature: the next message has a header again."""
         self.standing = None
 
-
-def _change(standing: Signature | None) -> str:
-    """How messages may change, for an error."""
-    if standing is None:
-        return "announce messages as they will be sent, in their order"
-    return "shapes that change need variable_seq_lengths=True, or renew() on both sides"
+    @property
+    def _remedy(self) -> str:
+        """How messages may change, for an error."""
+        if self._known:
+            return (
+                "a batch of the same shapes had that before. Where shapes depend on more than those of the batch, set "
+                'variable_seq_lengths=True and shapes="header"'
+            )
+        if self.standing is None:
+            return "announce messages as they will be sent, in their order"
+        return "shapes that change need variable_seq_lengths=True, or renew() on both sides"

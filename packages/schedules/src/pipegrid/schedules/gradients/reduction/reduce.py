@@ -165,15 +165,19 @@ class GradientReduction:
                 behind.add(id(bucket.first))
 
     @torch.no_grad()
-    def finish(self, num_tokens: torch.Tensor | float | None, waiting: Waiting) -> None:
+    def finish(
+        self, num_tokens: torch.Tensor | float | None, waiting: Waiting, beside: torch.Tensor | None = None
+    ) -> None:
         """Start the remaining buckets, wait for all, divide, and store the gradients.
 
+        ``beside``: with ``num_tokens``, summed over the job in place, as of `global_tokens`.
         The host reads the device at most once: where a parameter of this rank had no gradient.
         """
         remaining = self._startable()
         divisor: Divisor | None = self.loss_lanes
         if num_tokens is not None:
-            divisor = global_tokens(num_tokens, device_of(self.layout.modules, self.job_group), self.job_group, waiting)
+            device = device_of(self.layout.modules, self.job_group)
+            divisor = global_tokens(num_tokens, device, self.job_group, waiting, beside)
         for bucket in remaining:
             bucket.start()
         for bucket in self.buckets:
@@ -199,9 +203,15 @@ class GradientReduction:
 
 
 def global_tokens(
-    num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None, waiting: Waiting
+    num_tokens: torch.Tensor | float,
+    device: torch.device,
+    job_group: dist.ProcessGroup | None,
+    waiting: Waiting,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The tokens of the job, or 1 where there are none; stays on the device, so that the host does not wait for it.
+
+    ``beside``: numbers in float64, as many on every rank, which the same all-reduce sums over the job in place.
 
     In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
     tokens or weigh them, and up to 2**53 a count is exact in it.
@@ -212,7 +222,13 @@ def global_tokens(
     else:
         count = checked(num_tokens, Amount, "num_tokens", GradientError)
         total = torch.full((), count, dtype=torch.float64, device=device)
-    all_reduce(total, job_group)(waiting)
+    if beside is None:
+        all_reduce(total, job_group)(waiting)
+    else:
+        every = torch.cat([total.reshape(1), beside.to(device)])
+        all_reduce(every, job_group)(waiting)
+        total = every[0]
+        beside.copy_(every[1:])
     return torch.where(total > 0, total, torch.ones_like(total))
 
 

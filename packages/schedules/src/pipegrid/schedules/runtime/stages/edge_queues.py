@@ -44,10 +44,50 @@ class PendingFree:
 
 
 @define(eq=False)
+class ReceivesAhead:
+    """The receives of one port, in the order of the plan, whichever edges it serves.
+
+    Where the port allows it (`P2PConfig.receives_ahead`), the next ones are posted before their turn, from the start of
+    a step on: a message then finds its buffer. They are receives of this step, so none is left over.
+
+    Attributes:
+        port: of one or several edges.
+        early: those that are posted, and whose turn has not come.
+    """
+
+    port: Port
+    early: deque[ReceiveHandle] = field(factory=deque, init=False)
+    irecv: Callable[[], ReceiveHandle] = field(init=False)
+    _unposted: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.irecv = self.port.irecv
+
+    def start(self, expected: int) -> None:
+        """Post the first ones of a step that ``expected`` so many."""
+        first = min(getattr(self.port, "ahead", 0), expected)
+        self._unposted = expected - first
+        self.early.clear()
+        self.early.extend(self.irecv() for _ in range(first))
+
+    def post(self) -> ReceiveHandle:
+        """The next one, which is posted; posts another in its place."""
+        handle = self.early.popleft()
+        if self._unposted:
+            self._unposted -= 1
+            self.early.append(self.irecv())
+        return handle
+
+
+@define(eq=False)
 class RecvQueue:
     """Payloads that arrive along an edge, by a posted receive or (``local``) from a stage on the same position.
 
-    ``replica``: that of the other end; None is this rank's own.
+    Attributes:
+        replica: that of the other end; None is this rank's own.
+        expected: the receives of the plan.
+        ahead: posts the receives of the port, before their turn where it allows that.
+        agree: called before the first message of a step is used: raises unless the ranks that sent it run this step.
     """
 
     edge: Edge
@@ -58,29 +98,32 @@ class RecvQueue:
     local: bool = False
     lends: bool = False
     """Receive buffers return to the communicator after the backward of their piece."""
-    _irecv: Callable[[], ReceiveHandle] | None = field(default=None, init=False)
+    ahead: ReceivesAhead | None = field(default=None, init=False)
     _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
     unread: Unread | None = None
     """The payloads of a stage on the same position."""
     replica: int | None = None
+    expected: int = 0
+    agree: Callable[[], None] | None = None
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _arrived: dict[int, Payload] = field(factory=dict, init=False)
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
+        self.agree = None
         self._lent.clear()
         self._posted.clear()
         self._arrived.clear()
 
-    def bind(self) -> Callable[[], ReceiveHandle]:
+    def bind(self) -> ReceivesAhead:
         """Ask the communicator for this end of the edge."""
-        self._irecv = _port(self).irecv
-        return self._irecv
+        self.ahead = ReceivesAhead(_port(self))
+        return self.ahead
 
     def receive(self, piece: int, action: Action) -> None:
-        """``RECV_F`` or ``RECV_B``: post the receive."""
-        irecv = self._irecv or self.bind()
-        self._posted[piece] = action, irecv()
+        """``RECV_F`` or ``RECV_B``: post the receive, or, if that is posted, the next one."""
+        ahead = self.ahead or self.bind()
+        self._posted[piece] = action, ahead.post() if ahead.early else ahead.irecv()
 
     def expect(self, piece: int, action: Action, handle: ReceiveHandle) -> None:
         """Note a receive that was posted elsewhere (a collective)."""
@@ -99,6 +142,9 @@ class RecvQueue:
         if self.deadline is not None:
             handle.wait(self.deadline)
         payload = handle.result()  # without a deadline, the communicator's own holds
+        if self.agree is not None:
+            self.agree()
+            self.agree = None
         if self.hooks:
             for hook in self.hooks:
                 hook.completed(action)

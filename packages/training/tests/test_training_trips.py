@@ -1,0 +1,182 @@
+"""What a step of a `Pipeline` costs beside its computes, in counts: headers, calls of the store, collectives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrid.schedules import DisagreementError, PipelineConfig, PipelineError
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import Names, Pipeline
+
+WIDTH = 8
+
+
+class Model(nn.Module):
+    """Layers, and the mean square of each row."""
+
+    def __init__(self, ranks=2):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(ranks))
+
+    def forward(self, x, y):
+        h = x
+        for layer in self.layers:
+            h = layer(h)
+        return (h - y).square().mean(dim=-1)
+
+
+def pipeline(ranks, model=Model, **given):
+    given = {"num_microbatches": 4, "monitor": False, "loss": lambda squares, _: squares.mean()} | given
+    grid = HyperCommGrid([ranks.world_size], ["pp"])
+    layout = "|".join("t" * ranks.world_size)
+    return Pipeline(lambda: model(ranks.world_size), layout, grid, names=Names("layers"), **given)
+
+
+def batch(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": x.flip(0)}
+
+
+def headers(job):
+    """Sent and received by this rank."""
+    return sum(lane.stats.headers for lane in job.communicator.lanes.values())
+
+
+def one_process(job, ranks, each):
+    """The mean loss of a batch, with the parameters of all ranks."""
+    whole = Model(ranks.world_size)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+    for name, parameter in job.named_parameters():
+        parameter.data.copy_(dict(whole.named_parameters())[name])
+    return whole(**each).mean()
+
+
+@pytest.mark.ranks(2)
+def test_only_the_first_step_of_a_signature_has_headers(ranks):
+    """Whole and ragged batches by turns (7 rows are cut into 2, 2, 2 and 1), an evaluation of another shape."""
+    with pipeline(ranks) as job:
+        learned = {}
+        for turn, (rows, evaluates) in enumerate([(8, 0), (7, 0), (6, 1)] * 3 + [(8, 1)]):
+            each, before = batch(rows, seed=turn), headers(job)
+            expected = one_process(job, ranks, each)
+            found = job.evaluate(each) if evaluates else job.step(each)
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0.0)
+            sent = headers(job) - before
+            assert sent == (0 if (rows, evaluates) in learned else 4 if evaluates else 8)
+            learned[rows, evaluates] = True
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{"strict": True}, {"communicators": "shared"}], ids=["strict", "shared"])
+def test_so_in_strict_mode_and_on_shared_communicators(ranks, settings):
+    with pipeline(ranks, config=PipelineConfig(variable_seq_lengths=True, **settings)) as job:
+        for turn, rows in enumerate([8, 7, 8, 7]):
+            before, each = headers(job), batch(rows, seed=turn)
+            expected = one_process(job, ranks, each)
+            torch.testing.assert_close(job.step(each), expected.detach(), rtol=1e-12, atol=0.0)
+            assert (headers(job) == before) == (turn > 1)
+
+
+@pytest.mark.ranks(2)
+def test_with_headers_asked_for_every_message_has_one(ranks):
+    with pipeline(ranks, config=PipelineConfig(variable_seq_lengths=True, shapes="header")) as job:
+        for turn in range(3):
+            job.step(batch(8))
+            assert headers(job) == 8 * (turn + 1)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_are_given_other_parts_of_the_batch_announce_every_message(ranks):
+    """The first stage needs no labels; those that it has here are of another dtype."""
+    with pipeline(ranks) as job:
+        for turn in range(3):
+            each = batch(8, seed=turn)
+            expected = one_process(job, ranks, each)
+            found = job.step(each if ranks.rank else dict(each, y=each["y"].float()))
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0.0)
+            assert headers(job) == 8 * (turn + 1)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_whose_batches_were_alike_and_are_no_more_are_told_so(ranks):
+    with pipeline(ranks) as job:
+        for _ in range(2):
+            job.step(batch(8))
+        with pytest.raises((DisagreementError, PipelineError), match="has other shapes than that of rank"):
+            job.step(batch(8 if ranks.rank else 12))
+
+
+class Widening(nn.Linear):
+    """Gives as many columns more as its input's first value says."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        return torch.cat([h, h[:, : int(x[0, 0])]], dim=1)
+
+
+class Narrowing(nn.Linear):
+    """Takes the first columns."""
+
+    def forward(self, x):
+        return super().forward(x[:, :WIDTH])
+
+
+class Varying(Model):
+    """Passes on messages whose shape depends on the values of the batch."""
+
+    def __init__(self, ranks=2):
+        super().__init__(ranks)
+        form = {"bias": False, "dtype": torch.float64}
+        self.layers = nn.ModuleList([Widening(WIDTH, WIDTH, **form), Narrowing(WIDTH, WIDTH, **form)])
+
+
+@pytest.mark.ranks(2)
+def test_a_message_of_another_shape_for_a_signature_that_is_known_is_not_sent(ranks):
+    each = batch(8)
+    with pipeline(ranks, Varying) as job:
+        for columns in (1, 1):
+            each["x"][:, 0] = columns
+            job.step(each)
+        each["x"][:, 0] = 2
+        with pytest.raises(PipelineError, match=r'P2PMismatchError: message 8 .* a batch of the same shapes.*"header"'):
+            job.step(each)
+
+
+@pytest.mark.ranks(2)
+def test_which_needs_headers(ranks):
+    each = batch(8)
+    with pipeline(ranks, Varying, config=PipelineConfig(variable_seq_lengths=True, shapes="header")) as job:
+        for columns in (1, 2, 0, 3):
+            each["x"][:, 0] = columns
+            job.step(each)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_has_one_collective_and_no_call_of_a_store(ranks, monkeypatch):
+    """The tokens and the loss are one all-reduce; an evaluation has that of its loss alone."""
+    with pipeline(ranks) as job:
+        for run in (job.step, job.evaluate):
+            run(batch(8))  # compares replicas, and learns the shapes
+        counted = {"collectives": 0, "store": 0}
+
+        def count(kind, function):
+            def call(*arguments, **named):
+                counted[kind] += 1
+                return function(*arguments, **named)
+
+            return call
+
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_into_tensor"):
+            monkeypatch.setattr(dist, name, count("collectives", getattr(dist, name)))
+        for name in ("set", "get", "add", "check", "wait", "compare_set", "multi_get"):
+            for store in (dist.TCPStore, dist.PrefixStore, dist.FileStore, dist.Store):
+                monkeypatch.setattr(store, name, count("store", getattr(store, name)))
+        for run in (job.step, job.evaluate, job.step):
+            run(batch(8, seed=1))
+        monkeypatch.undo()
+        assert counted == {"collectives": 3, "store": 0}

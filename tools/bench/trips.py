@@ -1,0 +1,255 @@
+"""What a step of two ranks waits for: torch's 1F1B, `PipelineRuntime` and `Pipeline` as typed, side by side.
+
+    python tools/bench/trips.py [--microbatches 4 16] [--steps 12] [--quick]
+
+One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step, and the ratio to torch's. Then
+over a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before
+the next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them; its plan needs 2 for each microbatch.
+The wire needs user namespaces and /dev/net/tun, but not root. Where they are not allowed, the line says so, and the
+tests that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
+
+Sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import select
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+WIDTH, ROWS, WARMUP = 64, 2, 4
+ADDRESSES, PORT = ("10.9.0.1", "10.9.0.2"), 29555
+CLONE_NEWNET, TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x1000
+
+
+# ---- The ranks
+
+
+def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
+    """A step of each side, on this rank."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from pipegrid.schedules import Forwarded, Monitor, PipelineRuntime, lower, one_f_one_b
+    from pipegrid.topology import HyperCommGrid, control_store
+    from pipegrid.training import Names, Pipeline
+    from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(microbatches * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(ranks))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            h = x
+            for layer in self.layers:
+                h = layer(h)
+            return (h - y).square()
+
+    class Stage:
+        def __init__(self, number: int) -> None:
+            self.number, self.model = number, nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, microbatch: int, inputs: Mapping[Edge, torch.Tensor]) -> Forwarded:
+            mine = x[ROWS * microbatch : ROWS * (microbatch + 1)]
+            y = self.model(inputs[Edge(self.number - 1, self.number)] if inputs else mine)
+            if self.number == ranks - 1:
+                return Forwarded({}, (y - mine).square().mean() / microbatches)
+            return Forwarded({Edge(self.number, self.number + 1): y})
+
+    own = nn.Linear(WIDTH, WIDTH, bias=False)
+    stage = PipelineStage(own, rank, ranks, torch.device("cpu"))
+    torchs = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: (output - target).square().mean())
+    plan = lower(one_f_one_b(ranks, microbatches))
+    runtime = PipelineRuntime(plan, {rank: Stage(rank)}, P2PCommunicator(None, P2PConfig(pipeline_dtype=torch.float32)))
+
+    def pipeline(monitor: Monitor | bool) -> Callable[[], object]:
+        job = Pipeline(
+            Model,
+            "|".join("t" * ranks),
+            HyperCommGrid([ranks], ["pp"]),
+            names=Names("layers"),
+            num_microbatches=microbatches,
+            loss=lambda squares, _: squares.mean(),
+            monitor=monitor,
+        )
+        return lambda: job.step({"x": x, "y": x})
+
+    watched = Monitor(control_store(f"trips {microbatches}"), rank=rank, ranks=range(ranks), deadline=60.0)
+    return {
+        "torch": lambda: torchs.step(*([x] if rank == 0 else []), **({"target": x} if rank == ranks - 1 else {})),
+        "runtime": runtime.step,
+        "Pipeline": pipeline(False),
+        "Pipeline, monitor": pipeline(watched),
+    }
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Measure all sides on this rank, in turn; rank 0 prints milliseconds by microbatches and side, as JSON."""
+    import torch.distributed as dist
+
+    where = f"tcp://{options.address}:{options.port}"
+    dist.init_process_group("gloo", where, timedelta(seconds=120), rank=options.rank, world_size=2)
+    found: dict[str, dict[str, float]] = {}
+    for microbatches in options.microbatches:
+        steps = sides(microbatches)
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for step in steps.values():
+            for _ in range(WARMUP):
+                step()
+        for _ in range(options.steps):
+            for name, step in steps.items():
+                begun = time.perf_counter()
+                step()
+                times[name].append(1e3 * (time.perf_counter() - begun))
+        found[str(microbatches)] = {name: statistics.median(each) for name, each in times.items()}
+    if options.rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the sides are not closed one by one
+
+
+def rank_command(options: argparse.Namespace, rank: int, address: str, port: int) -> list[str]:
+    """Starts a rank."""
+    counts = [str(count) for count in options.microbatches]
+    given = ["--rank", str(rank), "--address", address, "--port", str(port), "--steps", str(options.steps)]
+    return [sys.executable, __file__, *given, "--microbatches", *counts]
+
+
+# ---- A wire between two network namespaces
+
+
+def plug(address: str) -> int:
+    """An interface ``wire`` in this namespace; the descriptor on which its packets are read and written."""
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH", b"wire", IFF_TUN | IFF_NO_PI))
+    up = f"ip link set lo up; ip addr add {address}/24 dev wire; ip link set wire mtu 9000 txqueuelen 2000 up"
+    subprocess.run(up, shell=True, check=True)
+    return end
+
+
+def carry(ends: tuple[int, int], seconds: float, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Carry packets from end to end, each ``seconds`` late, until the processes have ended."""
+    due: list[tuple[float, int, int, bytes]] = []
+    count = 0
+    while any(process.poll() is None for process in processes):
+        wait = max(0.0, due[0][0] - time.monotonic()) if due else 0.05
+        for end in select.select(ends, [], [], min(wait, 0.05))[0]:
+            packet = os.read(end, 65536)
+            count += 1
+            heapq.heappush(due, (time.monotonic() + seconds, count, ends[1 - ends.index(end)], packet))
+        while due and due[0][0] <= time.monotonic():
+            _, _, end, packet = heapq.heappop(due)
+            os.write(end, packet)
+
+
+def run_wired(options: argparse.Namespace) -> None:
+    """In a namespace of its own: rank 0 here, rank 1 in another, the wire between the two."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1"}
+    here, there = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "unshare")
+        rights = array.array("i", [plug(ADDRESSES[1])])
+        there.sendmsg([b"w"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        here.close()
+        there.recv(1)
+        ended = subprocess.run(rank_command(options, 1, ADDRESSES[0], PORT), check=False).returncode
+        os._exit(ended & 0xFF)
+    other = array.array("i", here.recvmsg(1, socket.CMSG_SPACE(4))[1][0][2])[0]
+    ends = plug(ADDRESSES[0]), other
+    here.send(b"g")
+    first = subprocess.Popen(rank_command(options, 0, ADDRESSES[0], PORT))
+    carry(ends, options.wire / 1e3, [first])
+    os.waitpid(child, os.WNOHANG)
+    sys.exit(first.returncode)
+
+
+# ---- The tables
+
+
+def loopback(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Milliseconds over loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    commands = [rank_command(options, rank, "127.0.0.1", port) for rank in range(2)]
+    second = subprocess.Popen(commands[1], env=environment)
+    first = subprocess.run(commands[0], env=environment, stdout=subprocess.PIPE, check=True, timeout=options.limit)
+    second.wait(options.limit)
+    return _read(first.stdout)
+
+
+def wired(options: argparse.Namespace, delay: float) -> dict[str, dict[str, float]]:
+    """Milliseconds over a wire of so many milliseconds one way.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: namespaces are not allowed here.
+    """
+    counts = [str(count) for count in options.microbatches]
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, __file__, "--wire", str(delay)]
+    command += ["--steps", str(options.steps), "--microbatches", *counts]
+    return _read(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=options.limit).stdout)
+
+
+def _read(output: bytes) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="few steps of few microbatches; the figures say little")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each table")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--wire", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        run_rank(options)
+    if options.wire is not None:
+        run_wired(options)
+    if options.quick:
+        options.microbatches, options.steps = options.microbatches[:1], 3
+    print("loopback, milliseconds a step (over torch's)")
+    for count, times in loopback(options).items():
+        row = "  ".join(f"{name} {each:.1f} ({each / times['torch']:.2f})" for name, each in times.items())
+        print(f"  M = {count}: {row}", flush=True)
+    print("trips a step; the plan needs 2 for each microbatch")
+    try:
+        near, far = (wired(options, delay) for delay in (10.0, 20.0))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"  not measured, as namespaces or /dev/net/tun are not allowed here: {error}")
+        return
+    for count in near:
+        row = "  ".join(f"{name} {(far[count][name] - near[count][name]) / 10:.1f}" for name in near[count])
+        print(f"  M = {count}: {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -121,7 +121,7 @@ class Steps:
         else:
             sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
-        return sums[0] / sums[1].clamp(min=1)
+        return sums[0] / torch.where(sums[1] == 0, 1.0, sums[1])  # weights may add up to less than one
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""

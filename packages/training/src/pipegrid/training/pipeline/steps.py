@@ -170,7 +170,7 @@ class Steps:
             *found, attaching = earlier.tolist()
             require_mean(found, counted.numbers()[MICROBATCHES], attached=attaching > 0)
         self._compared = True
-        return sums[0] / sums[1].where(sums[1] > 0, 1.0)
+        return sums[0] / sums[1].where(sums[1] != 0, 1.0)
 
     @property
     def _waiting(self) -> Waiting:

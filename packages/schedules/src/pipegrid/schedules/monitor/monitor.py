@@ -28,7 +28,7 @@ from pipegrid.schedules.monitor.control import (
 from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
-from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish
+from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
 
 if TYPE_CHECKING:
     import torch
@@ -226,6 +226,11 @@ class Monitor:
         if known is None and watched is not None:
             self._fail(watched, first)
 
+    @property
+    def failure(self) -> str | None:
+        """The job's first failure, as far as this rank knows of one. Local."""
+        return None if self._failure is None else self._failure.text
+
     def check(self) -> None:
         """Raise JobFailedError with the job's first failure, if this rank knows of one. Local."""
         if self._failure is not None:
@@ -252,31 +257,58 @@ class Monitor:
             raise failed.error
 
     def finish(
-        self, work: Any, group: ProcessGroup | None, what: str, *, on_device: bool, host: bool = False
+        self,
+        work: Any,
+        group: ProcessGroup | None,
+        what: str,
+        *,
+        on_device: bool,
+        host: bool = False,
+        deadline: float | None = None,
+        look: Callable[[], object] = lambda: None,
+        absent: Callable[[], str] = str,
     ) -> NotDone | None:
         """As `wait`, for a collective of ``group`` (None: the default one); how it failed, if it did.
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
         device's progress.
 
+        Args:
+            work: see `wait`.
+            group: see above.
+            what: see `wait`.
+            on_device: see `wait`.
+            host: see above.
+            deadline: of a monitor without one.
+            look: called several times a second while the host waits.
+            absent: once the deadline has passed, which ranks have not joined, in words.
+
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
         """
         watched, began = self._watched, time.monotonic()
+        deadline = self.deadline or deadline
         if watched is not None:
             watched.beside = what
+
+        def given_up() -> str | None:
+            look()
+            return self.failure
+
         failed = finish(
             work,
             group,
             on_device=on_device,
             host=host or self.progress is None,
-            end=None if self.deadline is None else began + self.deadline,
-            given_up=lambda: None if self._failure is None else self._failure.text,
+            end=None if deadline is None else began + deadline,
+            given_up=given_up,
         )
-        if failed is not None and failed.why == "late" and self.deadline is not None:
-            self._failure = self._record(self._late(time.monotonic() - began, what, self.deadline))
+        if failed is not None and failed.why == "late" and deadline is not None:
+            self._failure = self._record(self._late(time.monotonic() - began, what, deadline, absent()))
             if watched is not None:
                 watched.abort(self._failure.text)
+        if failed is not None and failed.error is None:
+            host_collectives.cut([group])  # after the record of the cause
         if failed is None or failed.error is None:
             self.check()
         if failed is None and self.progress is not None and on_device:
@@ -354,10 +386,10 @@ class Monitor:
                 self._failure, self._untold = Failure(self.rank if rank is None else rank, text), True
         return self._failure
 
-    def _late(self, stood: float, place: str, deadline: float) -> str:
+    def _late(self, stood: float, place: str, deadline: float, absent: str = "") -> str:
         return (
-            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s: look at what "
-            "it waits for"
+            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s: "
+            f"{absent or 'look at what it waits for'}"
         )
 
     def _busy(self, watched: _Watched) -> bool:

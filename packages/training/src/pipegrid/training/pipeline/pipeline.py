@@ -227,6 +227,7 @@ class Pipeline:
             norm_type=norm_type,
             job_group=self.config.job_group,
             deadline=self.config.deadline,
+            monitor=self.config.monitor,
         )
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
@@ -271,7 +272,9 @@ class Pipeline:
         """The checkpoints in ``directory``, which is this run's until `close`."""
         path = Path(directory).absolute()
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path)
+            monitor = self.config.monitor
+            deadline = self.config.deadline if monitor is None else monitor.deadline or self.config.deadline
+            self._checkpoints[path] = Checkpoints(path, deadline=deadline, monitor=monitor)
         return self._checkpoints[path]
 
     def record(self, path: str | os.PathLike[str]) -> None:

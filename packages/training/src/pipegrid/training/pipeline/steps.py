@@ -111,7 +111,8 @@ class Steps:
             sums = torch.stack([torch.stack(each) for each in losses]).sum(dim=0)
         else:
             sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor))
+        what = f"the mean loss of {'evaluate' if forward_only else 'step'}()"
+        all_reduce(sums, self.config.job_group)(Waiting(self.config.deadline, self.config.monitor, what))
         return sums[0] / sums[1].clamp(min=1)
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:

@@ -7,6 +7,7 @@ control store; the ranks of the group that have written nothing, or something el
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _SECONDS = 0.5  # for a call of the store
+_AGAIN = 10.0  # until one that was silent is asked again
 
 
 @define(eq=False)
@@ -31,6 +33,7 @@ class LongWaits:
     rank: int
     _store: ControlStore | None = None
     _said: bool = field(default=False, init=False)
+    _silent_until: float = field(default=0.0, init=False)
 
     def begin(self, what: str) -> None:
         """This rank waits for ``what``."""
@@ -59,9 +62,12 @@ class LongWaits:
         return "; ".join(texts)
 
     def _ask(self, function: Callable[..., _T], *arguments: Any) -> _T | None:
+        if time.monotonic() < self._silent_until:
+            return None
         try:
             return bounded(function, *arguments, seconds=_SECONDS, name="pipegrid-waits", patience=0.0)
         except RuntimeError:  # the store is silent, or gone with its process: the error of the wait says less
+            self._silent_until = time.monotonic() + _AGAIN
             return None
 
     def _connected(self) -> ControlStore:

@@ -26,6 +26,8 @@ from pipegrid.schedules.monitor.control import (
     where_all_stand,
 )
 from pipegrid.schedules.monitor.device_progress import progress_of
+from pipegrid.schedules.monitor.heard import BEAT_SECONDS, Heard
+from pipegrid.topology.addresses import server_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
@@ -43,6 +45,7 @@ FIRST_STEP_SECONDS = 1800.0
 _LOOK_SECONDS = 0.1
 # Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
 _BRIEF_SECONDS = 0.5
+_STUCK_SECONDS = 0.05  # the same where the last call has not returned
 
 
 class JobFailedError(RuntimeError):
@@ -73,6 +76,7 @@ class _Watched:
     beside: str = "between steps"
     place: str = ""
     published: str = ""
+    published_at: float = 0.0
     since: float = 0.0
     unfinished: str = ""
 
@@ -137,7 +141,9 @@ class Monitor:
         patience = deadline or self.first_deadline
         self._control = Control(bounded_store(store, self._calls, patience), rank, everyone)
         # For looks and for a failing rank: a store that is silent delays neither.
-        self._brief = Control(bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, everyone)
+        brief = bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience), stuck=_STUCK_SECONDS)
+        self._brief = Control(brief, rank, everyone)
+        self._heard = Heard(self._brief, server_of(store))
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._untold = False  # whether the store has not heard of it
@@ -166,13 +172,16 @@ class Monitor:
         self._plan = plan, what
         self._steps += 1
         try:
+            if self._failure is None and not self._threads:
+                self._heard.introduce()
             if self._failure is None:
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
             if self._failure is None and not self._threads:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
         except RuntimeError as error:
-            text = silent(error)
+            self._heard.unanswered()
+            text = self._heard.silence() or silent(error)
             self._failure = Failure(self.rank, text)
             abort(text)
             raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
@@ -304,7 +313,7 @@ class Monitor:
             given_up=given_up,
         )
         if failed is not None and failed.why == "late" and deadline is not None:
-            self._failure = self._record(self._late(time.monotonic() - began, what, deadline, absent()))
+            self._failure = self._record(self._late(time.monotonic() - began, what, deadline, absent))
             if watched is not None:
                 watched.abort(self._failure.text)
         if failed is not None and failed.error is None:
@@ -343,11 +352,14 @@ class Monitor:
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
         elif ask:
             try:
-                if place != watched.published:
+                if place != watched.published or now - watched.published_at > BEAT_SECONDS:
                     self._brief.publish(place)
-                    watched.published = place
+                    watched.published, watched.published_at = place, now
                 failure = self._brief.failure()
+                self._heard.answered()
+                self._heard.listen(stood if place != "between steps" else 0.0, watched.deadline)
             except RuntimeError:
+                self._heard.unanswered()
                 return  # neighbours notice the death of its process, and deadlines hold without the store
             if failure is not None:
                 self._fail(watched, failure)
@@ -386,11 +398,10 @@ class Monitor:
                 self._failure, self._untold = Failure(self.rank if rank is None else rank, text), True
         return self._failure
 
-    def _late(self, stood: float, place: str, deadline: float, absent: str = "") -> str:
-        return (
-            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s: "
-            f"{absent or 'look at what it waits for'}"
-        )
+    def _late(self, stood: float, place: str, deadline: float, absent: Callable[[], str] = str) -> str:
+        text = f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s"
+        silence = self._heard.silence()
+        return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
     def _busy(self, watched: _Watched) -> bool:
         return watched.running or (self.progress is not None and self.progress.oldest() is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients import TiedParameters
-from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups
+from pipegrid.topology import HyperCommGrid, control_store, create_grid_groups, destroy_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.fields import shown
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
@@ -107,19 +107,25 @@ def modules_of(
 
 
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
-    """The groups that the sizes of all grids ask for; those that exist stay."""
+    """The groups that the sizes of all grids ask for; those that exist stay. See `leave_groups`."""
     ranks = {rank for module in modules.values() for rank in module.grid.ranks}
     if missing := sorted(set(range(dist.get_world_size())) - ranks):
         raise StepArgumentError(
             f"a world of {dist.get_world_size()} ranks: no grid has the ranks {missing}, and all ranks take each step; "
             "start fewer, or give a larger grid"
         )
-    create_grid_groups(
-        {
-            module.grid: [dims for dims in _group_dims(module.grid) if not module.grid.has_pg(dims)]
-            for module in modules.values()
-        }
-    )
+    grids = dict.fromkeys(module.grid for module in modules.values())
+    new = {grid: [dims for dims in _group_dims(grid) if not grid.has_pg(dims)] for grid in grids}
+    create_grid_groups(new)
+    for grid, created in new.items():
+        grid.use_pgs(_group_dims(grid), new=created)
+
+
+def leave_groups(grids: Iterable[HyperCommGrid], tied: Iterable[TiedParameters]) -> None:
+    """End what `create_groups` and `tied_parameters` have created, unless another pipeline uses it."""
+    destroy_groups([tie.group for tie in tied if tie.group is not None])
+    for grid in dict.fromkeys(grids):
+        grid.leave_pgs(_group_dims(grid))
 
 
 def _group_dims(grid: HyperCommGrid) -> list[tuple[str, ...]]:

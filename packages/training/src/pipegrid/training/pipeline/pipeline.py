@@ -27,6 +27,7 @@ from pipegrid.training.pipeline.modules import (
     PipelineModule,
     create_groups,
     frozen_edges,
+    leave_groups,
     modules_of,
     monitor_of,
     tied_parameters,
@@ -95,6 +96,7 @@ class Pipeline:
         self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size}
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
+        self._closed = False
 
         places = {name: module.places(schedule) for name, module in described.items()}
         create_groups(described)
@@ -121,7 +123,7 @@ class Pipeline:
             stage_placement=places,
             device=self.device,
         )
-        tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
+        self._tied = tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
         self.config: PipelineConfig = attrs.evolve(
             config,
             calculate_per_token_loss=True,
@@ -289,7 +291,10 @@ class Pipeline:
         return self._steps.plan(num_microbatches)
 
     def close(self) -> None:
-        """Wait for checkpoints, close all lanes, end the monitor."""
+        """Wait for checkpoints, close all lanes, end the monitor and the groups that this created. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             for checkpoints in self._checkpoints.values():
                 checkpoints.close()
@@ -298,6 +303,7 @@ class Pipeline:
             self.communicator.destroy()
             if self.config.monitor is not None:
                 self.config.monitor.close()
+            leave_groups(self.grids.values(), self._tied)
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,29 +52,23 @@ class Waiting:
             return
         try:
             failed = self._finish(work, group, on_device=has_streams(tensor.device), host=host)
-            text = "" if failed is None else self._text(failed, tensor, group)
+            if failed is not None:
+                self._raise(failed, tensor, group)
         except BaseException:
-            self._end(group)
+            if not self.of_step:
+                host_collectives.cut([group])
             raise
-        if failed is not None:
-            self._end(group)
-            raise CollectiveFailedError(text) from failed.error
 
-    def _end(self, group: dist.ProcessGroup | None) -> None:
-        if not self.of_step:
-            host_collectives.cut([group])
-
-    def _text(self, failed: NotDone, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> str:
-        ranks = _ranks(group)
+    def _raise(self, failed: NotDone, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> NoReturn:
         if failed.why == "late":
+            ranks = _ranks(group)
             absent = long_waits().absent(self.what, ranks) or f"one of the other ranks of {ranks} has not joined it"
-            return (
+            raise CollectiveFailedError(
                 f"{self.what} did not end within the deadline of {self.deadline:.3g} s: {absent}; rebuild the process "
                 "groups before the next step"
             )
-        if failed.why == "aborted":
-            return f"{self.what} failed: ({failed.text})"
-        return f"{self.what} failed: {_lost(group, tensor)} has ended, or closed its connection ({failed.text})"
+        who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
+        raise CollectiveFailedError(f"{self.what} failed: {who}({failed.text})") from failed.error
 
     def _finish(
         self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool

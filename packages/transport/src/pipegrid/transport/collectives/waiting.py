@@ -105,11 +105,9 @@ def _finish(
             work.wait()
             device_aborts.require_not_aborted(group)
         reason = given_up()  # NCCL calls an aborted collective done: its stream goes on, without the data
-    except GroupAbortedError as error:
-        if (reason := given_up()) is None:  # else its user aborted the group after it had given up
-            return NotDone.of(error)
     except RuntimeError as error:
-        return NotDone.of(error)
+        if (reason := given_up()) is None:  # else its user aborted the group, or cut it, after it had given up
+            return NotDone.of(error)
     return None if reason is None else NotDone("given up", reason)
 
 

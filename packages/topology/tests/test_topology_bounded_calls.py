@@ -67,3 +67,14 @@ def test_what_a_call_holds_is_not_held_after_it():
         time.sleep(0.01)
     assert known() is None
     calls.close()
+
+
+def test_the_end_does_not_wait_again_for_a_call_that_was_waited_for():
+    calls, answer = BoundedCalls(patience=60.0), threading.Event()
+    with pytest.raises(SilentStoreError):
+        calls.run(answer.wait, seconds=0.1)
+    calls._silent[0].begun -= 120.0
+    began = time.monotonic()
+    calls.close()
+    assert time.monotonic() - began < 30.0
+    answer.set()

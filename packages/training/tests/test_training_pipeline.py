@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,9 @@ from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import HyperCommGrid
+from pipegrid.topology.torch_compat import living_groups
 from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
+from pipegrid.training.errors import CheckpointError
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.counts import StepCounts
 from pipegrid.training.pipeline.losses import OwnLoss
@@ -173,6 +177,49 @@ def test_a_monitor_tells_every_rank_the_first_failure(ranks):
         pipeline.step(texts(0))
     ranks.barrier()
     pipeline.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("monitor", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_save_that_one_rank_calls_ends_with_the_names_of_the_others(ranks, monitor, first):
+    config = PipelineConfig(variable_seq_lengths=True, deadline=4.0)
+    pipeline = job(config=config, monitor=monitor)
+    pipeline.step(texts(0))
+    directory = str(ranks.shared_path / "run")
+    if not first:
+        pipeline.save(directory, step=1)
+    ranks.barrier()
+    if ranks.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match=r"save\(\).*(rank 1 has not joined it|ranks \[1\] did not come)"):
+            pipeline.save(directory, step=2)
+        assert time.monotonic() - began < 60  # in place of ten minutes
+    ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_what_a_pipeline_has_made_ends_with_it(ranks):
+    grid = HyperCommGrid([2], ["pp"])
+    left = []
+    for _ in range(3):
+        with job(monitor=True) as pipeline:
+            pipeline.step(texts(0))
+        pipeline.close()
+        left.append((len(living_groups()), threading.active_count()))
+    assert left[0] == left[1] == left[2]
+    with job(grid=grid) as first:
+        second = job(grid=grid)
+    assert grid.has_pg("pp")
+    second.step(texts(0))  # over the groups that the first has made
+    second.close()
+    assert not grid.has_pg("pp")
+    grid.create_pg("pp")
+    job(grid=grid).close()
+    assert grid.has_pg("pp")
+    first.close()
+    grid.destroy()
+    assert len(living_groups()) == left[0][0]
 
 
 def job(**options):

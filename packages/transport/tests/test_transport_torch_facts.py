@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.transport.backends import wire
 from pipegrid.transport.backends.wire import FOREVER
 
 SOON = timedelta(seconds=0.3)
@@ -251,3 +252,25 @@ def test_a_wait_of_a_hundred_years_is_one(ranks):
         work.wait(FOREVER)
         assert buffer.tolist() == [7.0] * 4
     assert timedelta(days=20_000) < FOREVER
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_the_cut_of_one_connection_ends_what_is_under_way_in_the_whole_group(ranks):
+    # So a rank that fails ends its collectives, which have no abort.
+    tensors = [torch.ones(1000) for _ in range(3)]
+    if ranks.rank:
+        dist.broadcast(tensors[0], 0)
+        ranks.barrier()
+        return
+    dist.broadcast(tensors[0], 0)
+    works = [
+        dist.all_reduce(tensors[0], async_op=True),
+        dist.broadcast(tensors[1], 2, async_op=True),
+        dist.all_reduce(tensors[2], async_op=True),
+    ]
+    wire.cut_connection(dist.group.WORLD, 1)
+    for work in works:
+        with pytest.raises(RuntimeError, match=rf"{GONE}|pair closure"):
+            work.wait(LATE)
+        assert work.is_completed()
+    ranks.barrier()

@@ -1,10 +1,12 @@
 """Where every rank stands, whose failure came first, and whether all run the same step: told beside the pipeline."""
 
+import gc
 import re
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
@@ -23,10 +25,14 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
+from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.monitor import Control
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.monitor.control import Failure
 from pipegrid.schedules.monitor.device_progress import DeviceProgress
+from pipegrid.transport.collectives.starting import start
+from pipegrid.transport.collectives.waiting import device_collectives, host_collectives
+from pipegrid.transport.errors import CollectiveFailedError
 
 from ..kit.stages import Scale, raising
 from ..kit.threads import MemoryCommunicator, Network, in_threads
@@ -315,3 +321,52 @@ def test_marks_tell_the_first_action_that_a_device_has_not_finished():
     assert marks.oldest() == actions[2]
     points[2].query.return_value = True
     assert marks.oldest() is None
+
+
+@pytest.mark.ranks(3, backend="gloo")
+class TestARankThatDoesNotCome:
+    def test_is_named_and_what_waited_for_it_ends(self, ranks):
+        group = dist.new_group([0, 1, 2], timeout=timedelta(minutes=10))
+        dist.all_reduce(torch.zeros(1), group=group)  # connected
+        if ranks.rank == 2:
+            ranks.barrier()
+            return
+        deadline = 3.0 if ranks.rank == 0 else 30.0
+        with pytest.raises(CollectiveFailedError) as failed:
+            all_reduce(tensor := torch.zeros(8), group)(Waiting(deadline, what="the norm"))
+        if ranks.rank == 0:
+            assert "the norm did not end within the deadline of 3 s: rank 2 has not joined it" in str(failed.value)
+        began = time.monotonic()
+        dist.destroy_process_group(group)
+        del tensor, group, failed
+        gc.collect()  # the group's threads end with the last reference
+        assert time.monotonic() - began < 60
+        ranks.barrier()
+
+    def test_waits_for_something_else_by_name(self, ranks):
+        group, own = (dist.new_group(each) for each in ([0, 1, 2], [1, 2]))
+        if ranks.rank == 1:
+            with pytest.raises(CollectiveFailedError):
+                all_reduce(torch.zeros(1), own)(Waiting(5.0, what="a save"))
+        elif ranks.rank == 0:
+            time.sleep(0.5)
+            with pytest.raises(
+                CollectiveFailedError, match="rank 1 has not joined it, and waits for a save; rank 2 has"
+            ):
+                all_reduce(torch.zeros(1), group)(Waiting(3.0, what="the norm"))
+        ranks.barrier()
+
+    def test_ends_what_a_failed_step_has_begun_but_not_saves(self, ranks):
+        group, saves = (dist.new_group([0, 1, 2]) for _ in range(2))
+        host_collectives.apart.add(saves)
+        if ranks.rank == 0:
+            first, second, save = (start(dist.all_reduce, torch.zeros(1), group=each) for each in (group, group, saves))
+            device_collectives.abort("a step has failed")
+            for work in (first, second):
+                with pytest.raises(RuntimeError, match="closure"):
+                    work.wait(timedelta(seconds=30))
+            ranks.barrier()
+            save.wait(timedelta(seconds=60))
+        else:
+            ranks.barrier()
+            dist.all_reduce(torch.zeros(1), group=saves)

@@ -14,7 +14,7 @@ from attrs import define, field
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
 from pipegrid.transport.backends import lift_timeout, nccl_options
 from pipegrid.transport.collectives.gathering import gather_text
-from pipegrid.transport.collectives.waiting import NotDone, PendingCollectives, finish
+from pipegrid.transport.collectives.waiting import NotDone, PendingCollectives, finish, host_collectives
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import CollectiveFailedError, text_of
 from pipegrid.transport.lane.transfers import BACKSTOP_SECONDS
@@ -175,12 +175,11 @@ def close_groups(
 def abort_groups(
     groups: Iterable[dist.ProcessGroup], reason: str, *, beside: Callable[[], None] = lambda: None
 ) -> None:
-    """End the collectives under way in all ``groups`` at once, while ``beside`` runs; wait for 2 s at most.
-
-    Waits over gloo are short ones, which look for themselves whether their communicator has ended.
-    """
-    begun = aborts.abort_groups(groups, reason)
-    beside()
+    """End the collectives under way in all ``groups`` at once, while ``beside`` runs; wait for 2 s at most."""
+    listed = list(groups)
+    begun = aborts.abort_groups(listed, reason)
+    beside()  # before the cut: it tells other ranks the reason
+    host_collectives.cut(listed)
     limit = time.monotonic() + _ABORT_SECONDS
     for one in begun:
         one.ended.wait(max(0.0, limit - time.monotonic()))

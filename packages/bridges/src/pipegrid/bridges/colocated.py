@@ -35,6 +35,7 @@ from pipegrid.topology.fields import Index, checked, checked_fields, shown
 from pipegrid.topology.grid import Grid, span_of
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
+from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.control.opening import resolve_device
 from pipegrid.transport.errors import P2PLaneDeadError
 
@@ -411,7 +412,7 @@ def _moved(
     taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
     arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
     sizes = [piece.numel() for piece in given]
-    work = dist.all_to_all_single(arrived, torch.cat(given), taken, sizes, group=messages, async_op=True)
+    work = start(dist.all_to_all_single, arrived, torch.cat(given), taken, sizes, group=messages)
     waits.wait(work, ranks, messages)
     for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
         unpack(piece, part.receives.get(peer, ()), out)
@@ -437,7 +438,7 @@ def _all_gather_along_batch_dim(
     tensor = tensor.contiguous()
     parts = (dist.get_world_size(group), *tensor.shape)
     gathered = torch.empty((parts[0] * parts[1], *parts[2:]), dtype=tensor.dtype, device=tensor.device)
-    work = gather_flat(gathered.view(-1), tensor.view(-1), group, async_op=True)
+    work = gather_flat(gathered.view(-1), tensor.view(-1), group)
     waits.wait(work, dist.get_process_group_ranks(group), group)
     return gathered if batch_dim == 0 else torch.cat(gathered.view(parts).unbind(0), dim=batch_dim)
 

@@ -13,6 +13,7 @@ from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import Side
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.extremes import extremes
+from pipegrid.transport.collectives.starting import start
 
 
 @define(eq=False)
@@ -68,5 +69,5 @@ class ReplicationCheck:
 
     def _reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         """The largest of each element over the group, in place; the host waits for it."""
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        work = start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)
         self.waits.wait(work, dist.get_process_group_ranks(group), group, host=True)

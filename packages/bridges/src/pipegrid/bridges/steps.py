@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pipegrid.bridges.errors import ShapeError
 from pipegrid.bridges.reshard import Box, Completion
 from pipegrid.transport.collectives.gathering import gather_flat
+from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.waits.aborts import device_aborts
 
 
@@ -56,7 +57,7 @@ def require_summed(dtype: torch.dtype, name: str) -> None:
 def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
     """A new tensor for the sum of the partial sums of the group's ranks, and the collective that adds them up."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    return total, dist.all_reduce(total, group=group, async_op=True)
+    return total, start(dist.all_reduce, total, group=group)
 
 
 class Completing:
@@ -88,11 +89,11 @@ class Completing:
         if step.root is not None:
             self.buffer = own
             self.memory: tuple[torch.Tensor, ...] = (own,)
-            self.work = dist.broadcast(own.view(torch.uint8), src=step.root, group=group, async_op=True)
+            self.work = start(dist.broadcast, own.view(torch.uint8), src=step.root, group=group)
         else:
             self.buffer = torch.empty(len(step.ranks) * width, dtype=dtype, device=out.device)
             self.memory = (own, self.buffer)
-            self.work = gather_flat(self.buffer.view(torch.uint8), own.view(torch.uint8), group, async_op=True)
+            self.work = gather_flat(self.buffer.view(torch.uint8), own.view(torch.uint8), group)
         self._width = width
 
     def is_completed(self) -> bool:

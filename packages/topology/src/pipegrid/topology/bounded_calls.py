@@ -54,6 +54,7 @@ class _BoundedCall:
     result: Any = None
     error: BaseException | None = None
     given_up: bool = False
+    begun: float = field(factory=time.monotonic)
 
 
 class BoundedCalls:
@@ -64,15 +65,15 @@ class BoundedCalls:
     Args:
         name: of the thread.
         patience: seconds that its end waits for a call under way: the interpreter's exit may end the process at the
-            moment at which such a call returns.
+            moment at which such a call returns. A call that has been under way for as long is waited for no longer.
     """
 
     def __init__(self, name: str = "pipegrid-store", *, patience: float = 1.0) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[_BoundedCall | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._silent: _BoundedCall | None = None
-        self._finalizer = weakref.finalize(self, _end, self._calls, self._threads, patience)
+        self._silent: list[_BoundedCall] = []  # the last one that was given up
+        self._finalizer = weakref.finalize(self, _end, self._calls, self._threads, patience, self._silent)
 
     @property
     def closed(self) -> bool:
@@ -82,7 +83,7 @@ class BoundedCalls:
     @property
     def stuck(self) -> bool:
         """Whether a call that was given up still holds the thread, so that the next one may wait behind it."""
-        return self._silent is not None and self._silent.done.locked()
+        return any(call.done.locked() for call in self._silent)
 
     def run(
         self,
@@ -114,7 +115,8 @@ class BoundedCalls:
         while not call.done.acquire(timeout=max(0.0, min(_ASK_SECONDS, end - time.monotonic()))):
             if time.monotonic() >= end or given_up():
                 call.given_up = True
-                self._silent = call
+                if not self.stuck:  # else that call holds the thread
+                    self._silent[:] = [call]
                 raise SilentStoreError(f"the store did not answer within {seconds:.3g} s")
         if call.error is not None:
             raise call.error
@@ -157,8 +159,15 @@ def _serve(calls: queue.SimpleQueue[_BoundedCall | None]) -> None:
         del call  # it may hold the object whose end ends this thread
 
 
-def _end(calls: queue.SimpleQueue[_BoundedCall | None], threads: list[threading.Thread], patience: float) -> None:
+def _end(
+    calls: queue.SimpleQueue[_BoundedCall | None],
+    threads: list[threading.Thread],
+    patience: float,
+    silent: list[_BoundedCall],
+) -> None:
     calls.put(None)
+    waited = max((time.monotonic() - call.begun for call in silent if call.done.locked()), default=0.0)
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(patience)  # a store that is silent for good holds its thread, which is a daemon
+            # A store that is silent for good holds its thread, which is a daemon.
+            thread.join(max(0.0, patience - waited))

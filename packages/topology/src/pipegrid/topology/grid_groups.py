@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -36,6 +36,7 @@ class GridGroups:
     """This rank's groups of one grid, by canonical request; None for a rank outside the grid."""
 
     _groups: dict[GroupRequest, SharedGroup | None] = field(factory=dict)
+    _users: dict[GroupRequest, int] = field(factory=dict, init=False)  # of groups that go with the last of them
 
     def __contains__(self, request: GroupRequest) -> bool:
         return request in self._groups
@@ -71,10 +72,27 @@ class GridGroups:
         """Hold a group with another owner, which this grid never destroys."""
         self.hold(request, SharedGroup(group, tuple(ranks), "adopted", holders=1))
 
+    def use(self, request: GroupRequest, *, new: bool) -> None:
+        """One user more, for whom the group is ``new`` or was there; one that was there before any user stays."""
+        if new or request in self._users:
+            self._users[request] = self._users.get(request, 0) + 1
+
+    def leave(self, requests: Iterable[GroupRequest]) -> None:
+        """One user less of each; groups without users go, unless they were there before any."""
+        held = self.real
+        for request in requests:
+            if request in self._users:
+                self._users[request] -= 1
+                if not self._users[request]:
+                    del self._users[request], self._groups[request]
+        left = {id(shared) for shared in self.real}
+        destroy_groups([shared.group for shared in held if id(shared) not in left and shared.release()])
+
     def destroy(self) -> None:
         """Release every group, and destroy those that no other grid holds, latest first."""
         held = self.real
         self._groups.clear()
+        self._users.clear()
         destroy_groups([shared.group for shared in held if shared.release()])
 
 

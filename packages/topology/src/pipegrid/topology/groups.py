@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.topology.addresses import gloo_interface
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
@@ -246,18 +247,26 @@ def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> Proc
 
     alone = compat.is_fake(options.backend)  # a fake group has no peers, and its store cannot count
     name = _name(spec, options)
-    name = compat.free_name(name) if alone else f"{name}#{members.meet(name)}"
+    interface = ""
+    if alone:
+        name = compat.free_name(name)
+    else:
+        key, number = name, members.meet(name)
+        name = f"{name}#{number}"
+        if len(spec.ranks) > 1 and "gloo" in options.backend:
+            interface = gloo_interface(members.server, lambda: members.hosts(key, number), spec.label)
     connected = f"{name}/connected"
     try:
-        group = compat.make_group(
-            ranks=spec.ranks,
-            name=name,
-            backend=options.backend,
-            timeout=options.timeout,
-            creation_timeout=options.creation_timeout,
-            pg_options=options.pg_options,
-            group_desc=options.group_desc or spec.label,
-        )
+        with compat.over(interface):
+            group = compat.make_group(
+                ranks=spec.ranks,
+                name=name,
+                backend=options.backend,
+                timeout=options.timeout,
+                creation_timeout=options.creation_timeout,
+                pg_options=options.pg_options,
+                group_desc=options.group_desc or spec.label,
+            )
     except SilentStoreError:
         if reason := reason_to_give_up()():
             raise GroupConnectionError(f"rank {members.rank} gave up group {spec.label!r}: {reason}") from None

@@ -236,6 +236,16 @@ class HyperCommGrid:
         """Whether `get_pg` would find the group."""
         return self.canonical(dims, view=view) in self._groups
 
+    def use_pgs(self, requests: Iterable[Dims], *, new: Iterable[Dims]) -> None:
+        """Count a user of the groups for ``requests``, of which ``new`` were created for it; see `leave_pgs`."""
+        created = {self.canonical(dims) for dims in new}
+        for dims in requests:
+            self._groups.use(request := self.canonical(dims), new=request in created)
+
+    def leave_pgs(self, requests: Iterable[Dims]) -> None:
+        """End one user's use of groups: those that were created for users go with the last; all members call this."""
+        self._groups.leave(self.canonical(dims) for dims in requests)
+
     @property
     def group_count(self) -> int:
         """Number of real groups that this rank holds for the grid, after sharing."""

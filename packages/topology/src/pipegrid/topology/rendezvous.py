@@ -8,6 +8,8 @@ whose store it is. No torch.
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from pipegrid.topology.addresses import address_towards, server_of
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 
@@ -46,6 +49,26 @@ class Rendezvous:
     timeout: timedelta
 
     @property
+    def server(self) -> str:
+        """The host of the store, as its clients name it; empty where it has none."""
+        return server_of(self.store)
+
+    @property
+    def own(self) -> str:
+        """What this rank says of itself when it comes: the name of its host, and its address towards the store's."""
+        return json.dumps([socket.gethostname(), address_towards(self.server)])
+
+    def hosts(self, key: str, sequence: int) -> Iterator[tuple[str, str]]:
+        """The names and addresses of the hosts of the other members, which met under ``key``."""
+        for other in self.ranks:
+            if other != self.rank:
+                text = bounded(
+                    self.store.get, f"{key}/{sequence}/arrived/{other}", seconds=_GRACE, name="pipegrid-hosts"
+                )
+                name, address = json.loads(text)
+                yield str(name), str(address)
+
+    @property
     def members(self) -> str:
         """The ranks, for errors."""
         return _abbreviated(self.ranks)
@@ -55,7 +78,7 @@ class Rendezvous:
         """Give errors of torch in the block, which name keys and addresses, the label and the ranks of the group."""
         try:
             yield
-        except GroupCreationTimeoutError:
+        except (GroupCreationTimeoutError, GroupConnectionError):
             raise
         except RuntimeError as error:
             raise GroupConnectionError(
@@ -99,7 +122,7 @@ class Rendezvous:
         sequence = store.add(f"{key}/sequence", 0)
         here = f"{key}/{sequence}"
         arrived = f"{here}/arrived/{self.rank}"
-        store.set(arrived, "1")
+        store.set(arrived, self.own)
         if store.add(f"{here}/count", 1) == len(ranks):
             # Before any member goes on: the next meeting of these members must find the new number.
             store.add(f"{key}/sequence", 1)

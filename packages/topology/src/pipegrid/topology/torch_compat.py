@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from pipegrid.topology.addresses import GLOO_INTERFACE
 from pipegrid.topology.bounded_calls import bounded, reason_to_give_up
 from pipegrid.topology.errors import GridError
 
@@ -241,17 +242,26 @@ def unconnected_options(backend: str) -> Any:
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
-@contextmanager
-def unconnected() -> Iterator[None]:
+def unconnected() -> AbstractContextManager[None]:
     """Inside, a group of gloo is made by this rank alone: two ranks connect when they first exchange something."""
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
+    return _variable(_LAZY, "1")
+
+
+def over(interface: str) -> AbstractContextManager[None]:
+    """Inside, groups of gloo listen on the interface; an empty one leaves it to gloo."""
+    return _variable(GLOO_INTERFACE, interface) if interface else nullcontext()
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[_LAZY]
+        del os.environ[name]
         if before is not None:
-            os.environ[_LAZY] = before
+            os.environ[name] = before
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

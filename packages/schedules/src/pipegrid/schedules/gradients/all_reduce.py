@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.schedules.monitor.collectives import REDUCTION, Waiting
+from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import device_collectives
 from pipegrid.transport.streams import has_streams
 
@@ -20,7 +21,7 @@ def all_reduce(
     ``group`` None is the default process group, or nothing to do in one process without one.
     """
     group = group or dist.group.WORLD
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if dist.is_initialized() else None
+    work = start(dist.all_reduce, tensor, op=op, group=group) if dist.is_initialized() else None
     if work is not None and has_streams(tensor.device):
         device_collectives.add(REDUCTION, work, group)
 

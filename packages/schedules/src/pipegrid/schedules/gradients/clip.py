@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradien
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology.fields import Rule, checked
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor.monitor import Monitor
 
 
 def _above_zero(value: Any) -> float:
@@ -39,6 +42,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     job_group: dist.ProcessGroup | None = None,
     deadline: float | None = None,
+    monitor: Monitor | None = None,
     add: Literal["as_computed", "by_unit"] = "as_computed",
 ) -> torch.Tensor:
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
@@ -56,6 +60,7 @@ def clip_grad_norm_(
         norm_type: 2, any positive p, or infinity.
         job_group: all ranks of the job; default: the default process group.
         deadline: seconds that the host waits for the all-reduce; None leaves it to the group's timeout.
+        monitor: of the job, whose deadline and failures then end the wait.
         add: ``"by_unit"`` rounds the sum over ranks once, so that it does not depend on which ranks there are; the host
             waits for it. For tests, with `PipelineConfig` of the same ``grad_add``.
 
@@ -66,6 +71,7 @@ def clip_grad_norm_(
         GradientError: a norm that is not positive; a missing group; a DTensor with partial gradients, or over some of
             the replicas.
         CollectiveFailedError: past the deadline.
+        JobFailedError: with a monitor: another rank failed, or its deadline passed.
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)
@@ -90,10 +96,11 @@ def clip_grad_norm_(
         whole = parts.nan_to_num(nan=0.0, posinf=math.inf)
         total[0] = whole.max() if infinite else whole.pow(norm_type).sum()
         total[1] = parts.isnan().any()
+    waiting = Waiting(deadline, monitor, "the norm of the gradients in clip()")
     if add == "by_unit" and not infinite:
-        total = _rounded_once(total, job_group, Waiting(deadline))
+        total = _rounded_once(total, job_group, waiting)
     else:
-        all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(Waiting(deadline))
+        all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(waiting)
     norm = total[0] if infinite else total[0] ** (1.0 / norm_type)
     norm = torch.where(total[1] > 0, torch.full_like(norm, math.nan), norm)
     if max_norm < math.inf:

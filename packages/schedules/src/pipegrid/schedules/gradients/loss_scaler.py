@@ -48,7 +48,9 @@ def unscale_gradients_(
     filled = [gradient for gradient in gradients if gradient.numel()]
     if filled:
         found += (~foreach.norms(filled, math.inf).isfinite()).any()
-    all_reduce(found, job_group, dist.ReduceOp.MAX)(Waiting(deadline))
+    all_reduce(found, job_group, dist.ReduceOp.MAX)(
+        Waiting(deadline, what="the look for overflows in unscale_gradients_()")
+    )
     return bool(found.item())
 
 

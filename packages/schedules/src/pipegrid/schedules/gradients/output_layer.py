@@ -18,6 +18,7 @@ from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.groups import size_of
 from pipegrid.schedules.gradients.main_grad import add_gradient
 from pipegrid.transport.collectives.gathering import gather_flat
+from pipegrid.transport.collectives.starting import start, wait_inside
 
 _BUFFERS = ("embedding_activation_buffer", "grad_output_buffer")
 
@@ -100,7 +101,7 @@ class _OutputLinear(torch.autograd.Function):
             if ctx.shared:
                 of_x = _reduce_scatter(of_x, ctx.group)
             elif ctx.group is not None:
-                dist.all_reduce(of_x, group=ctx.group)
+                wait_inside(start(dist.all_reduce, of_x, group=ctx.group))
         if needs_weight:
             if ctx.limit is not None and (ctx.limit == 0 or len(ctx.module.grad_output_buffer) < ctx.limit):
                 ctx.module.embedding_activation_buffer.append(x.detach())
@@ -119,13 +120,13 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The shards of all ranks, concatenated along the first axis."""
     whole, handle = _start_gather(x, group)
-    handle.wait()
+    wait_inside(handle)
     return whole
 
 
 def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
     whole = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
-    return whole, gather_flat(whole, x.contiguous(), group, async_op=True)
+    return whole, gather_flat(whole, x.contiguous(), group)
 
 
 def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -133,7 +134,7 @@ def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
     shard = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
     # torch 2.13 renames reduce_scatter_tensor and warns about the old name; 2.11 has the old one only.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(shard, x.contiguous(), group=group)
+    wait_inside(start(scatter, shard, x.contiguous(), group=group))
     return shard
 
 
@@ -196,7 +197,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         x = inputs.pop(0)
         if following is not None:
             x, handle = following
-            handle.wait()
+            wait_inside(handle)
             following = _start_gather(inputs[0], tp_group) if inputs else None
         add_gradient(weight, _weight_gradient(x, gradients.pop(0)))
 

@@ -149,7 +149,7 @@ class PreparedStep:
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)
         require_forward_step(call.forward_step_func, checkpoints=checked_option(config, CHECKPOINTS) is not None)
         require_compatible(kind, call, models, config)
-        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"))
+        self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
         self.replica = replica_of(call, self.place)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.schedules.monitor.long_waits import long_waits
 from pipegrid.transport.collectives.gathering import gather_text
-from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, lost_ranks
+from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives, lost_ranks
 from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.monitor import Monitor
 
+_MOMENT_SECONDS = 1.0
 REDUCTION = "a reduction of gradients"
 
 
@@ -28,11 +30,13 @@ class Waiting:
         deadline: seconds for each collective; None leaves it to the group's own timeout.
         monitor: of the job, whose deadline and failures then end a wait.
         what: the collectives are, for errors.
+        of_step: whether a step waits, whose end records the first failure before it cuts the groups.
     """
 
     deadline: float | None = None
     monitor: Monitor | None = None
     what: str = REDUCTION
+    of_step: bool = False
 
     def wait(
         self, work: dist.Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False
@@ -44,13 +48,24 @@ class Waiting:
                 collective before.
             JobFailedError: with a monitor: another rank failed, or its deadline passed.
         """
-        failed = None if work is None else self._finish(work, group, on_device=has_streams(tensor.device), host=host)
-        if failed is None:
+        if work is None:
             return
+        try:
+            failed = self._finish(work, group, on_device=has_streams(tensor.device), host=host)
+            if failed is not None:
+                self._raise(failed, tensor, group)
+        except BaseException:
+            if not self.of_step:
+                host_collectives.cut([group])
+            raise
+
+    def _raise(self, failed: NotDone, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> NoReturn:
         if failed.why == "late":
+            ranks = _ranks(group)
+            absent = long_waits().absent(self.what, ranks) or f"one of the other ranks of {ranks} has not joined it"
             raise CollectiveFailedError(
-                f"{self.what} did not end within the deadline of {self.deadline:.3g} s: one of the other ranks of "
-                f"{_ranks(group)} has not joined it; rebuild the process groups before the next step"
+                f"{self.what} did not end within the deadline of {self.deadline:.3g} s: {absent}; rebuild the process "
+                "groups before the next step"
             )
         who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
         raise CollectiveFailedError(f"{self.what} failed: {who}({failed.text})") from failed.error
@@ -62,10 +77,30 @@ class Waiting:
         if earlier is not None:
             _, error = earlier
             return NotDone.of(error)
-        if self.monitor is not None:
-            return self.monitor.finish(work, group, self.what, on_device=on_device, host=host)
-        end = None if self.deadline is None else time.monotonic() + self.deadline
-        return finish(work, group, on_device=on_device, host=host, end=end)
+        deadline = self.deadline if self.monitor is None else self.monitor.deadline or self.deadline
+        if deadline is None or (on_device and not host) or not dist.is_initialized():
+            if self.monitor is not None:
+                return self.monitor.finish(work, group, self.what, on_device=on_device, host=host)
+            return finish(work, group, on_device=on_device, host=host)
+        began, waits = time.monotonic(), long_waits()
+        said = False
+
+        def look() -> None:
+            nonlocal said
+            if not said and time.monotonic() - began > min(_MOMENT_SECONDS, deadline / 2):
+                said = True
+                waits.begin(self.what)
+
+        if self.monitor is None:
+            failed = finish(work, group, on_device=on_device, host=host, end=began + deadline, given_up=look)
+        else:
+            failed = self.monitor.finish(
+                work, group, self.what, on_device=on_device, host=host, deadline=deadline, look=look,
+                absent=lambda: waits.absent(self.what, _ranks(group)),
+            )  # fmt: skip
+        if failed is None:
+            waits.end()
+        return failed
 
 
 def texts_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> dict[int, str]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from attrs import define, field, frozen
 
@@ -56,11 +56,19 @@ STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")
 _READ_ALL = "multi_get"  # of torch's stores: many values in one call
 
 
-def bounded_store(store: ControlStore, calls: BoundedCalls, seconds: float) -> ControlStore:
-    """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`."""
+def bounded_store(
+    store: ControlStore, calls: BoundedCalls, seconds: float, *, stuck: float | None = None
+) -> ControlStore:
+    """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`.
+
+    ``stuck``: the same while an earlier call has not returned, so that a store that is silent is waited for once.
+    """
     names = (*STORE_VERBS, _READ_ALL) if hasattr(store, _READ_ALL) else STORE_VERBS
-    verbs = {name: partial(calls.run, getattr(store, name), seconds=seconds) for name in names}
-    return cast("ControlStore", SimpleNamespace(**verbs))
+
+    def call(verb: Callable[..., Any], *arguments: Any) -> Any:
+        return calls.run(verb, *arguments, seconds=stuck if stuck is not None and calls.stuck else seconds)
+
+    return cast("ControlStore", SimpleNamespace(**{name: partial(call, getattr(store, name)) for name in names}))
 
 
 class DisagreementError(ValueError):
@@ -104,6 +112,10 @@ class Control:
             # Clocks of several hosts differ, so an age is only worth telling where it is long.
             places[rank] = f"{text} (last heard {max(0.0, time.time() - said_at):.1f} s ago)"
         return {rank: places.get(rank, _UNHEARD) for rank in self.ranks}
+
+    def read(self, what: str) -> dict[int, bytes]:
+        """The values of the keys ``what/rank`` of all ranks that are there."""
+        return self._read(what, self.ranks)
 
     def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
         """The values of the keys ``what/rank`` that are there; a few calls, unless many are not."""

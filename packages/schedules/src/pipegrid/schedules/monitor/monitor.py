@@ -26,9 +26,11 @@ from pipegrid.schedules.monitor.control import (
     where_all_stand,
 )
 from pipegrid.schedules.monitor.device_progress import progress_of
+from pipegrid.schedules.monitor.heard import BEAT_SECONDS, Heard
+from pipegrid.topology.addresses import server_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.topology.fields import Index, Seconds, checked, shown
-from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish
+from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ FIRST_STEP_SECONDS = 1800.0
 _LOOK_SECONDS = 0.1
 # Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
 _BRIEF_SECONDS = 0.5
+_STUCK_SECONDS = 0.05  # the same where the last call has not returned
 
 
 class JobFailedError(RuntimeError):
@@ -73,6 +76,7 @@ class _Watched:
     beside: str = "between steps"
     place: str = ""
     published: str = ""
+    published_at: float = 0.0
     since: float = 0.0
     unfinished: str = ""
 
@@ -137,7 +141,9 @@ class Monitor:
         patience = deadline or self.first_deadline
         self._control = Control(bounded_store(store, self._calls, patience), rank, everyone)
         # For looks and for a failing rank: a store that is silent delays neither.
-        self._brief = Control(bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience)), rank, everyone)
+        brief = bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience), stuck=_STUCK_SECONDS)
+        self._brief = Control(brief, rank, everyone)
+        self._heard = Heard(self._brief, server_of(store))
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._untold = False  # whether the store has not heard of it
@@ -166,13 +172,16 @@ class Monitor:
         self._plan = plan, what
         self._steps += 1
         try:
+            if self._failure is None and not self._threads:
+                self._heard.introduce()
             if self._failure is None:
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
             if self._failure is None and not self._threads:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
         except RuntimeError as error:
-            text = silent(error)
+            self._heard.unanswered()
+            text = self._heard.silence() or silent(error)
             self._failure = Failure(self.rank, text)
             abort(text)
             raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
@@ -226,6 +235,11 @@ class Monitor:
         if known is None and watched is not None:
             self._fail(watched, first)
 
+    @property
+    def failure(self) -> str | None:
+        """The job's first failure, as far as this rank knows of one. Local."""
+        return None if self._failure is None else self._failure.text
+
     def check(self) -> None:
         """Raise JobFailedError with the job's first failure, if this rank knows of one. Local."""
         if self._failure is not None:
@@ -252,31 +266,58 @@ class Monitor:
             raise failed.error
 
     def finish(
-        self, work: Any, group: ProcessGroup | None, what: str, *, on_device: bool, host: bool = False
+        self,
+        work: Any,
+        group: ProcessGroup | None,
+        what: str,
+        *,
+        on_device: bool,
+        host: bool = False,
+        deadline: float | None = None,
+        look: Callable[[], object] = lambda: None,
+        absent: Callable[[], str] = str,
     ) -> NotDone | None:
         """As `wait`, for a collective of ``group`` (None: the default one); how it failed, if it did.
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
         device's progress.
 
+        Args:
+            work: see `wait`.
+            group: see above.
+            what: see `wait`.
+            on_device: see `wait`.
+            host: see above.
+            deadline: of a monitor without one.
+            look: called several times a second while the host waits.
+            absent: once the deadline has passed, which ranks have not joined, in words.
+
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
         """
         watched, began = self._watched, time.monotonic()
+        deadline = self.deadline or deadline
         if watched is not None:
             watched.beside = what
+
+        def given_up() -> str | None:
+            look()
+            return self.failure
+
         failed = finish(
             work,
             group,
             on_device=on_device,
             host=host or self.progress is None,
-            end=None if self.deadline is None else began + self.deadline,
-            given_up=lambda: None if self._failure is None else self._failure.text,
+            end=None if deadline is None else began + deadline,
+            given_up=given_up,
         )
-        if failed is not None and failed.why == "late" and self.deadline is not None:
-            self._failure = self._record(self._late(time.monotonic() - began, what, self.deadline))
+        if failed is not None and failed.why == "late" and deadline is not None:
+            self._failure = self._record(self._late(time.monotonic() - began, what, deadline, absent))
             if watched is not None:
                 watched.abort(self._failure.text)
+        if failed is not None and failed.error is None:
+            host_collectives.cut([group])  # after the record of the cause
         if failed is None or failed.error is None:
             self.check()
         if failed is None and self.progress is not None and on_device:
@@ -311,11 +352,14 @@ class Monitor:
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
         elif ask:
             try:
-                if place != watched.published:
+                if place != watched.published or now - watched.published_at > BEAT_SECONDS:
                     self._brief.publish(place)
-                    watched.published = place
+                    watched.published, watched.published_at = place, now
                 failure = self._brief.failure()
+                self._heard.answered()
+                self._heard.listen(stood if place != "between steps" else 0.0, watched.deadline)
             except RuntimeError:
+                self._heard.unanswered()
                 return  # neighbours notice the death of its process, and deadlines hold without the store
             if failure is not None:
                 self._fail(watched, failure)
@@ -354,11 +398,10 @@ class Monitor:
                 self._failure, self._untold = Failure(self.rank if rank is None else rank, text), True
         return self._failure
 
-    def _late(self, stood: float, place: str, deadline: float) -> str:
-        return (
-            f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s: look at what "
-            "it waits for"
-        )
+    def _late(self, stood: float, place: str, deadline: float, absent: Callable[[], str] = str) -> str:
+        text = f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s"
+        silence = self._heard.silence()
+        return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
     def _busy(self, watched: _Watched) -> bool:
         return watched.running or (self.progress is not None and self.progress.oldest() is not None)

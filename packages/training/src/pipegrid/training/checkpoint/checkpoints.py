@@ -9,12 +9,12 @@ import weakref
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
 from pipegrid.topology import discard_groups
-from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.topology.fields import Count, Index, Seconds, checked
 from pipegrid.training.checkpoint import loading
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.last_save import Pending, finish_at_exit
@@ -25,6 +25,9 @@ from pipegrid.training.checkpoint.state.snapshot import Snapshot, Snapshots
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.lock import Lock
 from pipegrid.training.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor.monitor import Monitor
 
 
 class Checkpoints:
@@ -40,6 +43,9 @@ class Checkpoints:
             drifted apart, and plain tensors that are shards, are errors. ``"first"`` stores the lowest rank's copy.
         group: the ranks of the job; None is all ranks, or one process without a process group.
         timeout: for ranks to wait for each other, while the slowest writes its part.
+        deadline: seconds until a call fails in which a rank does not come, or is not heard of any more: it has ended,
+            or is out of reach; the error names it. None leaves that to ``timeout``.
+        monitor: of the job, whose failure ends a call as well. A save in the background goes on.
 
     Raises:
         CheckpointError: the directory cannot be used, is in use by another run, or is not the same for all ranks, or
@@ -54,11 +60,13 @@ class Checkpoints:
         replicas: Literal["equal", "first"] = "equal",
         group: dist.ProcessGroup | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        deadline: float | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
         checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
-        self._job = Job(group, timeout)
+        self._job = Job(group, timeout, checked(deadline, Seconds | None, "deadline", CheckpointError), monitor)
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._snapshots: Snapshots | None = None
         self._pending = Pending()
@@ -67,9 +75,10 @@ class Checkpoints:
         self._unlock: weakref.finalize[..., Checkpoints] | None = None  # on the first rank
         finish_at_exit(self._pending, self.directory, timeout)
         outcome = f"{self.directory} is not used"
-        self._job.require_equal(outcome, {"keep": self.keep, "replicas": replicas})
-        if self._job.first(outcome, self._open):
-            self._saver.require_shared(outcome)
+        with self._job.calling("the first save() or load()"):
+            self._job.require_equal(outcome, {"keep": self.keep, "replicas": replicas})
+            if self._job.first(outcome, self._open):
+                self._saver.require_shared(outcome)
 
     def _open(self) -> bool:
         """Make the directory this run's; whether it can be written to."""
@@ -108,7 +117,8 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001 -- raised on every rank, by the first exchange
             snapshot = error
         if blocking:
-            self._saver.write(snapshot)
+            with self._job.calling(f"save() of step {step}"):
+                self._saver.write(snapshot)
             return
         if self._worker is None:  # one for all saves: to start a thread costs the step as much as a copy
             self._worker = threading.Thread(target=self._run, name="checkpoints", daemon=True)
@@ -134,7 +144,8 @@ class Checkpoints:
             CheckpointError: there is no checkpoint of ``step``.
         """
         self.wait()
-        return loading.load(self._job, self.directory, known_state(state), step)
+        with self._job.calling("load()"):
+            return loading.load(self._job, self.directory, known_state(state), step)
 
     def wait(self) -> None:
         """Wait for the save in the background.
@@ -159,7 +170,7 @@ class Checkpoints:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Through which its ranks save and load: for who ends all connections of a rank after a failure."""
-        return [] if self._job.group is None else [self._job.group]
+        return self._job.groups
 
     def discard(self) -> None:
         """End without the other ranks, some of which may be dead: a save in the background is given up."""
@@ -175,7 +186,8 @@ class Checkpoints:
         while (work := self._work.get()) is not None:
             snapshot, future = work
             try:
-                self._saver.write(snapshot)
+                with self._job.calling("a save in the background", monitored=False):
+                    self._saver.write(snapshot)
             except BaseException as error:  # noqa: BLE001 -- raised by the next call
                 future.set_exception(error)
             else:

@@ -2,33 +2,115 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cattrs
 import torch.distributed as dist
 
+from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology.bounded_calls import giving_up
 from pipegrid.training.checkpoint.state.names import Held
 from pipegrid.training.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from pipegrid.training.gathering import gather_plain
+from pipegrid.transport.backends.wire import cut_all_connections
+from pipegrid.transport.collectives.waiting import host_collectives
+
+if TYPE_CHECKING:
+    from pipegrid.schedules.monitor.monitor import Monitor
 
 _T = TypeVar("_T")
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
 
 
 class Job:
-    """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one."""
+    """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one.
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    Args:
+        group: the ranks.
+        timeout: of a collective, in which all ranks wait for the one that writes longest.
+        deadline: until a rank that is not heard of has failed: one that does not come, or is gone. See `calling`.
+        monitor: of the job, which ends a call when the job has failed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+        deadline: float | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
+        self._alive: dist.ProcessGroup | None = None
+        self._deadline, self._monitor = deadline, monitor
+        self._lost: RuntimeError | None = None
         if dist.is_available() and dist.is_initialized():
-            spec = GroupSpec(dist.get_process_group_ranks(group), "checkpoints", shared=False)
-            self.group = create_groups([spec], backend="gloo", timeout=timeout)[spec]
+            ranks = dist.get_process_group_ranks(group)
+            labels = ("checkpoints",) if deadline is None else ("checkpoints", "checkpoints, who is alive")
+            specs = [GroupSpec(ranks, label, shared=False) for label in labels]
+            coming = None if deadline is None else timedelta(seconds=deadline)
+            with reached("the first save() or load(): "), giving_up(self._failed):
+                made = create_groups(specs, backend="gloo", timeout=timeout, creation_timeout=coming)
+            self.group = made[specs[0]]
+            self._alive = None if deadline is None else made[specs[1]]
+            host_collectives.apart.update(made.values())
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    @contextmanager
+    def calling(self, what: str, *, monitored: bool = True) -> Iterator[None]:
+        """In the block, which all ranks enter for ``what``, a rank that is not heard of for the deadline is an error.
+
+        A thread meets those of the other ranks until all have left the block. So a rank may write for as long as it
+        takes, and one that has not come, has ended or is out of reach holds the others up no longer than the deadline:
+        the connections of the group are cut then, which ends what this rank waits for, torch's collectives included.
+
+        Args:
+            what: the call, for errors.
+            monitored: whether the failure of the job ends it as well.
+
+        Raises:
+            CheckpointError: some rank was not heard of; the text names it.
+        """
+        if self._alive is None or self._deadline is None:
+            yield
+            return
+        left = threading.Event()
+        waiting = Waiting(self._deadline, self._monitor if monitored else None, what)
+        meeting = threading.Thread(target=self._meet, args=(left, waiting), name="checkpoints-alive", daemon=True)
+        meeting.start()
+        try:
+            yield
+        except BaseException as error:
+            shared = isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError)
+            if self.group is not None and not shared:  # the others do not know of it, and would wait for this rank
+                cut_all_connections(self.group)
+            if self._lost is not None and isinstance(error, RuntimeError):
+                raise CheckpointError(str(self._lost)) from error
+            raise
+        finally:
+            left.set()
+            meeting.join()
+        if self._lost is not None:
+            raise CheckpointError(str(self._lost)) from self._lost
+
+    def _meet(self, left: threading.Event, waiting: Waiting) -> None:
+        assert self._deadline is not None
+        try:
+            while not all(gather_plain(left.is_set(), self._alive, waiting=waiting)):
+                left.wait(self._deadline / 3)
+        except RuntimeError as error:
+            self._lost = error
+            if self.group is not None:
+                cut_all_connections(self.group)
+
+    def _failed(self) -> str:
+        """Why the job has failed; empty while it has not."""
+        return "" if self._monitor is None else self._monitor.failure or ""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank, as JSON has them: tuples as lists, attrs objects as dicts."""
@@ -97,10 +179,14 @@ class Job:
         """What ``function`` returns on the first rank, which alone calls it; on every rank."""
         return self.together(what, lambda: function() if self.rank == 0 else None)[0]
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of its own."""
+        return [group for group in (self.group, self._alive) if group is not None]
+
     def close(self) -> None:
-        """Destroy the group."""
-        if self.group is not None:
-            destroy_groups([self.group])
+        """Destroy the groups."""
+        destroy_groups(self.groups)
 
 
 def _require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.stages import Stage
-from pipegrid.transport.collectives.waiting import finish
+from pipegrid.transport.collectives.starting import start
+from pipegrid.transport.collectives.waiting import finish, host_collectives
 from pipegrid.transport.streams import has_streams
 
 
@@ -100,10 +101,11 @@ class Texts:
             else torch.cat(list(chosen))
         )
         if self._group is not None:
-            work = dist.all_reduce(tokens, group=self._group, async_op=True)  # zeros elsewhere
+            work = start(dist.all_reduce, tokens, group=self._group)  # zeros elsewhere
             on_device, end = has_streams(tokens.device), time.monotonic() + self._deadline
             failed = finish(work, self._group, on_device=on_device, host=True, end=end)
             if failed is not None:
+                host_collectives.cut([self._group])
                 late = f"stages did not exchange tokens within {self._deadline:g} s"
                 raise GenerationError(f"{late}: {failed.text or 'one of them has not come'}") from failed.error
         return tokens

@@ -157,13 +157,19 @@ class EndOfJob:
 
 
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
-    """The groups that the sizes of all grids ask for; those that exist stay."""
-    create_grid_groups(
-        {
-            module.grid: [dims for dims in _group_dims(module.grid) if not module.grid.has_pg(dims)]
-            for module in modules.values()
-        }
-    )
+    """The groups that the sizes of all grids ask for; those that exist stay. See `leave_groups`."""
+    grids = dict.fromkeys(module.grid for module in modules.values())
+    new = {grid: [dims for dims in _group_dims(grid) if not grid.has_pg(dims)] for grid in grids}
+    create_grid_groups(new)
+    for grid, created in new.items():
+        grid.use_pgs(_group_dims(grid), new=created)
+
+
+def leave_groups(grids: Iterable[HyperCommGrid], tied: Iterable[TiedParameters]) -> None:
+    """End what `create_groups` and `tied_parameters` have created, unless another pipeline uses it."""
+    destroy_groups([tie.group for tie in tied if tie.group is not None])
+    for grid in dict.fromkeys(grids):
+        grid.leave_pgs(_group_dims(grid))
 
 
 def _group_dims(grid: HyperCommGrid) -> list[tuple[str, ...]]:

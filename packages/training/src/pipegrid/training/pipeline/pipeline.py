@@ -32,6 +32,7 @@ from pipegrid.training.pipeline.modules import (
     create_groups,
     frozen_edges,
     generators_of,
+    leave_groups,
     modules_of,
     monitor_of,
     ranks_of,
@@ -128,6 +129,7 @@ class Pipeline:
         }
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
+        self._closed = False
 
         places = {name: module.places(schedule) for name, module in described.items()}
         config = PipelineConfig(variable_seq_lengths=True) if config is None else config
@@ -166,7 +168,7 @@ class Pipeline:
             stage_placement=places,
             device=self.device,
         )
-        tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
+        self._tied = tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
         self.config = attrs.evolve(
             config,
             calculate_per_token_loss=True,
@@ -298,6 +300,7 @@ class Pipeline:
             norm_type=norm_type,
             job_group=self.config.job_group,
             deadline=self.config.deadline,
+            monitor=self.config.monitor,
         )
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
@@ -352,7 +355,10 @@ class Pipeline:
         self._require_stages("checkpoints")
         path = Path(directory).absolute()
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path, group=self.config.job_group)
+            monitor = self.config.monitor
+            deadline = self.config.deadline if monitor is None else monitor.deadline or self.config.deadline
+            group = self.config.job_group
+            self._checkpoints[path] = Checkpoints(path, group=group, deadline=deadline, monitor=monitor)
         return self._checkpoints[path]
 
     def record(self, path: str | os.PathLike[str]) -> None:
@@ -368,11 +374,16 @@ class Pipeline:
         return self._steps.plan(num_microbatches)
 
     def close(self) -> None:
-        """Wait for checkpoints, close all lanes, end the monitor; on a spare rank wait until all others have."""
+        """Wait for checkpoints, close all lanes, end the monitor and the groups that this created. Idempotent.
+
+        On a spare rank wait until all others have.
+        """
+        if self._closed:
+            return
+        self._closed = True
         if self.is_spare:
-            end, self._end = self._end, None
-            if end is not None:
-                end.wait()
+            if self._end is not None:
+                self._end.wait()
             return
         try:
             for checkpoints in self._checkpoints.values():
@@ -382,9 +393,9 @@ class Pipeline:
             self.communicator.destroy()
             if self.config.monitor is not None:
                 self.config.monitor.close()
-            end, self._end = self._end, None
-            if end is not None:
-                end.say()
+            leave_groups(self.grids.values(), self._tied)
+            if self._end is not None:
+                self._end.say()
 
     def _require_stages(self, name: str) -> None:
         if self.is_spare:

@@ -137,7 +137,8 @@ class Steps:
         total = sums.found
         if total is None:  # an evaluation counts no tokens
             total = self._told(told, trained=not forward_only)
-            all_reduce(total, self.config.job_group)(self._waiting)
+            waiting = attrs.evolve(self._waiting, what=f"the mean loss of {'evaluate' if forward_only else 'step'}()")
+            all_reduce(total, self.config.job_group)(waiting)
         return self._mean(total, counts)
 
     def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None) -> StepCounts:

@@ -18,7 +18,7 @@ import torch
 from pipegrid.topology.torch_compat import is_alive
 from pipegrid.training.survive.errors import SurviveError
 from pipegrid.transport.backends.nccl import watchdog_acts
-from pipegrid.transport.backends.wire import cut_connection
+from pipegrid.transport.backends.wire import cut_all_connections
 from pipegrid.transport.waits.aborts import abort_groups
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ def end_connections(groups: Iterable[ProcessGroup], cause: str) -> None:
     listed: list[Any] = list(dict.fromkeys(groups))
     abort_groups(listed, cause)
     for group in listed:
-        for peer in range(group.size()) if _on_host(group) else ():
-            if peer != group.rank():
-                cut_connection(group, peer)
+        if _on_host(group):
+            cut_all_connections(group)
 
 
 def require_no_watchdog() -> None:

@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -34,11 +35,14 @@ class Loop:
     """The devices that groups are made on; the options of `BACKEND`."""
 
     def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    @cached_property
+    def _devices(self) -> list[Any]:
+        """Made with the first group, whose creation names the interface."""
         gloo = dist.ProcessGroupGloo
         names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
-        made = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-        self._devices = made
-        self._made: dict[str, Any] = {}
+        return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
     def make_group(self, options: Any) -> Any:
         """What torch calls for a group of `BACKEND`."""

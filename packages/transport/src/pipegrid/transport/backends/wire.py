@@ -44,6 +44,16 @@ def cut_connection(group: Any, peer: int) -> None:
         group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
+def cut_all_connections(group: Any) -> None:
+    """Cut the gloo connections of ``group`` to all its ranks: whatever is under way there ends with an error.
+
+    The first cut closes the others as well, so that a large group takes no longer than a small one.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            cut_connection(group, peer)
+
+
 @define(eq=False)
 class PostedHeader:
     """The receive of a header, which has any length; ``kind`` of ``wire``, of lane ``index``."""

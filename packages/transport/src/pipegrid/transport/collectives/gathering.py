@@ -8,15 +8,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from pipegrid.transport.collectives.starting import start
 
-def gather_flat(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
-) -> dist.Work | None:
-    """Every rank's flat ``own``, one after another, into the flat ``out``."""
+
+def gather_flat(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Start to gather every rank's flat ``own``, one after another, into the flat ``out``."""
     # torch 2.13 renames all_gather_into_tensor and warns about the old name; 2.11 has the old one only.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(out, own, group=group, async_op=async_op)
-    return work
+    return start(gather, out, own, group=group)
 
 
 def gather_text(
@@ -39,7 +38,7 @@ def gather_text(
 
     def gathered(own: torch.Tensor) -> torch.Tensor:
         every = own.new_empty(group.size() * own.numel())
-        wait(gather_flat(every, own, group, async_op=True), every)
+        wait(gather_flat(every, own, group), every)
         return every.cpu()
 
     data = text.encode()

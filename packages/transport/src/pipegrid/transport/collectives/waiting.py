@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -75,6 +76,21 @@ def finish(
         end: when the wait of the host is late, in `time.monotonic` seconds; None leaves it to the group's own timeout.
         given_up: why the user does not wait any longer, None as long as it does; asked between slices of 0.05 s.
     """
+    failed = _finish(work, group, on_device=on_device, host=host, end=end, given_up=given_up)
+    if failed is None:
+        host_collectives.forget(work)
+    return failed
+
+
+def _finish(
+    work: Any,
+    group: ProcessGroup | None,
+    *,
+    on_device: bool,
+    host: bool,
+    end: float | None,
+    given_up: Callable[[], str | None],
+) -> NotDone | None:
     late = False
     try:
         in_streams = on_device or _is_in_streams(group)
@@ -89,11 +105,9 @@ def finish(
             work.wait()
             device_aborts.require_not_aborted(group)
         reason = given_up()  # NCCL calls an aborted collective done: its stream goes on, without the data
-    except GroupAbortedError as error:
-        if (reason := given_up()) is None:  # else its user aborted the group after it had given up
-            return NotDone.of(error)
     except RuntimeError as error:
-        return NotDone.of(error)
+        if (reason := given_up()) is None:  # else its user aborted the group, or cut it, after it had given up
+            return NotDone.of(error)
     return None if reason is None else NotDone("given up", reason)
 
 
@@ -151,6 +165,67 @@ def lost_ranks(group: ProcessGroup, device: str) -> list[int]:
 
 
 @define(eq=False)
+class HostCollectives:
+    """The collectives over gloo that have started and whose wait has not ended, each with its group. For any thread.
+
+    gloo has no abort. A collective that waits for a rank out of reach (its wire cut, its process stopped) holds a
+    thread of its group, and the end of the group, by `destroy_process_group` or at the interpreter's exit, waits for
+    that thread: until the group's timeout, half an hour by default. Until then the process of a rank that has raised
+    does not end, and its launcher sees no failure. What does end the collective is the end of the connections.
+
+    Attributes:
+        apart: groups whose collectives go on where a step has failed, as those of a checkpoint in the background.
+    """
+
+    apart: weakref.WeakSet[ProcessGroup] = field(factory=weakref.WeakSet, init=False)
+    _groups: dict[Any, ProcessGroup] = field(factory=dict, init=False)  # by work
+
+    def add(self, work: Any, group: ProcessGroup) -> None:
+        """``work`` of ``group`` has started."""
+        self._groups[work] = group
+
+    def forget(self, work: Any) -> None:
+        """The wait for ``work`` has ended with its result."""
+        self._groups.pop(work, None)
+
+    def cut(self, groups: Iterable[ProcessGroup | None]) -> None:
+        """Cut the connections of those of ``groups`` in which a collective is under way, or has failed.
+
+        None is the default group. Call it once the cause is on record: ranks that wait there for this one have an error
+        at once. The groups are of no use after that.
+        """
+        if not self._groups:
+            return
+        import torch.distributed as dist
+
+        from pipegrid.topology.torch_compat import is_alive
+        from pipegrid.transport.backends.wire import cut_all_connections
+
+        chosen = {dist.group.WORLD if group is None else group for group in groups}
+        found = [(work, group) for work, group in list(self._groups.items()) if group in chosen]
+        for group in dict.fromkeys(group for work, group in found if not _has_result(work)):
+            if is_alive(group):
+                cut_all_connections(group)
+        for work, _ in found:
+            self.forget(work)
+
+    def cut_all(self) -> None:
+        """`cut` for every group that is not kept apart."""
+        self.cut(group for group in set(self._groups.values()) if group not in self.apart)
+
+
+def _has_result(work: Any) -> bool:
+    try:
+        return bool(work.is_completed()) and work.wait() is not False
+    except RuntimeError:
+        return False
+
+
+host_collectives = HostCollectives()
+"""Those of this process."""
+
+
+@define(eq=False)
 class PendingCollectives(Generic[Label]):
     """Collectives that a stream was ordered after, each with a label of its user's, in order; for any thread."""
 
@@ -192,12 +267,15 @@ class PendingCollectives(Generic[Label]):
     def abort(self, cause: str) -> None:
         """Begin to abort every device group of this process, and forget the collectives that were under way.
 
+        The host's groups in which one is under way are cut, see `HostCollectives.cut_all`.
+
         Where a step fails, all device groups of the process are aborted together: a free waits for every kernel of the
         device, so an abort of the lanes alone would wait for a reduction that no rank will end. None of them is of use
         after that.
         """
         if "torch.distributed" in sys.modules:
             abort_device_groups(cause)
+            host_collectives.cut_all()
         with self._lock:
             works, self._works = self._works, deque()
         for _, work, group in works:

@@ -30,6 +30,7 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.topology.fields import Index, Name, checked, checked_fields
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
+from pipegrid.transport.collectives.starting import start
 
 COMPARED_EVERY: Final = 100
 """Sums of a tied gradient from one comparison of its copies to the next; the first is with the second sum."""
@@ -266,13 +267,13 @@ def _difference_to_first(tied: TiedParameters) -> float:
     """How far this rank's copies are from that of the group's first rank."""
     flats = [copy.detach().reshape(-1) for copy in tied.copies]
     difference = torch.zeros((), dtype=torch.float64, device=flats[0].device)
-    for start in range(0, flats[0].numel(), _CHUNK):
-        reference = flats[0][start : start + _CHUNK].clone()
+    for first in range(0, flats[0].numel(), _CHUNK):
+        reference = flats[0][first : first + _CHUNK].clone()
         if tied.group is not None:
-            work = dist.broadcast(reference, group_src=0, group=tied.group, async_op=True)
+            work = start(dist.broadcast, reference, group_src=0, group=tied.group)
             _comparison(tied).wait(work, reference, tied.group, host=True)
         for flat in flats:
-            difference = torch.maximum(difference, _difference(flat[start : start + _CHUNK], reference))
+            difference = torch.maximum(difference, _difference(flat[first : first + _CHUNK], reference))
     return float(difference.item())
 
 

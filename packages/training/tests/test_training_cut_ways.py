@@ -484,3 +484,39 @@ def test_a_layer_that_a_list_has_twice_is_named():
     model.blocks[2] = model.blocks[0]
     with pytest.raises(CutError, match=r"blocks\.2 is the same module as blocks\.0, and a layer is on one stage"):
         cut(model, "Ett|ttL", 0, names=NAMES)
+
+
+# -- adapters of PEFT ---------------------------------------------------------------------------------------------
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+ADAPTERS = {
+    "LoRA": ("LoraConfig", {"r": 2, **TARGETS}, ""),
+    "DoRA": ("LoraConfig", {"r": 2, "use_dora": True, **TARGETS}, ""),
+    "VeRA": ("VeraConfig", {"r": 4, **TARGETS}, ""),
+    "OFT": ("OFTConfig", {"oft_block_size": 4, **TARGETS}, ""),
+    "LN tuning": ("LNTuningConfig", {}, ""),
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 3}, ""),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 16}, ""),
+    "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 3}, "made by cat in the model .* used by cat in"),
+    "AdaLoRA": ("AdaLoraConfig", {"total_step": 10, **TARGETS}, r"lora_A.default is on stage 0, and stage 1 uses it"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.filterwarnings("ignore:Unsupported layer type .*LlamaRMSNorm:UserWarning")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_llama_with_an_adapter_of_peft_is_cut_without_names(kind):
+    peft = pytest.importorskip("peft")
+    config, options, text = ADAPTERS[kind]
+
+    def make():
+        torch.manual_seed(0)
+        whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, vocab_size=WORDS))
+        return peft.get_peft_model(whole, getattr(peft, config)(task_type="CAUSAL_LM", **options)).double()
+
+    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS}
+    if not text:
+        assert check_stages(make, "Ett|ttL", batch).holds
+        return
+    with pytest.raises(CutError, match=text):
+        check_stages(make, "Ett|ttL", batch)

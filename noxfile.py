@@ -53,7 +53,7 @@ DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for 
 # What a package's tests need, from its dependency group `test`.
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
-EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors")
+EVERY_TEST = ("pytest", "hypothesis", "rich", "matplotlib", "scikit-learn", "transformers", "safetensors", "peft")
 # What ranks are forked with where the tests have imported it, so that each need not import it by itself.
 _SLOW_TO_IMPORT = (
     "anyio.pytest_plugin",

@@ -62,7 +62,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
             bridge.recv_backward()
         with pytest.raises(ShapeError, match="carries one tensor, got NoneType; .* send a tensor without rows"):
             bridge.send_forward(None)
-        with pytest.raises(ShapeError, match="carries one tensor, got dict; declare several with payload="):
+        with pytest.raises(ShapeError, match=r"carries one tensor, got dict; declare several by edges=.*payload="):
             bridge.send_forward({"tokens": torch.ones(2, 2, 2), "mask": torch.ones(2, 2, 2)})
         with pytest.raises(ShapeError, match=r"tensor_ndim=3 axes, got shape \(2, 2\)"):
             bridge.send_forward(torch.ones(2, 2))

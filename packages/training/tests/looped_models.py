@@ -1,5 +1,5 @@
-"""Models of random loops over layers: residuals, skips, taps, losses of layers, buffers, masks, layers with one weight;
-over one list of layers, or over an encoder's and a decoder's. And their stages, one after the other.
+"""Models of random loops over layers: residuals, skips, taps, losses of layers, buffers, masks, writes in place, layers
+with one weight; over one list of layers, or over an encoder's and a decoder's. And their stages, one after the other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,22 @@ from .kit.chain import gradients, step
 WIDTH, WORDS, LAYERS = 6, 20, 5
 NAMES = Names("blocks", embedding=("embed", "other"), head=("scale", "head"))
 
-BEFORE = ("none", "mask", "view", "gate")
-AFTER = ("none", "tanh", "residual", "skip", "tap", "keep", "mask_", "write", "second", "loss")
+BEFORE = ("none", "mask", "view", "gate", "relu_")
+AFTER = (
+    "none",
+    "tanh",
+    "residual",
+    "skip",
+    "tap",
+    "keep",
+    "mask_",
+    "write",
+    "second",
+    "loss",
+    "add_",
+    "zero_",
+    "part_",
+)
 END = (
     *("none", "taps", "last tap", "kept", "first", "embed", "other", "mask", "buffer", "scale twice", "pick"),
     *("per token", "last token"),
@@ -26,7 +40,7 @@ SHARED = (None, (0, 1), (0, 4), (2, 3))  # two blocks with one linear layer
 
 
 class Block(nn.Module):
-    """Returns its hidden state and something else."""
+    """Returns its hidden state and something else. The model may write to what it returns: no backward reads that."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +48,7 @@ class Block(nn.Module):
 
     def forward(self, hidden):
         made = torch.tanh(self.linear(hidden))
-        return made, made.cos()
+        return made + 0, made.cos()
 
 
 class Looped(nn.Module):
@@ -60,7 +74,7 @@ class Looped(nn.Module):
             hidden = self.prepared(before, hidden, weights, longest)
             made, second = block(hidden)
             if after == "tanh":
-                made = torch.tanh(made * 3)
+                made = torch.tanh(made * 3) + 0
             elif after == "residual":
                 made = hidden + made
             elif after == "skip":
@@ -76,7 +90,13 @@ class Looped(nn.Module):
             elif after == "second":
                 taps.append(second)
             elif after == "loss":
-                loss = loss + made.square().mean()
+                loss = loss + made.mean(1).square().mean()
+            elif after == "add_":
+                made += 0.1
+            elif after == "zero_":
+                made[mask == 0] = 0
+            elif after == "part_":
+                made[..., :2] *= 1.5
             hidden = made
         scores = self.finished(hidden, first, taps, kept, table, ids, weights).square()
         if self.end == "per token":
@@ -87,6 +107,8 @@ class Looped(nn.Module):
         """The input of a layer."""
         if before == "mask":
             return hidden * weights
+        if before == "relu_":
+            return hidden.relu_()
         if before == "view":
             return hidden.flatten(1).view(hidden.shape) + longest
         return hidden * torch.arange(1, WIDTH + 1, dtype=hidden.dtype) if before == "gate" else hidden

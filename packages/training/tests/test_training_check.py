@@ -74,7 +74,7 @@ def test_what_a_proof_cannot_decide_is_decided_by_numbers():
 
 
 def test_a_cut_that_is_not_proved_is_the_error_of_its_proof():
-    with pytest.raises(CutError, match=r"made by tanh in blocks\.1 \(looped_models"):
+    with pytest.raises(CutError, match=r"made by add in blocks\.1 \(looped_models"):
         check(lambda: looped.made(tuple(("none", "tap" if n == 1 else "tanh") for n in range(5)), "taps"))
 
 

@@ -14,7 +14,7 @@ import torch
 from pipegrid.training import CutError, Names, cut
 
 from .kit.chain import gradients, step
-from .training_fuzz import WORDS, random_case
+from .training_fuzz import WORDS, random_case, random_streams
 
 SECONDS = float(os.environ.get("PIPEGRID_FUZZ_SECONDS", "1800"))
 """Of the nightly run; `PIPEGRID_FUZZ_SEED` is its first seed."""
@@ -28,8 +28,10 @@ def seeded(make, seed):
 
 
 def names_of(model):
-    beside = [name for name in ("position",) if hasattr(model, name)]
-    return Names("blocks", embedding=tuple(beside), head=("scale",))
+    embedding, head = (
+        [name for name in names if hasattr(model, name)] for names in (("position", "alias"), ("scale",))
+    )
+    return Names("blocks", embedding=tuple(embedding), head=tuple(head))
 
 
 def batch_of(seed):
@@ -43,9 +45,9 @@ def loss_of(logits):
 
 def require_the_step_of(whole, stages, batch):
     """Loss, gradients summed over tied copies, and buffers of the stages are those of the model in one process."""
-    expected = loss_of(whole(**batch))
+    expected = loss_of(whole(**copy.deepcopy(batch)))
     expected.backward()
-    assert step(stages, batch, loss_of).item() == pytest.approx(expected.item(), rel=1e-9)
+    assert step(stages, copy.deepcopy(batch), loss_of).item() == pytest.approx(expected.item(), rel=1e-9)
     buffers = dict(whole.named_buffers())
     for stage in stages:
         for name, buffer in stage.named_buffers():
@@ -70,9 +72,9 @@ def require_initial_values(whole, stages):
                 assert value.requires_grad == values[name].requires_grad
 
 
-def judge(seed):
+def judge(case, seed):
     """What became of the model of a seed: right or CutError from the model, and from the function that makes it."""
-    make, layout, _ = random_case(seed)
+    make, layout, _ = case(seed)
     whole, batch = seeded(make, seed), batch_of(seed)
     names, numbers = names_of(whole), list(range(layout.count("|") + 1))
     found = []
@@ -93,25 +95,27 @@ def judge(seed):
     return found
 
 
-def require_judged(seed):
+def require_judged(case, seed):
     try:
-        return judge(seed)
+        return judge(case, seed)
     except Exception as error:
-        error.add_note(f"seed {seed}: {random_case(seed)[1:]}")
+        error.add_note(f"seed {seed}: {case(seed)[1:]}")
         raise
 
 
+@pytest.mark.parametrize("case", [random_case, random_streams])
 @pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.nightly)])
-def test_random_models_are_right_or_a_cut_error(first):
-    found = [require_judged(seed) for seed in range(first, first + 20)]
+def test_random_models_are_right_or_a_cut_error(first, case):
+    found = [require_judged(case, seed) for seed in range(first, first + 20)]
     right = sum(each == ["right", "right"] for each in found)
     assert 7 < right < 19  # most are cut, and some cannot be
 
 
 @pytest.mark.nightly
-def test_many_random_models_are_right_or_a_cut_error():
+@pytest.mark.parametrize("case", [random_case, random_streams])
+def test_many_random_models_are_right_or_a_cut_error(case):
     seed = int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time()))
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        require_judged(seed)
+        require_judged(case, seed)
         seed += 1

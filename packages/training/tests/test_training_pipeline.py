@@ -12,6 +12,7 @@ from attrs import evolve
 from torch import nn
 from torch.nn import functional as F
 
+from pipegrid.bridges import Axes, EdgeOptions, Whole
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.monitor.collectives import Waiting
@@ -304,6 +305,29 @@ def test_a_loss_whose_divisor_is_not_known_is_a_typed_error():
     assert alone(OwnLoss(), nothing, **one)[0] == 0
     with pytest.raises(StageOutputError, match="its own loss needs `labels` in the batch"):
         alone(OwnLoss(), None, logits, input_ids=labels)
+
+
+@pytest.mark.ranks(2)
+def test_what_an_edge_cannot_carry_is_named_by_its_leaf(ranks):
+    def forward(module, batch):
+        hidden = module(batch["x"])
+        return {"h": hidden, "kind": "causal"}
+
+    modules = {
+        "a": PipelineModule(lambda: nn.Linear(4, 4), None, HyperCommGrid([1], ["pp"]), forward=forward),
+        "b": PipelineModule(lambda: nn.Linear(4, 4), None, HyperCommGrid([1], ["pp"], rank_offset=1)),
+    }
+    edges = {("a", "b"): EdgeOptions(payload={"h": Axes("b", "h"), "kind": Whole()})}
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0)
+    pipeline = Pipeline(
+        modules, topology={"a": ["b"]}, edges=edges, num_microbatches=1, loss=after_image, config=config
+    )
+    with pytest.raises(
+        PipelineError, match=r"ShapeError: bridge a>b: payload\['kind'\] is 'causal'; the edge declares"
+    ):
+        pipeline.step({"x": torch.ones(2, 4)})
+    ranks.barrier()
+    pipeline.close()
 
 
 @pytest.mark.ranks(2)

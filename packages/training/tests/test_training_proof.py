@@ -106,11 +106,11 @@ def test_many_cuts_of_two_lists_are_proved_exactly_where_their_stages_are_the_mo
 @pytest.mark.parametrize(
     ("script", "end", "value"),
     [
-        (script_with(2, "residual"), "none", "made by tanh in the model (looped_models.py:"),
+        (script_with(2, "residual"), "none", "made by add in the model (looped_models.py:"),
         (PLAIN, "first", "made by embedding in embed (looped_models.py:"),
         (PLAIN, "embed", "embed.weight is on stage 0, and stage 1 uses it by embedding in embed (looped_models.py:"),
         (PLAIN, "other", "other.weight is on stage 0, and stage 1 uses it by embedding in other (looped_models.py:"),
-        (script_with(1, "tap"), "taps", "made by tanh in blocks.1 (looped_models.py:"),
+        (script_with(1, "tap"), "taps", "made by add in blocks.1 (looped_models.py:"),
         (script_with(1, "second"), "taps", "made by cos in blocks.1 (looped_models.py:"),
         (script_with(0, "write"), "buffer", "made by copy_ in the model (looped_models.py:"),
     ],

@@ -1,4 +1,5 @@
-"""Models put together from parts at random: ties, copies, buffers, casts, heads, and forwards that a cut cannot run."""
+"""Models put together from parts at random: ties, copies, buffers, casts, heads, writes in place, dicts between layers,
+and forwards that a cut cannot run."""
 
 from __future__ import annotations
 
@@ -59,6 +60,24 @@ FORWARDS = (
     "reversed",
     "other dtype",
 )
+STREAMS = ("tensor", "tensor", "tuple of two", "dict", "dict with a mask")
+"""What layers take and return."""
+WRITES = (
+    "adds",
+    "masks",
+    "part",
+    "embedding",
+    "batch",
+    "first",
+    "relu first",
+    "input of layers",
+    "dropout",
+    "view before",
+    "another name",
+)
+"""Writes in place, of the model between its layers and of its layers."""
+ASKS = ("device", "zeros like", "new zeros", "to another weight", "next of parameters", "values")
+"""What the model's own code asks of parts of other stages."""
 
 
 class Block(nn.Module):
@@ -102,6 +121,142 @@ class Block(nn.Module):
         elif self.kind == "masked" and mask is not None:
             out = out * mask[..., None]
         return (out, None) if self.kind == "tuple" else out
+
+
+class Writing(nn.Module):
+    """A layer that may write to its input, and that hands on more than a tensor; no backward reads what it returns."""
+
+    def __init__(self, stream, writes):
+        super().__init__()
+        self.linear, self.stream, self.writes = nn.Linear(WIDTH, WIDTH), stream, writes
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, stream):
+        hidden = stream if isinstance(stream, torch.Tensor) else next(iter(parts_of(stream)))
+        if "relu first" in self.writes:
+            hidden = self.act(hidden)
+        made = torch.tanh(self.linear(hidden.clone()))
+        if (
+            "input of layers" in self.writes and "relu first" not in self.writes
+        ):  # the backward of ReLU reads its result
+            hidden += made
+        else:
+            hidden = hidden + made
+        if self.stream == "tuple of two":
+            return hidden, stream[1] + hidden.mean(-1)
+        if self.stream == "tensor":
+            return hidden
+        return {**stream, "hidden": hidden, "sum": stream["sum"] + hidden.mean(-1)}
+
+
+def parts_of(stream):
+    return stream.values() if isinstance(stream, dict) else stream
+
+
+class Streams(nn.Module):
+    """The model of a seed, whose own code writes in place, and asks parts of other stages for devices and dtypes."""
+
+    def __init__(self, seed):
+        super().__init__()
+        choose = random.Random(seed)
+        self.stream = choose.choice(STREAMS)
+        self.writes = choose.sample(WRITES, choose.choice((0, 1, 1, 2, 3)))
+        self.asks = choose.sample(ASKS, choose.choice((0, 0, 1, 2)))
+        self.words = nn.Embedding(WORDS, WIDTH)
+        if choose.random() < 0.3:
+            self.before = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Writing(self.stream, self.writes) for _ in range(choose.randint(2, 5)))
+        if choose.random() < 0.4:
+            self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        if choose.random() < 0.3:
+            self.alias = self.words
+
+    def forward(self, ids, mask=None):
+        if "batch" in self.writes:
+            ids.add_(1).remainder_(WORDS)
+        hidden = getattr(self, "alias", self.words)(ids)
+        if hasattr(self, "before"):
+            hidden = self.before(hidden)
+        if "embedding" in self.writes:
+            hidden *= 1.5
+        flat = hidden.view(-1, WIDTH)
+        stream = self.started(hidden, mask)
+        for block in self.blocks:
+            stream = block(stream)
+            hidden = stream if isinstance(stream, torch.Tensor) else next(iter(parts_of(stream)))
+            self.written(hidden, ids)
+            asked = self.asked(hidden)
+            if "first" in self.writes and block is self.blocks[0]:
+                hidden.mul_(0.5)
+            stream = self.replaced(stream, hidden + asked)
+        hidden = stream if isinstance(stream, torch.Tensor) else next(iter(parts_of(stream)))
+        if not isinstance(stream, torch.Tensor):
+            hidden = hidden + (stream["sum"] if isinstance(stream, dict) else stream[1])[..., None]
+        if "view before" in self.writes:
+            hidden = hidden + flat.view(hidden.shape)
+        if hasattr(self, "norm"):
+            hidden = self.norm(hidden)
+        return self.head(hidden)
+
+    def started(self, hidden, mask):
+        """What the first layer takes."""
+        if self.stream == "tensor":
+            return hidden
+        if self.stream == "tuple of two":
+            return hidden, hidden.mean(-1)
+        return {"hidden": hidden, "sum": hidden.mean(-1)} | (
+            {"mask": mask} if self.stream == "dict with a mask" else {}
+        )
+
+    def replaced(self, stream, hidden):
+        """The stream with another hidden state, where the code of the model makes one."""
+        if not self.asks or isinstance(stream, torch.Tensor):
+            return hidden if self.asks else stream
+        return (hidden, *stream[1:]) if isinstance(stream, tuple) else {**stream, "hidden": hidden}
+
+    def written(self, hidden, ids):
+        """The writes behind each layer."""
+        if "adds" in self.writes:
+            hidden += 0.1
+        if "masks" in self.writes:
+            hidden[ids % 3 == 0] = 0
+        if "part" in self.writes:
+            hidden[..., :3] *= 2
+        if "dropout" in self.writes:
+            F.dropout(hidden, 0.0, self.training, inplace=True)
+            hidden.clamp_(min=-3)
+        if "another name" in self.writes:
+            view = hidden.transpose(0, 1)
+            view.sub_(0.2)
+
+    def asked(self, hidden):
+        """Zeros, by way of parts that may be on another stage; ``values`` reads one of them."""
+        made = 0
+        if "device" in self.asks:
+            made = made + torch.zeros(WIDTH, device=self.head.weight.device, dtype=self.words.weight.dtype)
+        if "zeros like" in self.asks:
+            made = made + torch.zeros_like(self.head.weight).sum()
+        if "new zeros" in self.asks:
+            made = made + self.words.weight.new_zeros(self.head.weight.shape[1])
+        if "to another weight" in self.asks:
+            made = made + torch.zeros(WIDTH).to(self.head.weight)
+        if "next of parameters" in self.asks:
+            made = made + torch.zeros((), device=next(self.words.parameters()).device, dtype=hidden.dtype)
+        if "values" in self.asks:
+            made = made + self.head.bias.mean() * 0.1
+        return made
+
+
+def random_streams(seed):
+    """A function that makes a model that writes, its layout and what was chosen."""
+    with torch.random.fork_rng():
+        model = Streams(seed)
+    choose, count = random.Random(-seed), len(model.blocks)
+    stages = choose.randint(2, min(4, count + 1))
+    bounds = [0, *sorted(choose.choices(range(count + 1), k=stages - 1)), count]
+    layout = "E" + "|".join("t" * (after - before) for before, after in pairwise(bounds)) + "L"
+    return lambda: Streams(seed), layout, (model.stream, model.writes, model.asks)
 
 
 class Random(nn.Module):

@@ -103,8 +103,9 @@ class Leaves:
             if isinstance(leaf.declared, Folded):
                 raise ShapeError(f"{where} carries one tensor, got {in_words(given)}; zeros stand for no gradient")
             raise ShapeError(
-                f"{where} carries one tensor, got {type(given).__name__}; declare several with payload={{...}}, "
-                "and send a tensor without rows where there is nothing to send"
+                f"{where} carries one tensor, got {type(given).__name__}; declare several by "
+                "edges={(source, destination): EdgeOptions(payload={...})}, and send a tensor without rows where there "
+                "is nothing to send"
             )
         if isinstance(leaf.declared, Whole) and isinstance(value, (int, float)):
             return Number(value)

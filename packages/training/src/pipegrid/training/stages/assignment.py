@@ -96,7 +96,8 @@ def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: N
 
     ``names``: None where the model has those of Hugging Face.
     """
-    layout, names = as_layout(layout), find_names(model, names)
+    layout = as_layout(layout)
+    names = find_names(model, names, sum(kind not in _ENDS for kind in layout.flatten_layout))
     lists = {kind: layers_of(model, path) for kind, path in names.layers.items()}
     kinds = _kinds(layout, lists)
     try:
@@ -205,6 +206,11 @@ def _stages_of(
             found[name] = stage_of_layer[layer]
             passed = next(i for i, layers in enumerate(lists) if layer in layers) + 1
     return found
+
+
+def is_container(part: nn.Module) -> bool:
+    """Whether the model's own code runs what is in ``part``, which has no forward."""
+    return isinstance(part, (nn.ModuleList, nn.ModuleDict))
 
 
 def joined(path: str, key: str) -> str:

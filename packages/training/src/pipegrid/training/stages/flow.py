@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.calls import PIXELS, accepted_by, without_cache
-from pipegrid.training.stages.shell import Leave, Run, blank, first_tensor
+from pipegrid.training.stages.shell import Leave, Run, first_tensor
+from pipegrid.training.stages.torch_compat import blank, tensors_in, tree_map_only
 
 _STATES = ("hidden_states", "attentions")
 """Outputs with an entry for each layer, of which a stage has those of its own layers."""
@@ -44,10 +47,17 @@ class Flow:
         if self.empty:
             return received
         if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
-            self.leaves.register_forward_hook(run.leave)
+            self.leaves.register_forward_hook(run.pass_on if self.after == self.encoders else run.leave)
             self.leaves = None
-        run.received, run.entered, run.left = self._hidden_of(received), False, None
-        run.encoded = None if received is None else self._begin(received, kwargs)
+        encoded, arrived = self._encoded_of(received), received
+        if (
+            run.needs.writes
+        ):  # in place: to what arrived, of which the stage sends some on, or to the batch of other stages
+            arrived, args, kwargs = tree_map_only(Tensor, _once(Tensor.clone), (received, args, kwargs))
+        run.received, run.entered, run.left = self._hidden_of(arrived), False, None
+        run.encoded, run.device = encoded, _device(self.whole, (arrived, args, kwargs))
+        if arrived is not None:
+            self._begin(run, arrived, kwargs)
         result, left, encoded = self._forward(run, args, without_cache(self.accepted, kwargs))
         if self.last:
             return result if received is None else self._in_place(result)
@@ -73,7 +83,7 @@ class Flow:
             ) from error
         finally:
             left, encoded = run.left, run.encoded
-            run.received = run.left = run.encoded = None
+            run.received = run.left = run.encoded = run.device = None
         return result, left, encoded
 
     def _in_place(self, result: Any) -> Any:
@@ -88,35 +98,50 @@ class Flow:
         """What the layer before has returned; inside the decoder, the encoder's output travels with it."""
         return received[0] if self.encoders and self.before > self.encoders else received
 
-    def _begin(self, received: Any, kwargs: dict[str, Any]) -> Any:
-        """Replace inputs that parts of earlier stages read; the encoder's output, past the encoder.
+    def _encoded_of(self, received: Any) -> Any:
+        """The encoder's output, past the encoder."""
+        if received is None or not self.encoders or self.before < self.encoders:
+            return None
+        return received if self.before == self.encoders else received[1]
+
+    def _begin(self, run: Run, received: Any, kwargs: dict[str, Any]) -> None:
+        """Replace inputs that parts of earlier stages read; past the encoder, give the encoder's output.
 
         The ids stay, for what the model's own code reads in them; the embedding on another stage returns a stand-in.
         """
-        prefix, encoded = "", None
-        if self.encoders and self.before >= self.encoders:
+        prefix, encoded = "", self._encoded_of(received)
+        if encoded is not None:
             prefix = "decoder_"
-            encoded = received if self.before == self.encoders else received[1]
-            kwargs["encoder_outputs"] = (encoded,)
+            kwargs["encoder_outputs"] = run.encoder_outputs(encoded)
             if self.before == self.encoders:
-                return encoded
+                return
         if f"{prefix}inputs_embeds" in self.accepted:
             hidden = first_tensor(self._hidden_of(received))
             for name in PIXELS:
                 kwargs.pop(f"{prefix}{name}", None)
             ids = kwargs.pop(f"{prefix}input_ids", None)
-            if ids is not None and ids.numel() == math.prod(hidden.shape[:-1]):
+            if ids is not None and (run.needs.longer or ids.numel() == math.prod(hidden.shape[:-1])):
                 kwargs[f"{prefix}input_ids"] = ids
                 kwargs.pop(f"{prefix}inputs_embeds", None)
             else:
-                kwargs[f"{prefix}inputs_embeds"] = self.embedded(received)
-        return encoded
+                kwargs[f"{prefix}inputs_embeds"] = run.blank(self.embedded(received))
 
     def embedded(self, received: Any) -> Tensor:
         """A stand-in for the result of the embedding, of a stage that has no ids."""
         hidden = first_tensor(self._hidden_of(received))
         like = hidden.new_empty(()).expand(*hidden.shape[:-1], _width(self.whole) or hidden.shape[-1])
         return blank(like, hidden.device)
+
+
+def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of each tensor; the same tensor in two places stays one."""
+    made: dict[int, Tensor] = {}
+    return lambda tensor: made[id(tensor)] if id(tensor) in made else made.setdefault(id(tensor), function(tensor))
+
+
+def _device(whole: nn.Module, given: Any) -> torch.device:
+    """The device of a stage: of its parameters, else of what it is given."""
+    return next((tensor.device for tensor in chain(whole.parameters(), tensors_in(given))), torch.device("cpu"))
 
 
 def _width(whole: nn.Module) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Final
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from pipegrid.topology.fields import Name, checked_fields, shown
 from pipegrid.training.errors import CutError
+from pipegrid.training.stages.torch_compat import children_of
 
 ONLY: Final = "layers"
 """The kind of a model with one list of layers: whichever kind its layout has."""
@@ -65,22 +68,38 @@ TABLE: Final = (
 )
 """Hugging Face's names, the more specific ones first."""
 
-_INSIDE: Final = ("", "base_model.model.")
-"""Where a model of the table is: itself, or inside of PEFT's."""
+_INSIDE: Final = ("", "base_model.", "base_model.model.")
+"""Where a model of the table is: itself, or inside of PEFT's, whose prompts have no tuner around the model."""
+_PROMPTS: Final = "prompt_encoder"
+"""PEFT registers it after the model, and it runs before the layers."""
 
 _BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_names(model: nn.Module, given: Names | None = None) -> Names:
-    """``given``, of parts that the model has; or the first row of the table whose lists of layers the model has."""
+def find_names(model: nn.Module, given: Names | None = None, num_layers: int | None = None) -> Names:
+    """``given``, of parts that the model has; or the first row of the table whose lists of layers the model has.
+
+    Else the only list that may be one of layers; of several, the only one with ``num_layers`` modules. It is warned of.
+    """
     if given is not None:
         return _known(model, given)
     lists = {name for name, _ in _lists(model)}
     for prefix in _INSIDE:
         for names in TABLE:
             if {f"{prefix}{path}" for path in names.layers.values()} <= lists:
-                return _under(prefix, names)
+                return _under(prefix, names, (_PROMPTS,) if prefix and hasattr(model, _PROMPTS) else ())
+    candidates = dict(_candidates(model))
+    if len(candidates) > 1:
+        candidates = {path: layers for path, layers in candidates.items() if len(layers) == num_layers}
+    if len(candidates) == 1:
+        ((path, layers),) = candidates.items()
+        warnings.warn(
+            f"the layers of {type(model).__name__} are {path}, {len(layers)} {type(layers[0]).__name__}: no other list "
+            f"could be theirs; names=Names({path!r}) says the same",
+            stacklevel=2,
+        )
+        return Names(path)
     there = ", ".join(f"{name} ({len(list(part.children()))})" for name, part in _lists(model)) or "none"
     raise CutError(
         f"{type(model).__name__} has its layers under no name of Hugging Face's; its lists of modules are: {there}; "
@@ -88,16 +107,33 @@ def find_names(model: nn.Module, given: Names | None = None) -> Names:
     )
 
 
-def _under(prefix: str, names: Names) -> Names:
-    """The names of a model that another module has under ``prefix``."""
+def _candidates(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """The outermost lists of several modules of one type with parameters."""
+    outer = ""
+    for name, part in _lists(model):
+        if outer and name.startswith(f"{outer}."):
+            continue
+        outer, layers = name, list(part.children())
+        if (
+            len(layers) > 1
+            and len({type(layer) for layer in layers}) == 1
+            and any(True for _ in layers[0].parameters())
+        ):
+            yield name, layers
+
+
+def _under(prefix: str, names: Names, prompts: tuple[str, ...]) -> Names:
+    """The names of a model that another module has under ``prefix``, and ``prompts`` beside it."""
     beside = {kind: tuple(f"{prefix}{part}" for part in getattr(names, kind)) for kind in _BESIDE}
+    beside["embedding"] += prompts
     return Names({kind: f"{prefix}{path}" for kind, path in names.layers.items()}, **beside)
 
 
 def _known(model: nn.Module, names: Names) -> Names:
     if not isinstance(names, Names):
         raise CutError(f"names is {shown(names)}; give Names(layers=...), such as Names('model.layers')")
-    there = {name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    parts = (model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False))
+    there = {name for name, _ in chain(*parts)}
     for kind in _BESIDE:
         for part in getattr(names, kind):
             if part not in there:
@@ -112,7 +148,14 @@ def layers_of(model: nn.Module, path: str) -> tuple[str, ...]:
         raise CutError(
             f"{type(model).__name__} has no list of modules {path!r}; its lists are {', '.join(lists) or 'none'}"
         )
-    return tuple(f"{path}.{key}" for key, _ in lists[path].named_children())
+    first: dict[nn.Module, str] = {}
+    for key, layer in children_of(lists[path]):
+        if first.setdefault(layer, key) != key:
+            raise CutError(
+                f"{path}.{key} is the same module as {path}.{first[layer]}, and a layer is on one stage; give each "
+                "place a module of its own (copy.deepcopy), and make their parameters one (a.weight = b.weight)"
+            )
+    return tuple(f"{path}.{key}" for key in first.values())
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

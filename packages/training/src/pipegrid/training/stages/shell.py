@@ -7,22 +7,26 @@ rotary) are made; the first later part ends the forward.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Assignment, joined
+from pipegrid.training.stages.assignment import Assignment, is_container, joined
+from pipegrid.training.stages.proof import Needs
 from pipegrid.training.stages.torch_compat import (
     TABLES,
+    blank,
+    children_of,
     copied,
     memory_of,
     meta_copy,
     on_meta,
+    tensors_in,
     tree_leaves,
     tree_map_only,
 )
@@ -41,16 +45,34 @@ class Run:
         entered: the first part after the embedding has run.
         left: what the last own layer returned.
         encoded: the encoder's output, of a model that has one.
+        needs: what the trace of the whole model has shown. Where that writes in place to what its parts return, what
+            the stage replaces has memory of its own, and what it sends is kept from the model's own code.
+        device: of the stage, in a forward.
     """
 
     received: Any = None
     entered: bool = False
     left: Any = None
     encoded: Any = None
+    needs: Needs = field(factory=Needs)
+    device: torch.device | None = None
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""
         return first_tensor(self.received)
+
+    def blank(self, like: Tensor) -> Tensor:
+        """NaN in place of ``like``, in the dtype of the hidden states: a ghost does not know that of FSDP2."""
+        hidden = self.hidden()
+        made = blank(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, hidden.device)
+        return made.clone() if self.needs.writes else made
+
+    def encoder_outputs(self, encoded: Tensor) -> Any:
+        """The encoder's output, as the encoder returns it."""
+        if self.needs.encoder is None:
+            return (encoded,)
+        kind, key = self.needs.encoder
+        return kind(**{key: encoded})
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Hook of the first layer of the model: on a stage without the embedding, it takes what arrived."""
@@ -59,34 +81,100 @@ class Run:
             return None
         self.entered = True
         if args:
-            return (self.hidden(), *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): self.hidden()}
+            return (self.received, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): self.received}
 
-    def leave(self, layer: nn.Module, args: Any, result: Any) -> None:
-        """Hook of the last own layer."""
+    def pass_on(self, layer: nn.Module, args: Any, result: Any) -> None:
+        """Hook of the last own layer, of a stage that ends with the encoder."""
         del layer, args
         self.left = result
+
+    def leave(self, layer: nn.Module, args: Any, result: Any) -> Any:
+        """Hook of the last own layer: what is sent is kept from the model's own code, which runs on to its end here."""
+        del layer, args
+        self.left = result
+        return tree_map_only(Tensor, lambda one: one.detach().clone(), result) if self.needs.writes else None
 
     def encode(self, encoder: nn.Module, args: Any, result: Any) -> None:
         """Hook of the encoder."""
         del encoder, args
-        self.encoded = result[0]
+        self.encoded = result[0].clone() if self.needs.writes else result[0]
 
 
 def first_tensor(value: Any) -> Tensor:
-    """The hidden states of what a layer returned: a tensor, or the first of a tuple."""
-    while not isinstance(value, Tensor):
-        value = value[0]
-    return value
+    """The hidden states of what a layer returned: a tensor, or the first in a tuple, list or dict."""
+    if isinstance(value, Tensor):
+        return value
+    found = next(iter(tensors_in(value)), None)
+    if found is None:
+        raise CutError(
+            f"a layer returns a {type(value).__name__} without tensors that stages could send; it must be a tensor, or "
+            "a tuple, list or dict that has tensors"
+        )
+    return found
+
+
+class Ghost(Tensor):
+    """A parameter or buffer of another stage, on the meta device: its shape and dtype, and the device of this stage.
+
+    What a model makes by these alone (``zeros_like``, ``new_zeros``, ``to(weight)``) is on the device of the stage. Its
+    values are NaN if it belongs to an earlier stage; of a later stage, a use of them fails as with every tensor on the
+    meta device.
+    """
+
+    run: Run
+    earlier: bool
+    _is_param: bool
+    _DEVICE: ClassVar = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")}
+
+    @staticmethod
+    def of(tensor: Tensor, run: Run, *, earlier: bool) -> Ghost:
+        """The ghost of a tensor on the meta device."""
+        made = Tensor._make_subclass(Ghost, tensor.detach(), tensor.requires_grad)  # noqa: SLF001 -- as nn.Parameter does
+        made.run, made.earlier = run, earlier
+        made._is_param = isinstance(tensor, nn.Parameter)  # noqa: SLF001 -- what isinstance(made, nn.Parameter) reads
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take a blank on the device of the stage where the shape decides; else run on the meta device."""
+        del types
+        kwargs, name = kwargs or {}, func.__name__
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
+            first = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+            device = first.run.device
+            by_shape = func in cls._DEVICE or name == "get_device" or name.endswith("_like") or name.startswith("new_")
+            like = name in ("to", "type_as") and not isinstance(args[0], cls)
+            if device is not None and (by_shape or like or first.earlier):
+                args, kwargs = tree_map_only(cls, lambda one: blank(one, device), (args, kwargs))
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
+        """A ghost for the copy of the stage."""
+        made: Ghost = memo.setdefault(id(self), Ghost.of(self, copy.deepcopy(self.run, memo), earlier=self.earlier))
+        return made
+
+
+def _ghost_of(part: nn.Module, run: Run, *, earlier: bool) -> nn.Module:
+    """A copy of ``part`` whose tensors are ghosts."""
+    made = meta_copy(part, buffers=True)
+    ghosts: dict[int, tuple[Ghost, Tensor]] = {}  # what is in two places stays one
+    for module in made.modules():
+        tables: Sequence[dict[str, Any]] = module._parameters, module._buffers  # noqa: SLF001 -- keep their keys
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key], _ = ghosts.setdefault(id(tensor), (Ghost.of(tensor, run, earlier=earlier), tensor))
+    return made
 
 
 class Foreign(nn.Module):
-    """A part on another stage: no parameters; attributes are those of the part, with its tensors on the meta device."""
+    """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors."""
 
     def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool) -> None:
         super().__init__()
         # No submodule: it has no place among the stage's parameters.
-        self.__dict__["ghost"] = meta_copy(part, buffers=True)
+        self.__dict__["ghost"] = _ghost_of(part, run, earlier=earlier)
         self.name, self.run, self.earlier, self.training = name, run, earlier, part.training
 
     def __getattr__(self, name: str) -> Any:
@@ -97,18 +185,18 @@ class Foreign(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["ghost"], name)
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        """NaN in place of ``tensor``, in the dtype of the hidden states: the ghost does not know that of FSDP2."""
-        hidden = self.run.hidden()
-        like = tensor.to(hidden.dtype) if tensor.is_meta and tensor.is_floating_point() else tensor
-        return blank(like, hidden.device)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """In a forward, what the model's own code asks of the part; a stage has none of these."""
+        running: nn.Module = self if self.run.device is None else self.__dict__["ghost"]
+        return nn.Module.named_parameters(running, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Foreign:
         """``to(dtype)`` and its like: the ghost takes the dtype, and stays on the meta device."""
         part: nn.Module = self.__dict__["ghost"]
         dtype = next((tensor.dtype for tensor in part.parameters() if tensor.is_floating_point()), None)
         if dtype is not None:
-            part.to(fn(torch.empty(0, dtype=dtype)).dtype)
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
+                part.to(fn(torch.empty(0, dtype=dtype)).dtype)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -124,38 +212,41 @@ class ForeignLayer(Foreign):
         """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
         if self.earlier:
             self.run.entered = True
-            return self.run.received if self.sends else tree_map_only(Tensor, self._stand_in, self.run.received)
+            return self.run.received if self.sends else tree_map_only(Tensor, self.run.blank, self.run.received)
         if self.run.left is None:  # a stage of the embedding alone
             self.run.left = args[0] if args else next(iter(kwargs.values()))
         raise Leave
 
 
 class ForeignPart(Foreign):
-    """A part beside the layers on another stage."""
+    """A part beside the layers on another stage; ``own``: the same module, which the stage has under another name."""
+
+    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, own: nn.Module | None = None) -> None:
+        super().__init__(name, part, run, earlier=earlier)
+        self.__dict__["own"] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return NaN in the shape of the part's result; a later part ends the forward."""
         if not self.earlier:
+            own = self.__dict__["own"]
+            if self.run.left is None and own is not None:
+                return own(*args, **kwargs)
             if self.run.left is None:
                 raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
             raise Leave
         if self.run.entered:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
             args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
             made = self.__dict__["ghost"](*args, **kwargs)
-        return tree_map_only(Tensor, self._stand_in, made)
-
-
-def blank(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
-    value = math.nan if like.is_floating_point() else 0
-    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+        return tree_map_only(Tensor, self.run.blank, made)
 
 
 def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> nn.Module:
     """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
-    shell = _part(model, "", assignment, stage, run)
+    aliases = model.named_modules(remove_duplicate=False)
+    own = {part for path, part in aliases if assignment.owners(path) == {stage} and not assignment.has_layers(path)}
+    shell = _part(model, "", assignment, stage, run, own)
     _require_no_hidden_parts(model, shell, assignment, stage)
     held = assignment.held(stage)
     if held and held[0] == assignment.layers[0]:
@@ -163,8 +254,13 @@ def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> 
     return shell
 
 
-def _part(part: nn.Module, path: str, assignment: Assignment, stage: int, run: Run) -> nn.Module:
-    """``part`` of the model, shared, replaced or copied: a copy holds parts of both kinds."""
+def _part(
+    part: nn.Module, path: str, assignment: Assignment, stage: int, run: Run, own: Container[nn.Module]
+) -> nn.Module:
+    """``part`` of the model, shared, replaced or copied: a copy holds parts of both kinds.
+
+    ``own``: the parts beside the layers that are all on the stage, under one of their names.
+    """
     if path in assignment.stage_of_layer:
         owner = assignment.stage_of_layer[path]
         if owner == stage:
@@ -175,11 +271,12 @@ def _part(part: nn.Module, path: str, assignment: Assignment, stage: int, run: R
     if not assignment.has_layers(path):
         if owners <= {stage}:
             return part  # without parameters (rotary tables, dropout), or all on this stage
-        if stage not in owners:
-            return ForeignPart(path, part, run, earlier=max(owners) < stage)
+        if stage not in owners and not is_container(part):
+            earlier = max(owners) < stage
+            return ForeignPart(path, part, run, earlier=earlier, own=part if not earlier and part in own else None)
     made = copied(part)
-    for key, child in part.named_children():
-        made.add_module(key, _part(child, joined(path, key), assignment, stage, run))
+    for key, child in children_of(part):
+        made.add_module(key, _part(child, joined(path, key), assignment, stage, run, own))
     for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
         if assignment.stage_of_parameter[joined(path, key)] != stage:
             delattr(made, key)

@@ -15,7 +15,7 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie
 from pipegrid.training.stages.calls import by_name
 from pipegrid.training.stages.flow import Flow
-from pipegrid.training.stages.proof import Proofs, without
+from pipegrid.training.stages.proof import Needs, Proofs, without
 from pipegrid.training.stages.shell import Run, first_tensor, shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.torch_compat import adopt, tree_map_only
@@ -60,7 +60,7 @@ class Stage(nn.Module):
         check: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self._run = Run()
+        self._run = Run(needs=Needs(writes=assignment.num_stages > 1))
         whole = shell_of(model, assignment, number, self._run)
         self.__dict__["whole"] = whole  # no submodule: parameters keep their names
         adopt(self, whole)
@@ -144,11 +144,13 @@ class Stage(nn.Module):
         if received is None and self._check is not None and getattr(self.config, "check", False):
             self._check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
             self._check = None
-        absent: Sequence[str] = ()
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
-            absent = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs))
+            self._run.needs = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs))
+        needs = self._run.needs
+        if isinstance(received, Mapping) and needs.dicts is not None and self.number not in needs.dicts:
+            raise self._no_module(received)
         if self.kv_caches is not None:
             kwargs = self._with_cache(received, kwargs)
         if part is None or self._slice_argument is None:
@@ -164,8 +166,8 @@ class Stage(nn.Module):
                 self._slice_argument,
                 lambda given: self._flow.run(self._run, received, (), given),
             )
-        if self.is_last and absent:
-            result = without(result, absent)
+        if self.is_last and needs.absent and not further:
+            result = without(result, needs.absent)
         return self._sent(result, carried)
 
     def _to_carry(self, name: str, kwargs: Mapping[str, Any]) -> Any:
@@ -185,16 +187,19 @@ class Stage(nn.Module):
     def _arrived(self) -> Any:
         """The payload of the stage before: hidden states, and what is carried with them."""
         received = self.received
-        if isinstance(received, Mapping):
+        if isinstance(received, Mapping) and (self.module is not None or self._carry):
             if self.module not in received:
-                raise CutError(
-                    f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
-                    f"{self.module!r}; give pipeline_stage(..., module=...)"
-                )
+                raise self._no_module(received)
             received = received[self.module]
         if received is None:
             raise CutError(f"stage {self.number} has received nothing; call set_input_tensor, as the step functions do")
         return received
+
+    def _no_module(self, received: Mapping[Any, Any]) -> CutError:
+        return CutError(
+            f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
+            f"{self.module!r}; give pipeline_stage(..., module=...)"
+        )
 
     def _sent(self, result: Any, carried: Sequence[Any]) -> Any:
         """The payload for the stage after; on the last stage what the model returns, or ``output`` of it.

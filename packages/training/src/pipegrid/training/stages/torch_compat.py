@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,12 @@ def on_meta(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.to("meta")
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def blank(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
+    value = math.nan if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -124,6 +131,12 @@ def copied(part: nn.Module) -> nn.Module:
     return made
 
 
+def children_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children of a module by their keys, also the second of two keys for one module."""
+    children = part._modules.items()  # noqa: SLF001 -- named_children leaves it out
+    return [(key, child) for key, child in children if child is not None]
+
+
 def meta_copy(model: nn.Module, *, buffers: bool) -> nn.Module:
     """A copy of a tree with its parameters on the meta device; what is in two places stays one.
 
@@ -146,7 +159,7 @@ def meta_copy(model: nn.Module, *, buffers: bool) -> nn.Module:
             copy.register_parameter(key, parameter_of(parameter))
         for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False) if buffers else ():
             copy.register_buffer(key, on_meta(buffer))
-        for key, child in part.named_children():
+        for key, child in children_of(part):
             copy.add_module(key, part_of(child))
         return copy
 

@@ -21,16 +21,16 @@ def flatten(payload: Any) -> list[torch.Tensor | None]:
     """The tensors of a payload in order, that of dicts being the order of their keys; None for all other leaves."""
     if isinstance(payload, torch.Tensor):
         return [payload]
-    return [None if isinstance(leaf, (int, float)) else leaf for leaf in _leaves(payload)]
+    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in _leaves(payload)]
 
 
 def _leaves(payload: Any) -> list[Any]:
-    """Tensors, None and numbers."""
+    """Tensors, None and numbers; what else an edge cannot carry, its bridge raises for."""
     return [part.tensor if isinstance(part, Packed) else part for part in parts_of(payload)]
 
 
 def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The payload with ``function`` applied to each tensor; None and numbers stay."""
+    """The payload with ``function`` applied to each tensor; all else stays."""
     if isinstance(payload, torch.Tensor):
         return function(payload)
 
@@ -39,7 +39,7 @@ def map_tensors(payload: Any, function: Callable[[torch.Tensor], Any]) -> Any:
             return function(part)
         if isinstance(part, Packed):
             return evolve(part, tensor=function(part.tensor))
-        return part if part is None or isinstance(part, (int, float)) else function(part)
+        return part
 
     return mapped(of, payload)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipegrid.training.errors import CutError
 from pipegrid.training.safetensors_files import Stored
 from pipegrid.training.stages.building.origins import REMEDY, Event, Events, Plan
-from pipegrid.training.stages.shell import blank
 from pipegrid.training.stages.torch_compat import (
+    blank,
     called_on_meta,
     extent_of,
     is_random,

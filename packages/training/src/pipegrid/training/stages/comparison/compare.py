@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipegrid.training.stages.proof import CutProof
 from pipegrid.training.stages.torch_compat import named_leaves, tree_map_only
 
 Loss = Callable[[Any], Tensor]
+Gradients = Mapping[str, Tensor | None]
 _SHOWN = 4  # values per error
 
 
@@ -54,6 +56,8 @@ class StageComparison:
         gradients: of each parameter of the whole model that is trained.
         buffers: of each stage, those that its ``state_dict`` has.
         limit: the largest error that rounding explains: the square root of the epsilon of the parameters' dtype.
+        strides: where rounding depends on the strides of hidden states, by how much; the stages are compared with the
+            whole model whose hidden states are contiguous between stages, as the received ones are.
     """
 
     proof: CutProof
@@ -62,6 +66,7 @@ class StageComparison:
     gradients: tuple[Compared, ...]
     buffers: tuple[Compared, ...]
     limit: float
+    strides: float = 0.0
 
     @property
     def different(self) -> tuple[Compared, ...]:
@@ -101,6 +106,8 @@ class StageComparison:
         lines = [str(self.proof), self._losses()]
         lines += [self._stage(stage, [one for one in self.gradients if stage in one.stages]) for stage in stages]
         lines.append(f"{'equal' if self.holds else 'different'} (limit {self.limit:.1g})")
+        if self.strides:
+            lines[-1] += f", where hidden states are contiguous; other strides change the model by {self.strides:.1g}"
         return "\n".join(lines + [f"  {one}" for one in self.different])
 
     def _losses(self) -> str:
@@ -159,20 +166,34 @@ def compare(
         proof.require()
         states: dict[str, States] = {}
         with at_layers(whole, stages[0].assignment.layers, lambda at: states.update({at: capture()})):
-            output = whole(*args, **without_cache(accepted_by(whole), kwargs))
+            output = _called(whole, args, kwargs)
         turns = forwards(stages, args, kwargs, carry, states)
         weigh = _loss_like(turns[-1].sent) if loss is None else loss
         losses = weigh(output), weigh(turns[-1].sent)
         if not (math.isfinite(losses[0].item()) and losses[0].requires_grad):
             raise CutError(f"the loss of the whole model is {losses[0]}; there is nothing to compare with")
-        return StageComparison(
-            proof,
-            losses[0].item(),
-            losses[1].item(),
-            tuple(_gradients(whole, losses[0], turns, losses[1])),
-            tuple(one for stage in stages for one in _buffers(whole, stage)),
-            max(torch.finfo(one.dtype).eps for one in whole.parameters() if one.is_floating_point()) ** 0.5,
-        )
+        summed, holders = _of_stages(whole, turns, losses[1])
+        limit = max(torch.finfo(one.dtype).eps for one in whole.parameters() if one.is_floating_point()) ** 0.5
+
+        def against(model: nn.Module, loss: float, right: Gradients, strides: float = 0.0) -> StageComparison:
+            gradients = tuple(_compared_gradients(right, summed, holders))
+            buffers = tuple(one for stage in stages for one in _buffers(model, stage))
+            return StageComparison(proof, loss, losses[1].item(), gradients, buffers, limit, strides)
+
+        right = _gradients(whole, losses[0])
+        found = against(whole, losses[0].item(), right)
+        if found.holds:
+            return found
+        # Rounding, of a model that computes in a lower precision than its parameters have? Then strides show it.
+        restore(start)
+        other = make().to(dtype)
+        with at_layers(other, stages[0].assignment.layers, lambda at: restore(states[at])), _contiguous(other, stages):
+            loss_of_other = weigh(_called(other, args, kwargs))
+        gradients_of_other = _gradients(other, loss_of_other)
+        every = range(len(stages))
+        strides = max(one.error for one in _compared_gradients(right, gradients_of_other, dict.fromkeys(right, every)))
+        contiguous = against(other, loss_of_other.item(), gradients_of_other, strides)
+        return contiguous if contiguous.holds and strides <= torch.finfo(torch.float32).eps ** 0.5 else found
 
 
 def _require_equal_values(whole: nn.Module, stages: Sequence[Any]) -> None:
@@ -194,6 +215,12 @@ def _placed(whole: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
         return tensor.detach().clone().to(device, dtype if tensor.is_floating_point() else None)
 
     return tree_map_only(Tensor, placed, batch)
+
+
+def _called(whole: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What the whole model returns for a copy of the batch, to which it may write."""
+    args, kwargs = _placed(whole, (args, kwargs), None)
+    return whole(*args, **without_cache(accepted_by(whole), kwargs))
 
 
 def _loss_like(output: Any) -> Loss:
@@ -223,26 +250,45 @@ def _weights(leaf: Tensor) -> Tensor:
     return (numbers + 1).square().cos().reshape(leaf.shape).to(leaf.dtype)
 
 
-def _gradients(whole: nn.Module, loss: Tensor, turns: Sequence[Turn], loss_of_stages: Tensor) -> list[Compared]:
-    """Of each trained parameter; copies on several stages are summed, as `tie_stage_parameters` sums them."""
+@contextmanager
+def _contiguous(whole: nn.Module, stages: Sequence[Any]) -> Iterator[None]:
+    """Make what stages would send contiguous in a forward of the whole model."""
+    with ExitStack() as stack:
+        for stage in stages[:-1]:
+            for layer in stage.layers[-1:]:
+                hook = whole.get_submodule(layer).register_forward_hook
+                stack.enter_context(hook(lambda _, __, sent: tree_map_only(Tensor, Tensor.contiguous, sent)))
+        yield
+
+
+def _gradients(whole: nn.Module, loss: Tensor) -> Gradients:
+    """The gradients of the whole model's trained parameters."""
     own = trained(whole)
-    right = dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
-    first = {id(parameter): name for name, parameter in own.items()}
+    return dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
+
+
+def _of_stages(
+    whole: nn.Module, turns: Sequence[Turn], loss: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Sequence[int]]]:
+    """Gradients and stages of parameters; copies on several are summed, as `tie_stage_parameters` sums them."""
+    first = {id(parameter): name for name, parameter in trained(whole).items()}
     names = {alias: first.get(id(one), alias) for alias, one in whole.named_parameters(remove_duplicate=False)}
     summed: dict[str, Tensor] = {}
-    stages: dict[str, list[int]] = {}
-    for turn, found in zip(turns, gradients(turns, loss_of_stages), strict=True):
+    stages: dict[str, Sequence[int]] = {}
+    for turn, found in zip(turns, gradients(turns, loss), strict=True):
         for alias in trained(turn.stage):
-            stages.setdefault(names[alias], []).append(turn.stage.number)
+            stages[names[alias]] = (*stages.get(names[alias], ()), turn.stage.number)
         for alias, gradient in found.items():
             summed[names[alias]] = gradient + summed[names[alias]] if names[alias] in summed else gradient
+    return summed, stages
+
+
+def _compared_gradients(right: Gradients, found: Gradients, stages: Mapping[str, Sequence[int]]) -> Iterator[Compared]:
     total = sum(_norm(one) ** 2 for one in right.values()) ** 0.5
     least = 1e-3 * total / len(right) ** 0.5  # some gradients are zero in exact arithmetic
-    return [
-        _compared(f"gradient of {name}", stages[name], summed.get(name), right[name], least)
-        for name in own
-        if name in stages  # parts that other modules run are on none
-    ]
+    for name, gradient in right.items():
+        if name in stages:  # parts that other modules run are on none
+            yield _compared(f"gradient of {name}", stages[name], found.get(name), gradient, least)
 
 
 def _buffers(whole: nn.Module, stage: Any) -> list[Compared]:

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
-from pipegrid.training.stages.assignment import Assignment, joined
+from pipegrid.training.stages.assignment import Assignment, is_container, joined
 
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
@@ -96,7 +96,7 @@ def _parts(part: nn.Module, path: str, assignment: Assignment) -> Iterator[str]:
     if path in assignment.stage_of_layer:
         return
     owners = assignment.owners(path)
-    if not assignment.has_layers(path) and len(owners) <= 1:
+    if not assignment.has_layers(path) and len(owners) <= 1 and not is_container(part):
         if owners:
             yield path
         return

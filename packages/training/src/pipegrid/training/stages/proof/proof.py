@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
@@ -24,6 +26,25 @@ from pipegrid.training.stages.proof.traced import Operation, Traced
 from pipegrid.training.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
 _NOTHING = Operation("", "", "", 0)
+
+
+@frozen
+class Needs:
+    """What the stages need to know of a call, from the trace of the whole model.
+
+    Attributes:
+        absent: places in the model's output of what the last stage cannot make.
+        writes: the model writes in place to what its parts return, or to its batch; also where no trace has shown it.
+        dicts: the stages that receive a dict; None where no trace has shown it.
+        encoder: where the encoder returns a dict, its type and the key of the encoder's output.
+        longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
+    """
+
+    absent: tuple[str, ...] = ()
+    writes: bool = True
+    dicts: frozenset[int] | None = None
+    encoder: tuple[type, str] | None = None
+    longer: bool = False
 
 
 def prove_cut(
@@ -63,8 +84,8 @@ def proof_of(
     hidden: Mapping[str, Tensor] = MappingProxyType({}),
     dropped: Sequence[str] = (),
     loss: Callable[[Any], Any] | None = None,
-) -> tuple[CutProof, tuple[str, ...]]:
-    """The proof of a cut for a call of the model, and what of its result the last stage cannot make, by place.
+) -> tuple[CutProof, Needs]:
+    """The proof of a cut for a call of the model, and what stages need to know of the call.
 
     Args:
         outline: of the model and its cut.
@@ -80,13 +101,20 @@ def proof_of(
     compared = len(given) < len(kwargs) and not outline.encoder
     try:
         forward = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
+        if any(
+            one.cell.known for one in forward.crossing
+        ):  # what a module keeps, such as a table, a stage makes itself
+            forward = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
         other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else forward
     except Exception as error:  # noqa: BLE001 -- the model's code met tensors without values: any kind
         text = next(iter(str(error).splitlines()), "")
-        return CutProof(layout, (), (), (f"the model does not run on shapes: {type(error).__name__}: {text}",), ()), ()
-    wrong = _order(forward, layers)
+        return CutProof(
+            layout, (), (), (f"the model does not run on shapes: {type(error).__name__}: {text}",), ()
+        ), Needs()
+    order = _order(forward, layers)
+    wrong = _drawn(forward, order) or order
     if wrong:
-        return CutProof(layout, (), (wrong,), (), ()), ()
+        return CutProof(layout, (), (wrong,), (), ()), Needs()
     found = _crossings(forward, outline)
     places = {stage: assignment.before(stage) for stage in range(1, assignment.num_stages)}
     boundaries = []
@@ -101,13 +129,20 @@ def proof_of(
         tuple(boundaries),
         (
             *_parameters(forward, assignment),
+            *_split(forward),
             *_changed(forward, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
         ),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
         outline.asked(kwargs),
     )
-    return proof, tuple(_missing(forward, places[assignment.num_stages - 1])) if places else ()
+    return proof, Needs(
+        tuple(_missing(forward, outline, places[assignment.num_stages - 1])) if places else (),
+        forward.writes,
+        frozenset(stage for stage, at in places.items() if at in forward.dicts),
+        forward.encoder,
+        _longer(forward, kwargs.get("input_ids")),
+    )
 
 
 def place(operation: Operation) -> str:
@@ -130,6 +165,7 @@ def _crossings(forward: Trace, outline: Outline) -> Mapping[int, Sequence[Crossi
                 continue
             for boundary in range(made.passed, used.passed):
                 at = [boundary] if encoded is None or boundary <= encoded else [boundary, encoded]
+                at = [where for where in at if made.passed <= where]  # else it has been written to since
                 sent = any(tensor is one for where in at for one in forward.sent[where])
                 if not sent or (boundary == 0 and used.part != first):
                     # Of what a part has made the part is named, of the model's own code the line.
@@ -140,13 +176,29 @@ def _crossings(forward: Trace, outline: Outline) -> Mapping[int, Sequence[Crossi
     return {boundary: tuple(values.values()) for boundary, values in found.items()}
 
 
-def _missing(forward: Trace, boundary: int) -> Iterator[str]:
+def _longer(forward: Trace, ids: Any) -> bool:
+    """Whether the first layer takes other tokens than those of the ids."""
+    hidden = forward.sent[0][:1]
+    return isinstance(ids, Tensor) and any(math.prod(one.shape[:-1]) != ids.numel() for one in hidden)
+
+
+def _missing(forward: Trace, outline: Outline, boundary: int) -> Iterator[str]:
     """The places in the forward's result of what a stage behind ``boundary`` cannot make."""
     sent = forward.sent[boundary]
+    if outline.encoder is not None and boundary > outline.encoder[1]:
+        sent = sent + forward.sent[outline.encoder[1]]
     for path, leaf in named_leaves(forward.result):
         early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
         if early and not any(leaf is one for one in sent):
             yield path
+
+
+def _split(forward: Trace) -> Iterator[str]:
+    """Writes in place to memory that a stage receives in two places."""
+    for operation in forward.split:
+        if id(operation) in forward.live:
+            yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
+            return
 
 
 def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
@@ -158,6 +210,17 @@ def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -
             missing = " and ".join(dropped)
             yield f"stages behind the first have no {missing}, without which other code runs, first {changed}"
             return
+
+
+def _drawn(forward: Trace, order: str) -> str:
+    """What the model decides behind its first layer by random numbers, or in place of layers; "" if nothing."""
+    for read in forward.draws:
+        if order or read.passed:
+            return (
+                f"a random number is read {place(read)}: stages draw others, and do not agree on what it decides; set "
+                "layerdrop to 0"
+            )
+    return ""
 
 
 def _order(forward: Trace, layers: Sequence[str]) -> str:
@@ -205,11 +268,9 @@ class Proofs:
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
         self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
         self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
-        self._found: dict[object, tuple[CutProof, tuple[str, ...]]] = {}
+        self._found: dict[object, tuple[CutProof, Needs]] = {}
 
-    def require(
-        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
-    ) -> tuple[str, ...]:
+    def require(self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None) -> Needs:
         """Prove a call, unless one like it has been.
 
         Args:
@@ -218,14 +279,11 @@ class Proofs:
             kwargs: likewise.
             hidden: of a stage that is called without the ids, what stands for the result of the embedding.
 
-        Returns:
-            the places in the model's output of what the last stage cannot make.
-
         Raises:
             CutError: more than what stages send crosses a boundary.
         """
         known = len(self._found)
-        proof, missing = self.found(stage, args, kwargs, hidden)
+        proof, needs = self.found(stage, args, kwargs, hidden)
         if not proof.holds:
             proof.require()
             if len(self._found) > known:
@@ -234,11 +292,11 @@ class Proofs:
                     "its loss and gradients with those of the whole model",
                     stacklevel=4,
                 )
-        return missing
+        return needs
 
     def found(
         self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None = None
-    ) -> tuple[CutProof, tuple[str, ...]]:
+    ) -> tuple[CutProof, Needs]:
         """The proof of a call, which may not hold, and what `require` returns. Arguments as there."""
         given = sorted((name, _kind(one)) for name, one in kwargs.items())
         key = (stage.training, hidden is None, *map(_kind, args), *given)

@@ -50,10 +50,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         order: the layers in the order in which they returned, by number.
         passed: number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned.
         sent: per boundary, the tensors that a stage sends there.
+        dicts: the boundaries at which it sends a dict.
         crossing: tensors that were used behind a boundary that was passed after their making.
         parameters: the uses of each parameter.
         guesses: operations outside of layers and parts by which the host read what the batch does not determine.
+        draws: those by which it read a random number.
         result: what the forward returned.
+        writes: an operation wrote in place to what another part has made, or to the batch.
+        split: operations that wrote in place to what is sent twice at one boundary.
+        encoder: where the encoder returned a dict, its type and the key of the encoder's output.
         behind: where asked for, the operations behind the first boundary that have no values, each with digests of
             those inputs that the batch determines.
         parts: the layers and parts that run now.
@@ -65,13 +70,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.order: list[int] = []
         self.passed = 0
         self.sent: dict[int, list[Traced]] = {}
+        self.dicts: set[int] = set()
         self.crossing: list[Traced] = []
         self.parameters: dict[str, list[Operation]] = {}
         self.guesses: list[Operation] = []
+        self.draws: list[Operation] = []
         self.result: Any = None
+        self.writes = False
+        self.split: list[Operation] = []
+        self.encoder: tuple[type, str] | None = None
         self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
         self.parts: list[str] = []
-        self._given = Operation("", "", "", 0)
+        self._given, self._state = Operation("", "", "", 0), Operation("", "", "", 0)
         self._cells: dict[int, Cell] = {}  # by storage
         self._outside: dict[int, tuple[Tensor, Traced]] = {}
 
@@ -99,25 +109,29 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- Values
 
-    def outside(self, value: Any, *, parameter: str = "") -> Any:
-        """The traced tensor for one from outside: a parameter has no values, others are copied."""
+    def outside(self, value: Any, *, parameter: str = "", state: bool = False) -> Any:
+        """The traced tensor for one from outside: a parameter has no values, others are copied.
+
+        ``state``: a parameter or buffer, to which a model writes where it will.
+        """
         if isinstance(value, Traced) and value.owner is not self:
-            if not value.cell.known or value.cell.placed:
+            if not value.cell.known:
                 raise CutError("the model keeps a tensor of an earlier forward that the batch did not determine")
             value = value.behind
         if not isinstance(value, Tensor) or isinstance(value, Traced):
             return value
         if id(value) not in self._outside:
             inner = on_meta(value.detach()) if parameter or value.is_meta else value.detach().clone()
-            cell = self._cell(inner, Cell(not inner.is_meta, bool(parameter), self._given))
-            made = Traced.of(self, inner, cell, self._given, parameter=parameter)
+            origin = self._state if state else self._given
+            cell = self._cell(inner, Cell(not inner.is_meta, bool(parameter), origin))
+            made = Traced.of(self, inner, cell, origin, parameter=parameter)
             self._outside[id(value)] = value, made
         return self._outside[id(value)][1]
 
     def placed(self, value: Tensor) -> Traced:
         """A tensor with the shape of ``value`` that one stage has made."""
         inner = on_meta(value.detach())
-        return Traced.of(self, inner, self._cell(inner, Cell(False, True, self._given)), self._given)
+        return Traced.of(self, inner, self._cell(inner, Cell(False, True, self._given)), self._given, placed=True)
 
     def _cell(self, inner: Tensor, new: Cell) -> Cell:
         """The cell of the storage of ``inner``, which is ``new`` if it has none."""
@@ -140,6 +154,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = is_random(func)
         known = not random and all(one.cell.known for one in inputs)
         inputs = [] if reads_shapes_only(func) else inputs
+        drawn = random or any(one.cell.drawn for one in inputs)
+        drawn = drawn and all(one.cell.known or one.cell.drawn for one in inputs)
         placed = random or bool(self.parts) or any(one.cell.placed for one in inputs)
         operation = self._operation(str(func))
         for one in inputs:
@@ -153,9 +169,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if placed and known and not tensors_in(outs):
             self.guess(operation)
         for one in targets:
-            one.cell.known, one.cell.placed = known, placed
-            one.cell.written = operation
-        return tree_map(lambda out: self._made(out, targets, operation, placed=placed), outs)
+            self._write(one.cell, operation)
+            one.cell.known, one.cell.placed, one.cell.drawn = known, placed, drawn
+            one.cell.written, one.cell.through = operation, one
+        return tree_map(lambda out: self._made(out, targets, operation, placed=placed, drawn=drawn), outs)
 
     def _use(self, tensor: Traced, operation: Operation) -> None:
         operation.after += [tensor.origin, tensor.cell.written]
@@ -166,9 +183,17 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.crossing.append(tensor)
             tensor.uses.append((tensor.made, operation))
 
+    def _write(self, cell: Cell, operation: Operation) -> None:
+        """Note a write in place, where a stage needs memory of its own for it, or has not all that it changes."""
+        made = cell.written
+        self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
+        if cell.twice:
+            self.split.append(operation)
+
     def _run(self, func: Any, args: Any, kwargs: Any, operation: Operation, *, known: bool) -> Any:
         if known:
             return func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        drawn = all(one.cell.drawn for one in traced_in((args, kwargs)))
         args = by_places(func, args, lambda mask: mask.behind if mask.cell.known else None)
         args, kwargs = tree_map(self._shape, args), tree_map(self._shape, kwargs)
         if kwargs.get("device") is not None:
@@ -177,6 +202,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if answer is NotImplemented:
             return func(*args, **kwargs)
         self.guess(operation)
+        if drawn and not self.parts and not isinstance(answer, Tensor):
+            self.draws.append(operation)
         return answer
 
     def guess(self, operation: Operation) -> None:
@@ -198,14 +225,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(value)
         return on_meta(value.behind)
 
-    def _made(self, out: Any, targets: Sequence[Traced], operation: Operation, *, placed: bool) -> Any:
+    def _made(self, out: Any, targets: Sequence[Traced], operation: Operation, *, placed: bool, drawn: bool) -> Any:
         if not isinstance(out, Tensor):
             return out
         for one in targets:
             if out is one.behind:
                 return one
-        cell = self._cell(out, Cell(not out.is_meta, placed, operation))
-        return Traced.of(self, out, cell, operation)
+        cell = self._cell(out, Cell(not out.is_meta, placed, operation, drawn=drawn))
+        return Traced.of(self, out, cell, operation, placed=placed)
 
     # ---- Parts and boundaries
 
@@ -235,9 +262,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
         stack.enter_context(layer.register_forward_hook(end))
 
+    def end_encoder(self, result: Any) -> None:
+        """The encoder returned ``result``, the first of which a stage sends."""
+        if isinstance(result, Mapping):
+            self.encoder = type(result), next(iter(result))
+        self.pass_boundary(result[0])
+
     def pass_boundary(self, sent: Any) -> None:
         """A stage may end here, and sends ``sent``."""
-        self.sent[self.passed] = traced_in(sent)
+        if isinstance(sent, Mapping):
+            self.dicts.add(self.passed)
+        self.sent[self.passed] = tensors = traced_in(sent)
+        for number, one in enumerate(tensors):
+            one.cell.twice |= any(one.cell is other.cell for other in tensors[:number])
         self.passed += 1
 
 
@@ -287,8 +324,9 @@ def trace(
     model, encoder = outline.model, outline.encoder
     tensors = tensors_in((tuple(args), dict(kwargs)))
     mode = Trace(tensors[0].device if tensors else torch.device("cpu"), compared=compared)
-    own = {name: mode.outside(one, parameter=name) for name, one in model.named_parameters(remove_duplicate=False)}
-    own |= {name: mode.outside(one) for name, one in model.named_buffers(remove_duplicate=False)}
+    parameters, buffers = (each(remove_duplicate=False) for each in (model.named_parameters, model.named_buffers))
+    own = {name: mode.outside(one, parameter=name, state=True) for name, one in parameters}
+    own |= {name: mode.outside(one, state=True) for name, one in buffers}
     with ExitStack() as stack:
         for number, name in enumerate(outline.assignment.layers):
             last_of_encoder = encoder is not None and number == encoder[1] - 1
@@ -297,7 +335,7 @@ def trace(
             mode.watch_part(stack, model.get_submodule(name), name)
         if encoder is not None:
             hook = model.get_submodule(encoder[0]).register_forward_hook
-            stack.enter_context(hook(lambda _, __, result: mode.pass_boundary(result[0])))
+            stack.enter_context(hook(lambda _, __, result: mode.end_encoder(result)))
         stack.enter_context(torch.no_grad())
         stack.enter_context(generators_as_before())
         given = tree_map(mode.outside, (tuple(args), dict(kwargs)))

@@ -53,12 +53,18 @@ class Cell:
         known: the batch alone determines it, and it has values.
         placed: a stage needs a parameter, a random number or a part of another stage to make it.
         written: the last operation that wrote to it.
+        through: the tensor through which that operation wrote, where it wrote in place.
+        drawn: random numbers alone, and the batch, determine it.
+        twice: a stage sends it twice at one boundary, and the next stage has it in two places.
         storages: of the tensors behind the traced ones.
     """
 
     known: bool
     placed: bool
     written: Operation
+    through: Any = None
+    drawn: bool = False
+    twice: bool = False
     storages: list[Any] = field(factory=list)
 
 
@@ -70,6 +76,7 @@ class Traced(Tensor):
         behind: its values, or its shape on the meta device.
         cell: what its storage holds.
         origin: the operation that made this view of the storage.
+        placed: a stage needed a parameter, a random number or a part of another stage to make this view.
         uses: pairs of operations, the one that made its value and one that used it behind a boundary.
         parameter: its name, if it is one.
     """
@@ -78,11 +85,14 @@ class Traced(Tensor):
     behind: Tensor
     cell: Cell
     origin: Operation
+    placed: bool
     uses: list[tuple[Operation, Operation]]
     parameter: str
 
     @staticmethod
-    def of(owner: Any, behind: Tensor, cell: Cell, origin: Operation, *, parameter: str = "") -> Traced:
+    def of(
+        owner: Any, behind: Tensor, cell: Cell, origin: Operation, *, placed: bool = False, parameter: str = ""
+    ) -> Traced:
         """A tensor like ``behind`` that claims the device of the trace."""
         # The one way to a tensor that claims a device without memory there.
         self: Traced = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
@@ -96,14 +106,18 @@ class Traced(Tensor):
             requires_grad=False,
         )
         self.owner, self.behind, self.cell, self.origin = owner, behind, cell, origin
-        self.uses, self.parameter = [], parameter
+        self.placed, self.uses, self.parameter = placed, [], parameter
         return self
 
     @property
     def made(self) -> Operation:
-        """The operation that wrote its value, or one that made this view of it behind a later boundary."""
+        """The operation that wrote its value, or one that made this view of it behind a later boundary.
+
+        A view that one stage has made shares no memory with what another tensor is written through on a later stage.
+        """
         written = self.cell.written
-        return self.origin if self.origin.passed > written.passed else written
+        elsewhere = self.placed and self.cell.through is not self
+        return self.origin if elsewhere or self.origin.passed > written.passed else written
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -122,6 +136,10 @@ class Traced(Tensor):
             args[0].owner.read_by_host(args[0], func.__name__)
             return func(args[0].behind, *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        """Of a scalar its number, which is a read by the host, as of every other tensor."""
+        return format(repr(self) if self.dim() else self.item(), spec)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The shape, and whether there are values."""

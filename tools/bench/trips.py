@@ -1,12 +1,12 @@
-"""What a step of two ranks waits for: torch's 1F1B, `PipelineRuntime` and `Pipeline` as typed, side by side.
+"""What a step of two ranks waits for: torch's 1F1B, `PipelineRuntime` and `Pipeline` as a script types it.
 
     python tools/bench/trips.py [--microbatches 4 16] [--steps 12] [--quick]
 
-One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step, and the ratio to torch's. Then
-over a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before
-the next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them; its plan needs 2 for each microbatch.
-The wire needs user namespaces and /dev/net/tun, but not root. Where they are not allowed, the line says so, and the
-tests that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
+One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's. Then over
+a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before the
+next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them; its plan needs 2 for each microbatch. The
+wire needs user namespaces and /dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests
+that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
 
 Sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
 """

@@ -1,5 +1,7 @@
 """What a step of a `Pipeline` costs beside its computes, in counts: headers, calls of the store, collectives."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import nn
 
 from pipegrid.schedules import DisagreementError, PipelineConfig, PipelineError
 from pipegrid.topology import HyperCommGrid
+from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.training import Names, Pipeline
 
 WIDTH = 8
@@ -157,26 +160,30 @@ def test_which_needs_headers(ranks):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_has_one_collective_and_no_call_of_a_store(ranks, monkeypatch):
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_step_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monkeypatch, monitored):
     """The tokens and the loss are one all-reduce; an evaluation has that of its loss alone."""
-    with pipeline(ranks) as job:
+    counted, here, bounded = {"collectives": 0, "store": 0}, threading.get_ident(), BoundedCalls.run
+
+    def waits(calls, *arguments, **named):  # a thread that asks a store waits in it
+        counted["store"] += threading.get_ident() == here
+        return bounded(calls, *arguments, **named)
+
+    def count(function):
+        def call(*arguments, **named):
+            counted["collectives"] += 1
+            return function(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(BoundedCalls, "run", waits)
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, count(getattr(dist, name)))
+    with pipeline(ranks, monitor=monitored) as job:
         for run in (job.step, job.evaluate):
-            run(batch(8))  # compares replicas, and learns the shapes
-        counted = {"collectives": 0, "store": 0}
-
-        def count(kind, function):
-            def call(*arguments, **named):
-                counted[kind] += 1
-                return function(*arguments, **named)
-
-            return call
-
-        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_into_tensor"):
-            monkeypatch.setattr(dist, name, count("collectives", getattr(dist, name)))
-        for name in ("set", "get", "add", "check", "wait", "compare_set", "multi_get"):
-            for store in (dist.TCPStore, dist.PrefixStore, dist.FileStore, dist.Store):
-                monkeypatch.setattr(store, name, count("store", getattr(store, name)))
+            run(batch(8))  # compares replicas and plans, and learns the shapes
+        assert counted["store"] > 0
+        counted |= {"collectives": 0, "store": 0}
         for run in (job.step, job.evaluate, job.step):
             run(batch(8, seed=1))
-        monkeypatch.undo()
         assert counted == {"collectives": 3, "store": 0}

@@ -218,6 +218,7 @@ def test_the_deadline_holds_while_the_store_is_silent(store):
 
     def stop_then_wait(microbatch):
         if microbatch == 1:
+            assert monitor._announced.wait(20)  # the store is silent only then
             store.released.clear()
             store.stopped.set()
             over.wait(20)

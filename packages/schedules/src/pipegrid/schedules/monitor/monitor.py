@@ -149,6 +149,10 @@ class Monitor:
         self._untold = False  # whether the store has not heard of it
         self._telling = threading.Lock()  # from several threads: the place that is published last was read last
         self._steps = 0
+        self._agreed: set[str] = set()  # the plans that all ranks have run
+        self._silent: str | None = None  # why a step was not announced
+        self._announced = threading.Event()  # no announcement is under way
+        self._announced.set()
         self._plan: tuple[Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
         self._stop = threading.Event()
@@ -158,7 +162,9 @@ class Monitor:
     # For the runtime
 
     def begin(self, plan: Plan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
-        """A step of ``plan`` starts. Waits for all ranks only if this rank's plan is not the last step's, or another's.
+        """A step of ``plan`` starts. Waits for all ranks, and for the store, if this rank has not run the plan before.
+
+        A plan that all ranks have run is announced beside the step: the last to announce another one fails the job.
 
         Raises:
             DisagreementError: ranks run different plans, or one did not come; nothing was sent.
@@ -174,8 +180,12 @@ class Monitor:
         try:
             if self._failure is None and not self._threads:
                 self._heard.introduce()
-            if self._failure is None:
+            if self._failure is None and what in self._agreed:
+                self._announce(self._steps, what)
+            elif self._failure is None:
+                self._announced.wait()
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
+                self._agreed.add(what)
             if self._failure is None and not self._threads:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
@@ -202,9 +212,34 @@ class Monitor:
             self._threads[0].start()
 
     def end(self) -> None:
-        """The step has ended. The device may still be at work; it stays watched."""
+        """The step has ended. The device may still be at work; it stays watched.
+
+        Raises:
+            DisagreementError, JobFailedError: as `begin`, of what was announced beside the step.
+        """
+        self._announced.wait()
         if self._watched is not None:
             self._watched.running = False
+        if self._failure is not None and self._failure.disagreement:
+            raise DisagreementError(self._failure.text)
+        if self._silent is not None:
+            raise JobFailedError(self._silent)
+
+    def _announce(self, step: int, what: str) -> None:
+        """Announce a step on a thread of its own: every call of the store has a deadline, so it ends."""
+        self._announced.wait()  # that of the step before
+        self._announced.clear()
+        arguments = (weakref.ref(self), self._control, step, what, self._announced)
+        threading.Thread(target=_announce, args=arguments, name="pipegrid-announce", daemon=True).start()
+
+    def silent(self, step: int, error: Exception) -> None:
+        """The store has not taken the announcement of a step: this rank's transfers end. From any thread."""
+        self._silent = f"before step {step}, {silent(error)}. {_REBUILD}"
+        watched = self._watched
+        if self._failure is None:
+            self._failure = Failure(self.rank, silent(error))
+            if watched is not None:
+                watched.abort(self._failure.text)
 
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
@@ -425,6 +460,18 @@ def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedC
         if thread is not threading.current_thread():  # which may be the last to hold the monitor
             thread.join()
     calls.close()
+
+
+def _announce(
+    monitor: weakref.ref[Monitor], control: Control, step: int, what: str, announced: threading.Event
+) -> None:
+    try:
+        control.announce(step, what)
+    except Exception as error:  # noqa: BLE001 -- the step that runs meanwhile is to end with it
+        if (watching := monitor()) is not None:
+            watching.silent(step, error)
+    finally:
+        announced.set()
 
 
 def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, seconds: float) -> None:

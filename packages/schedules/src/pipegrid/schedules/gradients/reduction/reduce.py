@@ -211,7 +211,7 @@ def global_tokens(
 ) -> torch.Tensor:
     """The tokens of the job, or 1 where there are none; stays on the device, so that the host does not wait for it.
 
-    ``beside``: numbers in float64, as many on every rank, which the same all-reduce sums over the job in place.
+    ``beside``: numbers in float64, as many on every rank, summed over the job in place by the same all-reduce.
 
     In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
     tokens or weigh them, and up to 2**53 a count is exact in it.

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from attrs import evolve
 
-from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.generators import multi_module_1f1b, one_f_one_b, routed
-from pipegrid.schedules.generators.registry import find_schedule
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan import Actor, Routes
-from pipegrid.schedules.search.routed import reroute, schedule_routes
-from pipegrid.schedules.simulate.costs import Costs
-from pipegrid.schedules.simulate.simulation import simulate
-from pipegrid.schedules.timeline.sources import timeline
-from pipegrid.schedules.timeline.svg import svg
-from pipegrid.schedules.timeline.timeline import Timeline
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.generators import multi_module_1f1b, one_f_one_b, routed
+from pipegrid.plans.generators.registry import find_schedule
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan import Actor, Routes
+from pipegrid.search.routed import reroute, schedule_routes
+from pipegrid.plans.simulate.costs import Costs
+from pipegrid.plans.simulate.simulation import simulate
+from pipegrid.timeline.sources import timeline
+from pipegrid.timeline.svg import svg
+from pipegrid.timeline.timeline import Timeline
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts" / "timelines"
 

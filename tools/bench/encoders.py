@@ -34,10 +34,10 @@ from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, Plan, lower, search, simulate, verify
-from pipegrid.schedules.plan import COMPUTES
-from pipegrid.schedules.search import Found
+from pipegrid.plans.plan import COMPUTES
+from pipegrid.search import Found
 from pipegrid.topology import HyperCommGrid
-from pipegrid.topology.job.tables import text_table
+from pipegrid.core.tables import text_table
 from pipegrid.transport import Edge, P2PConfig
 from runtime_parts.emulated import sleeping
 from runtime_parts.processes import on_ranks

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pipegrid.schedules.errors import PlanError
-from pipegrid.schedules.generators import (
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.generators import (
     dualpipe_v,
     gpipe,
     interleaved_1f1b,
@@ -25,12 +25,12 @@ from pipegrid.schedules.generators import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan import from_text
-from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.simulate.costs import Costs
-from pipegrid.schedules.simulate.simulation import simulate
-from pipegrid.schedules.verify.verify import verify
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan import from_text
+from pipegrid.plans.plan.plan import Plan
+from pipegrid.plans.simulate.costs import Costs
+from pipegrid.plans.simulate.simulation import simulate
+from pipegrid.plans.verify.verify import verify
 
 T = TypeVar("T")
 

@@ -50,7 +50,7 @@ from pipegrid.planner.model import CostModel
 from pipegrid.planner.script import training_script
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import simulate, stage_places
-from pipegrid.topology.job.tables import text_table
+from pipegrid.core.tables import text_table
 from pipegrid.training import Names, Pipeline
 from planner_parts.real import compare
 from runtime_parts.emulated import sleeping

@@ -22,9 +22,9 @@ from itertools import pairwise
 from attrs import frozen
 
 from pipegrid.schedules import lower, verify
-from pipegrid.schedules.generators import one_f_one_b
-from pipegrid.schedules.plan import Actor, Routes
-from pipegrid.schedules.search.routed import RoutedStep, reroute, schedule_routes
+from pipegrid.plans.generators import one_f_one_b
+from pipegrid.plans.plan import Actor, Routes
+from pipegrid.search.routed import RoutedStep, reroute, schedule_routes
 
 ROOMS = (0, 2, 4, None)
 GAP = 0.03

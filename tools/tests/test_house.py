@@ -68,7 +68,7 @@ def test_files_of_later_features_are_there_and_each_has_one(house):
         for place in places.split():
             assert any(f"{name}.".startswith(f"pipegrid.{place}.") for name in modules), place
     assert house.later("pipegrid.training.survive.kept") == "survive"
-    assert house.later("pipegrid.schedules.orders.play") is None
+    assert house.later("pipegrid.plans.orders.play") is None
     places = [place for of in house.LATER.values() for place in of.split()]
     assert not [(a, b) for a in places for b in places if a != b and f"{a}.".startswith(f"{b}.")]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipegrid.layout.fields as copy
-import pipegrid.topology.fields as original
+import pipegrid.core.fields as original
 from pipegrid.layout import LayoutError
 
 

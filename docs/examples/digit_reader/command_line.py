@@ -15,7 +15,7 @@ from digit_reader.fitting import require_fitting
 from digit_reader.modules import DECODERS, DEFAULTS, DIMS, ENCODERS, IMAGES, LANGUAGE, PLACEMENTS, SIGNAL
 from digit_reader.options import BACKENDS, SCHEDULE_NAMES, Options, OptionsError, num_stages
 from pipegrid.layout import even
-from pipegrid.topology.fields import nearest
+from pipegrid.core.fields import nearest
 
 _FIELD = re.compile(r"""\s*([a-z]+)\s*=\s*("[^"]*"|'[^']*'|[^,"']*)\s*(?:,|$)""")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from digit_reader.modules import LANGUAGE, PLACEMENTS, SIGNAL, SIGNAL_LAYERS, together
 from digit_reader.options import Options, OptionsError, num_stages
-from pipegrid.bridges.graph import ModuleGraphError
+from pipegrid.core.graph import ModuleGraphError
 from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
 from pipegrid.schedules import fitting_schedules
 from pipegrid.topology import PlacementError

@@ -12,7 +12,7 @@ from typing import Final
 from attrs import frozen
 
 from digit_reader.modules import LANGUAGE, together
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import SCHEDULES, stage_places
 from pipegrid.topology import HyperCommGrid, place

@@ -21,7 +21,7 @@ from digit_reader.vocabulary import words_of
 from digit_reader.words import spell
 from pipegrid.schedules import Timeline
 from pipegrid.schedules import timeline as timeline_of
-from pipegrid.schedules.timeline import html
+from pipegrid.timeline import html
 
 NAME = "index.html"
 WIDE, HIGH, LEFT, BELOW = 1000, 240, 56, 26

@@ -18,8 +18,8 @@ from pipegrid.schedules import (
     write_html,
     write_svg,
 )
-from pipegrid.schedules.simulate.recording import Aside
-from pipegrid.schedules.timeline import recording_from_json
+from pipegrid.plans.simulate.recording import Aside
+from pipegrid.timeline import recording_from_json
 from pipegrid.training.survive import PipelineWorld
 
 

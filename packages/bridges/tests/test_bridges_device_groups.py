@@ -18,7 +18,7 @@ from pipegrid.bridges import (
 )
 from pipegrid.transport import CollectiveFailedError
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 from .grids import grid
 

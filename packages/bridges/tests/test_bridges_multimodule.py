@@ -11,7 +11,7 @@ from attrs import evolve
 
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.errors import BridgeError, MissingTensorError, NoBackwardError, ShapeError
-from pipegrid.bridges.graph import ModuleGraphError
+from pipegrid.core.graph import ModuleGraphError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
 from pipegrid.bridges.multimodule.modules import total_pipeline_stages
@@ -21,10 +21,10 @@ from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.protocol import PipelineCommunicator
-from pipegrid.transport.sharing import LaneSharing, PositionLane
+from pipegrid.core.sharing import LaneSharing, PositionLane
 
 from .grids import grid, share
 

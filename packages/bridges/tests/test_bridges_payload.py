@@ -25,7 +25,7 @@ from pipegrid.bridges import (
 )
 from pipegrid.bridges.bridge.structure import Structure
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PMismatchError
 
 from .grids import coords_of, grid, share

@@ -37,7 +37,7 @@ from pipegrid.bridges import (
     plan_reshard,
     positions_of,
 )
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 
 from .grids import grid

@@ -16,7 +16,7 @@ from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, axis_names, boundary_side, replica_side, routes
 from pipegrid.transport import P2PConfig, P2PLaneDeadError, P2PUsageError
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 from .grids import coords_of, grid
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 from .grids import grid
 

@@ -15,7 +15,7 @@ from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Edge
+from pipegrid.core.edge import Edge
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.protocol import Handle, PipelineCommunicator, ReceiveHandle
 

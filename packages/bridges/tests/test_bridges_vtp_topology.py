@@ -15,7 +15,7 @@ from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import Sizes, plan_reshard
 from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 from .played import play
 

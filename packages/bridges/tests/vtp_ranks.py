@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
-from pipegrid.layout.strict_json import read_json
+from pipegrid.core.strict_json import read_json
 
 BEYOND = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 310, "9" * 5000]
 

@@ -42,7 +42,7 @@ from pipegrid.schedules import (
     stage_places,
     verify,
 )
-from pipegrid.schedules.generators import v_placement
+from pipegrid.plans.generators import v_placement
 
 ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 VLM = Path(__file__).parents[3] / "docs" / "examples" / "jobs" / "vlm.toml"

@@ -10,8 +10,8 @@ from attrs import evolve
 from pipegrid.planner import Failures, JobError, Outage, Scenario, Throughput, plan, rerouted_throughput
 from pipegrid.planner.__main__ import main
 from pipegrid.planner.failures import simulate
-from pipegrid.schedules.plan.routes import Routes
-from pipegrid.schedules.search.routed import reroute, schedule_routes
+from pipegrid.plans.plan.routes import Routes
+from pipegrid.search.routed import reroute, schedule_routes
 
 from .test_planner import small_job
 

@@ -19,18 +19,16 @@ from pipegrid.schedules import (
     SCHEDULES,
     ActionKind,
     Costs,
-    Recording,
     forward_only,
     lower,
     one_f_one_b,
-    recording_from_json,
-    recording_to_json,
     schedule_for,
     simulate,
     stage_places,
     zero_bubble_h1,
 )
-from pipegrid.schedules.timeline import Recorded, Track
+from pipegrid.timeline import Recording, recording_from_json, recording_to_json
+from pipegrid.timeline import Recorded, Track
 
 
 def recorded(plan, costs, *, rank_of=1):

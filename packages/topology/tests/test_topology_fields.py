@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.topology.fields import (
+from pipegrid.core.fields import (
     Amount,
     Count,
     Index,

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = """
 from typing import TYPE_CHECKING
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 if TYPE_CHECKING:
     from package.lane import Lane, Rare as Rare
 __all__ = ["Lane", "Plan"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipegrid.transport import LaneSpec, open_lanes
 from pipegrid.transport.control import connector
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
-from pipegrid.transport.spec import opening_key
+from pipegrid.core.spec import opening_key
 
 from .two_ranks import config
 

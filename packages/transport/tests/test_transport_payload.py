@@ -19,7 +19,7 @@ from pipegrid.transport.messages.payload import (
     signature_of,
 )
 from pipegrid.transport.messages.trees import unflatten
-from pipegrid.transport.spec import Tally
+from pipegrid.core.spec import Tally
 
 CPU = torch.device("cpu")
 DTYPES = [

@@ -17,7 +17,7 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
-from pipegrid.transport.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.pipeline_lanes import pair_lanes, placed_stages, planned_lanes, require_edge
 
 from .stages import SHAPE, activation, assert_received, config, gradient, in_turn

@@ -21,7 +21,7 @@ from pipegrid.transport import (
     P2PUsageError,
 )
 from pipegrid.transport.pipeline_lanes import carried_lanes, pipeline_lanes
-from pipegrid.transport.sharing import LaneSharing, PositionLane, communicators_of
+from pipegrid.core.sharing import LaneSharing, PositionLane, communicators_of
 
 from .two_ranks import config, until
 

@@ -28,7 +28,7 @@ from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import Costs, Recording, position_of, stage_places
-from pipegrid.topology.job.tables import text_table
+from pipegrid.core.tables import text_table
 from runtime_parts.processes import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))

@@ -11,10 +11,10 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.schedules.plan.actions import Action, ActionKind
-from pipegrid.schedules.plan.plan import Plan
-from pipegrid.schedules.simulate.costs import Costs
-from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.plans.plan.actions import Action, ActionKind
+from pipegrid.plans.plan.plan import Plan
+from pipegrid.plans.simulate.costs import Costs
+from pipegrid.plans.simulate.simulation import simulate
 from runtime_parts.compared import Compared, compare
 from runtime_parts.job import Job
 from runtime_parts.rows import RANKS, Row

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.plans.plan.plan import Plan
 from runtime_parts.rows import Row
 
 Loss = Callable[[Tensor, Tensor], Tensor]

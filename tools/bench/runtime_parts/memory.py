@@ -9,8 +9,8 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipegrid.schedules.simulate.costs import Costs
-from pipegrid.schedules.simulate.simulation import simulate
+from pipegrid.plans.simulate.costs import Costs
+from pipegrid.plans.simulate.simulation import simulate
 from runtime_parts.compared import Compared, compare
 from runtime_parts.job import Job
 from runtime_parts.rows import RANKS, Row

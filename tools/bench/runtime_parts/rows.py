@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from pipegrid.schedules.generators import dualpipe_v, interleaved_1f1b, one_f_one_b, zero_bubble_v
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan.plan import Plan
+from pipegrid.plans.generators import dualpipe_v, interleaved_1f1b, one_f_one_b, zero_bubble_v
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan.plan import Plan
 
 RANKS = 4
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineRuntime, lower, multi_module_1f1b
-from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, P2PConfig
 from runtime_parts.job import SAME, Job, difference

@@ -18,9 +18,9 @@ from pipegrid.schedules.megatron.counts import (
     get_schedule_table,
     get_tensor_shapes,
 )
-from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.plans.plan.actions import ActionKind
 
-from ..kit.groups import Group
+from plan_kit.groups import Group
 
 SMALL = st.integers(1, 8)
 

@@ -18,7 +18,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.gradients import accumulate_in_main_grad
 from pipegrid.schedules.gradients.reduction import GradientReduction, UnitGradients
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.schedules.plan import Action, ActionKind
+from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import P2PUsageError
 

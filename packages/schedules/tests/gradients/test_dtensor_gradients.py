@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import PipelineRuntime, lower, zero_bubble_v
 from pipegrid.schedules.gradients import (
     GradientError,
@@ -32,7 +32,7 @@ from pipegrid.schedules.gradients import (
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
 
 from ..kit.gradients import gradients_of
-from ..kit.groups import Groups
+from plan_kit.groups import Groups
 from ..kit.models import in_one_process
 from ..kit.stages import stages_of
 

@@ -14,11 +14,11 @@ from attrs import frozen
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan.actions import ActionKind
-from pipegrid.schedules.search.greedy import greedy
-from pipegrid.schedules.simulate.costs import Costs
+from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan.actions import ActionKind
+from pipegrid.search.greedy import greedy
+from pipegrid.plans.simulate.costs import Costs
 
 from ..kit.gradients import difference, gradients_of
 from ..kit.models import WIDTH, Residual, uneven

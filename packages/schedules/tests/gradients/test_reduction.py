@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.monitor.collectives import Waiting
 
-from ..kit.groups import Group, Groups
+from plan_kit.groups import Group, Groups
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
 TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.gradients import (
     GradientError,
     LossScaler,
@@ -27,7 +27,7 @@ from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import CollectiveFailedError
 
-from ..kit.groups import Groups
+from plan_kit.groups import Groups
 from ..kit.models import two_layers
 
 

@@ -15,7 +15,7 @@ from pipegrid.schedules.gradients.reduction.reduce import GradientError, Gradien
 from pipegrid.schedules.monitor.collectives import Waiting
 
 from ..kit.gradients import assert_same_bits
-from ..kit.groups import Groups
+from plan_kit.groups import Groups
 from ..kit.models import two_layers
 
 

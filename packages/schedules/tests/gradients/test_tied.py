@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.bridges import ModuleGraphError, MultiModulePipelineCommunicator
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from attrs import define, field
 
-from pipegrid.schedules.plan.dataflow import replicas_of
+from pipegrid.plans.plan.dataflow import replicas_of
 from pipegrid.schedules.runtime import Forwarded, PipelineRuntime
 from pipegrid.transport import Communicator, Direction, Verbs
 

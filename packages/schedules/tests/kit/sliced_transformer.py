@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules.runtime import Forwarded
-from pipegrid.transport.edge import Edge
+from pipegrid.core.edge import Edge
 
 from .models import Model
 

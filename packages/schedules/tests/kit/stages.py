@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.runtime import Forwarded
 
 

@@ -14,7 +14,7 @@ from attrs import define, field
 from torch.utils._pytree import tree_map_only
 
 from pipegrid.schedules.runtime import PipelineRuntime
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 DEADLINE = 20.0
 

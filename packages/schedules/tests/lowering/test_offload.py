@@ -33,11 +33,11 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.autograd import Offload
-from pipegrid.schedules.plan import OFFLOADING
-from pipegrid.schedules.timeline import svg
+from pipegrid.plans.plan import OFFLOADING
+from pipegrid.timeline import svg
 
 from ..kit.live import weighty_stages
-from ..kit.plans import GENERATORS
+from plan_kit.plans import GENERATORS
 from ..kit.random_stages import gradients_of, program
 
 TRAINING = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]

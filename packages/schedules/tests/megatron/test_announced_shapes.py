@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import StageOutputError, sent_shape
@@ -20,7 +20,7 @@ from pipegrid.schedules.megatron.step_functions import (
 )
 from pipegrid.schedules.runtime import PipelineError
 
-from ..kit.groups import Group
+from plan_kit.groups import Group
 from ..kit.models import Model, call, forward_step, mean_loss
 from ..kit.threads import in_threads
 

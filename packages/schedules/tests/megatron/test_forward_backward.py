@@ -10,9 +10,9 @@ import torch
 from attrs import field, frozen
 from torch import nn
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.generators import multi_module_1f1b
+from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes
 from pipegrid.schedules.megatron.step_functions import (

@@ -32,15 +32,15 @@ from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.schedules.megatron import place, prepared
 from pipegrid.schedules.megatron.checks import CHECKPOINTS
 from pipegrid.schedules.megatron.stage import MegatronStage
-from pipegrid.schedules.passes import lowering
-from pipegrid.schedules.plan import Plan
+from pipegrid.plans.passes import lowering
+from pipegrid.plans.plan import Plan
 from pipegrid.schedules.runtime import preflight
-from pipegrid.schedules.verify.verify import verify
+from pipegrid.plans.verify.verify import verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.gradients import assert_same_gradients, gradients_of
-from ..kit.groups import Groups
+from plan_kit.groups import Groups
 from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch, step_on
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import (
     Actor,
     DisagreementError,
@@ -34,7 +34,7 @@ from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.adapted import AdaptedCommunicator
 from pipegrid.transport.job import JobTopology
 
-from ..kit.groups import Group, Groups
+from plan_kit.groups import Group, Groups
 from ..kit.models import Part, call, forward_step, in_one_process, microbatch
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrid.schedules import Routes, UnitTimes, measured_speeds, reroute, slow_ranks
-from pipegrid.schedules.errors import PlanError
+from pipegrid.plans.errors import PlanError
 from pipegrid.schedules.monitor import UnitSeconds
-from pipegrid.schedules.plan import Action, ActionKind, Actor
+from pipegrid.plans.plan import Action, ActionKind, Actor
 from pipegrid.transport import streams
 
 

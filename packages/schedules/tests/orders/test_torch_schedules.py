@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipegrid.schedules import PlanError, verify
 from pipegrid.schedules.__main__ import main
-from pipegrid.schedules.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
-from pipegrid.transport.order import ORDER_MODELS
+from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
+from pipegrid.core.order import ORDER_MODELS
 
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")

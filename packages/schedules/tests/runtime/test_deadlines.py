@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import PipelineError, PipelineRuntime, gpipe, lower, verify
 from pipegrid.transport import P2PCommunicator, P2PConfig
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules.generators import gpipe, one_f_one_b
-from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.passes.lowering import lower
+from pipegrid.plans.generators import gpipe, one_f_one_b
+from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.plans.passes.lowering import lower
 from pipegrid.schedules.runtime import Forwarded
 
 from ..kit.models import WIDTH, microbatch

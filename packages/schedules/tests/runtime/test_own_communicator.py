@@ -15,7 +15,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.generators.registry import SCHEDULES
+from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.transport import Communicator, JobTopology, P2PPeerError, Verbs
 
 from ..kit.gradients import assert_same_gradients

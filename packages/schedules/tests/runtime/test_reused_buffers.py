@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan.actions import ActionKind
+from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 

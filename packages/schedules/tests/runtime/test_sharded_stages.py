@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import (
     ActionKind,
     PipelineRuntime,
@@ -28,7 +28,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
 
 from ..kit.gradients import assert_same_gradients
-from ..kit.groups import Groups
+from plan_kit.groups import Groups
 from ..kit.hooks import Hook
 from ..kit.models import WIDTH, Residual
 from ..kit.operators import CountOps

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.generators import (
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.generators import (
     gpipe,
     interleaved_1f1b,
     multi_module_1f1b,
@@ -19,20 +19,20 @@ from pipegrid.schedules.generators import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.schedules.generators.registry import SCHEDULES
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan.actions import Action, ActionKind
+from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
-from pipegrid.schedules.verify.verify import verify
+from pipegrid.plans.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.adapted import as_communicator
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 from ..kit.custom_functions import Scale
 from ..kit.live import WIDTH, Watch, weighty_stages
 from ..kit.models import Residual
-from ..kit.plans import in_halves
+from plan_kit.plans import in_halves
 from ..kit.stages import Function
 from ..kit.threads import MemoryCommunicator, Network
 

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
-from pipegrid.schedules.plan import compute_plan, parse_action
+from pipegrid.plans.plan import compute_plan, parse_action
 from pipegrid.schedules.runtime.stages.unread import Unread, is_shared
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 

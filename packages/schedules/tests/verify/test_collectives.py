@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 from attrs import evolve
 
-from pipegrid.bridges.graph import ModuleGraph
-from pipegrid.schedules.errors import PlanError, StepArgumentError
-from pipegrid.schedules.generators import multi_module_1f1b
-from pipegrid.schedules.passes.lowering import lower
-from pipegrid.schedules.plan import Action, ActionKind, from_text
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.errors import PlanError
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.plans.generators import multi_module_1f1b
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan import Action, ActionKind, from_text
 from pipegrid.schedules.runtime.preflight import require_runnable
-from pipegrid.schedules.simulate import simulate
-from pipegrid.schedules.verify import default_creation, verify
+from pipegrid.plans.simulate import simulate
+from pipegrid.plans.verify import default_creation, verify
 from pipegrid.transport.adapted import as_communicator
-from pipegrid.transport.edge import Edge
+from pipegrid.core.edge import Edge
 
 GRAPH = ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]})
 COLOCATED = multi_module_1f1b(GRAPH, 4, placement=[(0, 1), 0, 1])

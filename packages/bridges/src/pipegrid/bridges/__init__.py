@@ -26,7 +26,7 @@ from pipegrid.bridges.errors import (
     VTPTopologyError as VTPTopologyError,
     WrongSideError as WrongSideError,
 )
-from pipegrid.bridges.graph import ModuleGraph, ModuleGraphError as ModuleGraphError
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError as ModuleGraphError
 from pipegrid.bridges.multimodule import (
     EdgeOptions,
     Positions as Positions,
@@ -53,7 +53,7 @@ from pipegrid.bridges.reshard import (
     routes as routes,
 )
 from pipegrid.bridges.vtp import VTPTopology
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge import BridgeCommunicator

@@ -31,7 +31,7 @@ from pipegrid.bridges.reshard import (
 )
 from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.topology import GroupSpec
-from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.core.fields import Index, checked, checked_fields, shown
 from pipegrid.topology.grid import Grid, span_of
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat

@@ -1,5 +1,5 @@
-"""The graph of modules, from `pipegrid.transport.graph`."""
+"""The graph of modules, from `pipegrid.core.graph`."""
 
-from pipegrid.transport.graph import ModuleGraph, ModuleGraphError
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 
 __all__ = ["ModuleGraph", "ModuleGraphError"]

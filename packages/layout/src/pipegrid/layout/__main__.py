@@ -26,7 +26,7 @@ from pipegrid.layout import (
     even,
     report,
 )
-from pipegrid.layout.strict_json import read_json
+from pipegrid.core.strict_json import read_json
 
 _COSTS = """\
 costs.json holds forward plus backward times: an object from kind of layer to a number (each layer of that kind) or a

@@ -1,4 +1,4 @@
-"""Whole numbers from a caller, in their one form: the part of `pipegrid.topology.fields` that layouts need.
+"""Whole numbers from a caller, in their one form: the part of `pipegrid.core.fields` that layouts need.
 
 This package imports no other one, so it has a copy; a test compares the two.
 """

@@ -13,8 +13,8 @@ from attrs import field, frozen
 from pipegrid.planner.grids import Arrangement
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import SCHEDULES, ActionKind, Costs, Plan, PlanError, Simulation, schedule_for, simulate
-from pipegrid.schedules.verify import dataflow_of
-from pipegrid.topology.fields import instance
+from pipegrid.plans.verify import dataflow_of
+from pipegrid.core.fields import instance
 
 FEW = 16
 """Microbatches of the chains that tell memory before a plan is made, at most."""

@@ -16,9 +16,9 @@ from pipegrid.bridges import Side, Sizes, axis_names, check_plan, plan_reshard, 
 from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import lower, verify
-from pipegrid.schedules.verify import Proof
-from pipegrid.topology.fields import checked_arguments
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.plans.verify import Proof
+from pipegrid.core.fields import checked_arguments
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 
 _AXES = axis_names(3)

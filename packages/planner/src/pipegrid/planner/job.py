@@ -12,7 +12,7 @@ from pipegrid.bridges import ModuleGraph, ModuleGraphError
 from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
 from pipegrid.schedules import SCHEDULES
-from pipegrid.topology.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, instance, number
+from pipegrid.core.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, instance, number
 
 UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))} | {
     unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)

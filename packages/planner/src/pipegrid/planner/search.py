@@ -22,8 +22,8 @@ from pipegrid.planner.job import GivenBytes, Job
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import PlacedGraph, Shape
 from pipegrid.schedules import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
-from pipegrid.schedules.verify import Proof
-from pipegrid.topology.fields import Count, checked_arguments, instance
+from pipegrid.plans.verify import Proof
+from pipegrid.core.fields import Count, checked_arguments, instance
 
 BEST = 10
 """Choices in the result."""

@@ -12,8 +12,8 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.job import Job
 from pipegrid.planner.model import CostModel, StageCosts, Times, bandwidth
-from pipegrid.schedules.plan import stages_on
-from pipegrid.transport.edge import Edge
+from pipegrid.plans.plan import stages_on
+from pipegrid.core.edge import Edge
 
 
 @frozen

@@ -6,7 +6,7 @@ finds the best plan under a memory cap, and `timeline` makes a picture of any of
 without torch. `PipelineRuntime` and the step functions run a verified plan; they load torch on first use.
 
 Names outside ``__all__`` (schedules, helpers of the step functions, drawings, rarer errors) live in the folders, the
-schedules in ``pipegrid.schedules.generators``, and are imported from here as well. Where torch is not installed,
+schedules in ``pipegrid.plans.generators``, and are imported from here as well. Where torch is not installed,
 ``__all__`` holds the planning names only.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules.errors import Fault as Fault, PlanError, PlanSyntaxError as PlanSyntaxError
-from pipegrid.schedules.generators import (
+from pipegrid.plans.errors import Fault as Fault, PlanError, PlanSyntaxError as PlanSyntaxError
+from pipegrid.plans.generators import (
     SCHEDULES,
     dualpipe_v as dualpipe_v,
     find_schedule as find_schedule,
@@ -42,8 +42,8 @@ from pipegrid.schedules.generators import (
     zero_bubble_v as zero_bubble_v,
 )
 from pipegrid.schedules.gradients import LossScale
-from pipegrid.schedules.passes.lowering import lower, with_reduce as with_reduce
-from pipegrid.schedules.passes.offloading import offload
+from pipegrid.plans.passes.lowering import lower, with_reduce as with_reduce
+from pipegrid.plans.passes.offloading import offload
 from pipegrid.schedules.megatron import PipelineConfig, UnitBatches as UnitBatches, step_plan
 from pipegrid.schedules.monitor import (
     JobFailedError,
@@ -52,7 +52,7 @@ from pipegrid.schedules.monitor import (
     measured_speeds as measured_speeds,
     slow_ranks as slow_ranks,
 )
-from pipegrid.schedules.plan import (
+from pipegrid.plans.plan import (
     Action,
     ActionKind as ActionKind,
     Actor as Actor,
@@ -68,7 +68,7 @@ from pipegrid.schedules.plan import (
     to_json,
     to_text,
 )
-from pipegrid.schedules.search import (
+from pipegrid.search import (
     compare,
     greedy,
     least_room as least_room,
@@ -78,7 +78,7 @@ from pipegrid.schedules.search import (
     schedule_routes as schedule_routes,
     search,
 )
-from pipegrid.schedules.simulate import (
+from pipegrid.plans.simulate import (
     Costs,
     CostsError as CostsError,
     Simulation as Simulation,
@@ -86,7 +86,7 @@ from pipegrid.schedules.simulate import (
     simulate,
     slice_times as slice_times,
 )
-from pipegrid.schedules.timeline import (
+from pipegrid.timeline import (
     Recorder,
     Recording as Recording,
     Timeline as Timeline,
@@ -99,8 +99,8 @@ from pipegrid.schedules.timeline import (
     write_perfetto as write_perfetto,
     write_svg as write_svg,
 )
-from pipegrid.schedules.verify import Proof as Proof, verify
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.plans.verify import Proof as Proof, verify
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients import (

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, cast
 from attrs import field, frozen
 
 from pipegrid.topology.errors import GridError
-from pipegrid.topology.fields import Count, Index, Name, checked, checked_fields, index_of, shown
+from pipegrid.core.fields import Count, Index, Name, checked, checked_fields, index_of, shown
 
 Dims: TypeAlias = str | Iterable[str]
 """The name of a dim, or names of dims in any order."""

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from pipegrid.topology.errors import GridError, WorldError
-from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.core.fields import Count, Index, checked
 
 
 def _from_default_group(question: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 from pipegrid.training.errors import (
     CheckpointError,
     CheckpointMismatchError as CheckpointMismatchError,

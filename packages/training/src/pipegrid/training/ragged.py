@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from pipegrid.topology.fields import Amount, Count, checked
+from pipegrid.core.fields import Amount, Count, checked
 
 _ROUNDS = 200  # of improvement; each one is a move of one sample, or an exchange of two
 

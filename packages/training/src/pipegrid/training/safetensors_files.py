@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.layout.strict_json import read_json
+from pipegrid.core.strict_json import read_json
 from pipegrid.training.errors import CorruptCheckpointError
 
 CODES: Final = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 from pipegrid.transport.adapted import as_communicator as as_communicator
 from pipegrid.transport.base import Communicator, Port as Port, Verbs as Verbs
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.edge import Direction as Direction, Edge
+from pipegrid.core.edge import Direction as Direction, Edge
 from pipegrid.transport.errors import (
     CollectiveFailedError as CollectiveFailedError,
     LaneSpecError as LaneSpecError,
@@ -35,7 +35,7 @@ from pipegrid.transport.protocol import (
     ReceiveHandle as ReceiveHandle,
     ReusableReceive as ReusableReceive,
 )
-from pipegrid.transport.spec import LaneSpec as LaneSpec, LaneStats as LaneStats
+from pipegrid.core.spec import LaneSpec as LaneSpec, LaneStats as LaneStats
 
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.topology.fields import index_of
+from pipegrid.core.fields import index_of
 from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
 
 if TYPE_CHECKING:
-    from pipegrid.transport.edge import Direction, Edge
+    from pipegrid.core.edge import Direction, Edge
 
 _METHODS = (
     "port_across",

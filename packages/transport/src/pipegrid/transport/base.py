@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipegrid.transport.control.handshake import Handshake
-    from pipegrid.transport.edge import Crossing, Direction, Edge
+    from pipegrid.core.edge import Crossing, Direction, Edge
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
 

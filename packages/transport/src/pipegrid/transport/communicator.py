@@ -16,9 +16,9 @@ from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.control.replica_lanes import ReplicaLanes
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
@@ -31,7 +31,7 @@ from pipegrid.transport.pipeline_lanes import (
     planned_lanes,
     require_edge,
 )
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.core.spec import LaneSpec
 
 
 class P2PCommunicator(NeighbourVerbs, LaneCommunicator):

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import attrs
 from attrs import frozen
 
-from pipegrid.topology.fields import Count, Rule, checked_fields, instance, integer
+from pipegrid.core.fields import Count, Rule, checked_fields, instance, integer
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.sharing import Communicators
+from pipegrid.core.sharing import Communicators
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned", "manifest"]
 """How a receiver learns the shapes and dtypes of the next message.

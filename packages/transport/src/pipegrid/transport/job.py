@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from pipegrid.transport.edge import Edge
-from pipegrid.transport.graph import ModuleGraph
-from pipegrid.transport.sharing import Communicators
+from pipegrid.core.edge import Edge
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.core.sharing import Communicators
 
 
 @frozen

@@ -13,7 +13,7 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.replica_lanes import WaysAcross
-from pipegrid.transport.edge import Crossing, Direction, Edge
+from pipegrid.core.edge import Crossing, Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from pipegrid.transport.edge import Direction, Edge
+    from pipegrid.core.edge import Direction, Edge
 
 Payload: TypeAlias = Any
 """A tensor, None, or a list, tuple or dict of payloads. The received payload has the structure of the sent one."""

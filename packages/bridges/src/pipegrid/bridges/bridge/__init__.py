@@ -14,7 +14,7 @@ from pipegrid.bridges.bridge.structure import (
     require_parts,
 )
 from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, boundary_sides, checked_traffic, directions_of
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config, renew_lanes

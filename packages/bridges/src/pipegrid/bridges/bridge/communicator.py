@@ -28,15 +28,15 @@ from pipegrid.bridges.reshard import (
     GridLike,
 )
 from pipegrid.topology import discard_groups
-from pipegrid.topology.fields import checked
+from pipegrid.core.fields import checked
 from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.edge import Direction
+from pipegrid.core.edge import Direction
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.transport.sharing import LaneSharing
+from pipegrid.core.sharing import LaneSharing
 from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]

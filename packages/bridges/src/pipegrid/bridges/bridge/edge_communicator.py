@@ -14,7 +14,7 @@ from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.control.handshake import Handshake
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PLaneDeadError
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator

@@ -23,7 +23,7 @@ from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import SPLIT_SIZES, RankPart
 from pipegrid.bridges.steps import Completing
-from pipegrid.transport.edge import Direction
+from pipegrid.core.edge import Direction
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 

@@ -11,7 +11,7 @@ from pipegrid.bridges.bridge.structure import Declared, Structure
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, Links, Placement, Strategy, as_axis_of, axis_names
 from pipegrid.bridges.reshard.links import Choice
-from pipegrid.topology.fields import Index, checked, checked_fields, shown
+from pipegrid.core.fields import Index, checked, checked_fields, shown
 
 
 def _as_lanes(value: Any) -> tuple[int, ...] | None:

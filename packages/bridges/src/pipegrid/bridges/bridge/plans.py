@@ -17,7 +17,7 @@ from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, Reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.bridges.steps import require_summed
 from pipegrid.topology import replica_bounds, replica_sizes
-from pipegrid.topology.fields import Index, checked_fields, shown
+from pipegrid.core.fields import Index, checked_fields, shown
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
 

@@ -22,10 +22,10 @@ from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, 
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.edge import Direction
+from pipegrid.core.edge import Direction
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.handle import Transfer
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.core.spec import LaneSpec
 
 _FORWARD = Direction.FORWARD
 

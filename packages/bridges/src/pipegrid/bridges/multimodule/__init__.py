@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge import EdgeOptions
 from pipegrid.bridges.multimodule.positions import Positions, collective_edges, positions_of
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.multimodule.communicator import MultiModulePipelineCommunicator

@@ -12,7 +12,7 @@ from pipegrid.bridges.bridge.structure import in_words
 from pipegrid.bridges.errors import MissingTensorError, ShapeError
 from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.messages.trees import mapped_together
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 

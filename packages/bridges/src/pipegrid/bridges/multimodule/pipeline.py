@@ -14,7 +14,7 @@ from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, ch
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
 from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
 from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 
 class ModulePipeline:

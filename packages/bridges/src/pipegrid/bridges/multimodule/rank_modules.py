@@ -12,9 +12,9 @@ from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.core.spec import LaneSpec
 
 
 class ModuleChain(NeighbourVerbs):

@@ -17,9 +17,9 @@ from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.transport.control.replica_lanes import WaysAcross
-from pipegrid.transport.edge import Crossing, Direction, Edge
+from pipegrid.core.edge import Crossing, Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.core.spec import LaneSpec
 
 _FORWARD = Direction.FORWARD
 

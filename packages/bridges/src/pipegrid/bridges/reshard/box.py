@@ -12,7 +12,7 @@ from typing import TypeVar
 from attrs import frozen
 
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.topology.fields import Index, checked_fields
+from pipegrid.core.fields import Index, checked_fields
 
 Span = tuple[int, int]
 """A half-open range ``(start, stop)`` of one axis."""

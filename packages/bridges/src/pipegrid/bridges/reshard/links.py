@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import shares
-from pipegrid.topology.fields import Amount, Index, checked_fields, number
+from pipegrid.core.fields import Amount, Index, checked_fields, number
 
 
 def _as_groups(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

@@ -26,7 +26,7 @@ from pipegrid.bridges.reshard.cuts import Cut, local_shape, local_spans, meeting
 from pipegrid.bridges.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, leaders
 from pipegrid.bridges.reshard.side import Side
 from pipegrid.bridges.reshard.sizes import AxisNames, Sizes
-from pipegrid.topology.fields import Count, Index, checked, checked_fields
+from pipegrid.core.fields import Count, Index, checked, checked_fields
 
 
 @frozen(order=True, field_transformer=checked_fields(BridgeError))

@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard.box import merge
-from pipegrid.topology.fields import Index, Name, checked, checked_fields, instance
+from pipegrid.core.fields import Index, Name, checked, checked_fields, instance
 from pipegrid.topology.grid import Grid
 
 BATCH = "b"

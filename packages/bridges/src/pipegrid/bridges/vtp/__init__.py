@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.vtp.topology import VTPTopology
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.bridges.vtp.communicator import VTPCommunicator

@@ -14,7 +14,7 @@ from attrs import frozen
 from pipegrid.bridges.bridge import BridgeWiring, Folded
 from pipegrid.bridges.reshard import Placement, Replicate, Shard, Side
 from pipegrid.bridges.reshard.side import SideDim
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 
 @frozen

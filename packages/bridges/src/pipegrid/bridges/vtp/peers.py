@@ -10,7 +10,7 @@ from attrs import frozen
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary
-from pipegrid.transport.edge import Edge
+from pipegrid.core.edge import Edge
 
 Ranks: TypeAlias = int | Sequence[int] | None
 

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, TypeAlias
 
-from pipegrid.topology.fields import Rule, number
+from pipegrid.core.fields import Rule, number
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _PART = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|[dhms])")

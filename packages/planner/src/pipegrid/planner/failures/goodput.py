@@ -10,7 +10,7 @@ from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.durations import GivenPositive
 from pipegrid.planner.failures.interval import best_interval, daly
 from pipegrid.planner.failures.simulate import POLICIES, Outcome, Policy, Scenario, simulate
-from pipegrid.topology.fields import checked_arguments, instance
+from pipegrid.core.fields import checked_arguments, instance
 
 
 @frozen

@@ -19,7 +19,7 @@ from pipegrid.planner.failures.durations import (
     GivenPositive,
     PositiveDuration,
 )
-from pipegrid.topology.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
+from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
 
 MEAN_FAILURES = 1000
 """Failures of a run that is drawn at random, on average, unless its duration is given."""

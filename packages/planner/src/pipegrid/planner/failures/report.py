@@ -14,7 +14,7 @@ from pipegrid.planner.failures.goodput import Goodput
 from pipegrid.planner.failures.interval import daly_goodput
 from pipegrid.planner.failures.outages import Failures
 from pipegrid.planner.failures.simulate import CAUSES, Outcome, Scenario
-from pipegrid.topology.job.tables import table, text_table
+from pipegrid.core.tables import table, text_table
 
 
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:

@@ -13,9 +13,9 @@ from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.outages import Nodes
 from pipegrid.planner.failures.throughput import Throughput
 from pipegrid.planner.job import GivenBytes
-from pipegrid.schedules.plan.routes import Routes
-from pipegrid.schedules.search.routed import reroute, schedule_routes
-from pipegrid.topology.fields import Count, checked_arguments
+from pipegrid.plans.plan.routes import Routes
+from pipegrid.search.routed import reroute, schedule_routes
+from pipegrid.core.fields import Count, checked_arguments
 
 Dead: TypeAlias = tuple[tuple[int, ...], ...]
 """Per replica with dead actors, their positions; replicas are alike, so the order of a sorted one is no matter."""

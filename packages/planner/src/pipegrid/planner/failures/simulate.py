@@ -13,7 +13,7 @@ from pipegrid.planner.failures.durations import DURATION, Duration, seconds_of
 from pipegrid.planner.failures.outages import Failures
 from pipegrid.planner.failures.stretch import Stretch, whole
 from pipegrid.planner.failures.throughput import Throughput, by_nodes
-from pipegrid.topology.fields import Index, Rule, checked_fields, instance
+from pipegrid.core.fields import Index, Rule, checked_fields, instance
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)

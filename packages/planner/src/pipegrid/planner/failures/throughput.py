@@ -13,7 +13,7 @@ from pipegrid.planner.failures.outages import Nodes
 from pipegrid.planner.job import GivenBytes
 from pipegrid.planner.reading import Form, parse_document
 from pipegrid.planner.search import GivenJob, plan
-from pipegrid.topology.fields import Amount, Count, Rule, Seconds, checked, checked_arguments, checked_fields
+from pipegrid.core.fields import Amount, Count, Rule, Seconds, checked, checked_arguments, checked_fields
 
 
 def by_nodes(value: Any, number: Callable[[Any], float]) -> tuple[tuple[int, float], ...]:

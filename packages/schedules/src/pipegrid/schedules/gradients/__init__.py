@@ -15,8 +15,8 @@ from pipegrid.schedules.errors import (
     TyingError as TyingError,
 )
 from pipegrid.schedules.gradients.loss_scale import LossScale
-from pipegrid.schedules.passes.lowering import with_reduce
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.plans.passes.lowering import with_reduce
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.gradients.clip import clip_grad_norm_

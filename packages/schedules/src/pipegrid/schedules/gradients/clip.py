@@ -16,7 +16,7 @@ from pipegrid.schedules.gradients.groups import device_of, ranks_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.topology.fields import Rule, checked
+from pipegrid.core.fields import Rule, checked
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.monitor import Monitor

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
-from pipegrid.topology.fields import shown
+from pipegrid.core.fields import shown
 from pipegrid.transport.control.opening import resolve_device
 
 

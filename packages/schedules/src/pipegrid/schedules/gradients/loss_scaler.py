@@ -17,7 +17,7 @@ from pipegrid.schedules.gradients.groups import device_of
 from pipegrid.schedules.gradients.loss_scale import LossScale, Positive, from_state, to_state, updated
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.topology.fields import Index, checked, checked_fields
+from pipegrid.core.fields import Index, checked, checked_fields
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pipegrid.schedules.megatron.counts import (
 )
 from pipegrid.schedules.megatron.place import Place, place_of, step_plan
 from pipegrid.schedules.megatron.units.batches import UnitBatches
-from pipegrid.topology.lazy import lazy_names
+from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor

@@ -22,7 +22,7 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.gradients.groups import device_of
 from pipegrid.schedules.gradients.main_grad import named_modules
 from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.plan import Action, ActionKind
+from pipegrid.plans.plan import Action, ActionKind
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 _WATCHED = 2

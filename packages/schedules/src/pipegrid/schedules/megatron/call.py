@@ -18,7 +18,7 @@ from pipegrid.schedules.gradients.reduction import observed
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.config import OF_MEGATRON, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
-from pipegrid.schedules.plan import Routes
+from pipegrid.plans.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipegrid.schedules.plan import Action
+from pipegrid.plans.plan import Action
 from pipegrid.schedules.runtime import Hook, MessageHook
 
 

@@ -8,14 +8,14 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import numbered_modules
 from pipegrid.schedules.megatron.kinds import Interleaved, StepKind
-from pipegrid.topology.fields import shown
+from pipegrid.core.fields import shown
 
 CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
 

@@ -16,7 +16,7 @@ from attrs import evolve, field, fields, frozen
 from attrs.converters import optional
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import Count, Index, Rule, checked, checked_fields, instance, shown
+from pipegrid.core.fields import Count, Index, Rule, checked, checked_fields, instance, shown
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import Count, Index, checked, checked_arguments, shown
+from pipegrid.core.fields import Count, Index, checked, checked_arguments, shown
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.job import JobTopology
 

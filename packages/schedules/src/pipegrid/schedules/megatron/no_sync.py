@@ -8,7 +8,7 @@ from typing import Any
 
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
-from pipegrid.schedules.plan import Action, ActionKind, Plan
+from pipegrid.plans.plan import Action, ActionKind, Plan
 
 _B, _W = ActionKind.B, ActionKind.W
 _FORWARDS, _BACKWARDS = frozenset({ActionKind.F}), frozenset({_B, ActionKind.I, _W})

@@ -52,9 +52,9 @@ from pipegrid.schedules.megatron.units.numbers import (
 )
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.schedules.plan import ActionKind
+from pipegrid.plans.plan import ActionKind
 from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
-from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.core.fields import Count, Index, checked
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
 

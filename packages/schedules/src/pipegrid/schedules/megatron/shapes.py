@@ -11,7 +11,7 @@ from attrs import frozen
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.runtime import flatten
-from pipegrid.topology.fields import Count, checked
+from pipegrid.core.fields import Count, checked
 
 Shape: TypeAlias = tuple[int, ...]
 

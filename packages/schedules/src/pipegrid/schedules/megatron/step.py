@@ -27,7 +27,7 @@ from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.replica import require_equal_routes
-from pipegrid.schedules.plan import Plan, Routes
+from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.runtime import Hook
 
 

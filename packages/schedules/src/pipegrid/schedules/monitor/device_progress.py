@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from pipegrid.schedules.plan.actions import Action
+from pipegrid.plans.plan.actions import Action
 from pipegrid.transport.waits.aborts import device_aborts
 
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.schedules.monitor.heard import BEAT_SECONDS, Heard
 from pipegrid.topology.addresses import server_of
 from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.topology.fields import Index, Seconds, checked, shown
+from pipegrid.core.fields import Index, Seconds, checked, shown
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from pipegrid.schedules.plan import Plan
+    from pipegrid.plans.plan import Plan
 
 _FIRST_DEADLINE = 60.0
 FIRST_STEP_SECONDS = 1800.0

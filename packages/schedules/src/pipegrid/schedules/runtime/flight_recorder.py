@@ -22,7 +22,7 @@ from pipegrid.transport.waits.aborts import device_aborts
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor import Report
-    from pipegrid.schedules.plan import Plan
+    from pipegrid.plans.plan import Plan
     from pipegrid.transport.base import Communicator
 
 _MOST_FILES = 1000  # of one rank in one folder

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipegrid.schedules.plan import OFFLOADING, Action, ActionKind
+from pipegrid.plans.plan import OFFLOADING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import ReceivesAhead, RecvQueue, SendQueue
@@ -18,10 +18,10 @@ from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCall
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.transport import streams
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.plan import Plan
+    from pipegrid.plans.plan import Plan
     from pipegrid.transport.base import Communicator
 
 

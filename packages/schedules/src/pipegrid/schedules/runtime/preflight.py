@@ -10,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.schedules.errors import GradientError, StepArgumentError
 from pipegrid.schedules.fsdp import is_fsdp
-from pipegrid.schedules.plan import Action, ActionKind, actions_of, require_plan
+from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.schedules.runtime.stages.stage import modules_of
-from pipegrid.schedules.verify import Proof, dataflow_of, verify
-from pipegrid.topology.fields import shown
-from pipegrid.transport.sharing import LaneSharing
+from pipegrid.plans.verify import Proof, dataflow_of, verify
+from pipegrid.core.fields import shown
+from pipegrid.core.sharing import LaneSharing
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.plan import Plan
+    from pipegrid.plans.plan import Plan
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.job import JobTopology
 

@@ -21,7 +21,7 @@ from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
 
 if TYPE_CHECKING:
     from pipegrid.schedules.runtime.position import BoundPosition
-    from pipegrid.transport.edge import Edge
+    from pipegrid.core.edge import Edge
     from pipegrid.transport.protocol import Payload
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pipegrid.topology.grid import runs_of, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.job.tables import table
+from pipegrid.core.tables import table
 
 
 def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: bool = False) -> str:

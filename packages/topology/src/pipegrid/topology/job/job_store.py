@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.errors import GridError, GroupConnectionError
-from pipegrid.topology.fields import Name, checked
+from pipegrid.core.fields import Name, checked
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from pipegrid.topology.errors import PlacementError
-from pipegrid.topology.fields import Index, checked, shown
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.topology.grid import Grid, Relation, relation, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.topology.job.tables import text_table
+from pipegrid.core.tables import text_table
 from pipegrid.topology.world import resolve_world_size
 
 

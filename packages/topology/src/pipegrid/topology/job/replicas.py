@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from pipegrid.topology.errors import GridError
-from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.core.fields import Count, Index, checked
 from pipegrid.topology.grid import Dims, dims_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from pipegrid.topology import discard_groups
-from pipegrid.topology.fields import Count, Index, Seconds, checked
+from pipegrid.core.fields import Count, Index, Seconds, checked
 from pipegrid.training.checkpoint import loading
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.last_save import Pending, finish_at_exit

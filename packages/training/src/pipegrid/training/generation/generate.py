@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.schedules.megatron.call import flat
-from pipegrid.topology.fields import Count, Index, checked
+from pipegrid.core.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import kv_cache_of
 from pipegrid.training.generation.part import ModulePart
@@ -22,7 +22,7 @@ from pipegrid.training.generation.texts import Texts
 from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.base import Communicator
-from pipegrid.transport.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.topology.fields import Amount, Count, Index, checked_fields
+from pipegrid.core.fields import Amount, Count, Index, checked_fields
 from pipegrid.training.errors import GenerationError
 
 

@@ -17,7 +17,7 @@ import torch
 from attrs import Attribute, define, field
 
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import Index, checked
+from pipegrid.core.fields import Index, checked
 
 Axis = int | None
 """Of the rows; None: an entry is whole in each microbatch."""

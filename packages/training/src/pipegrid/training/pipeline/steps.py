@@ -33,7 +33,7 @@ from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.megatron.call import LossSums
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.schedules.timeline import Track
+from pipegrid.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.generators import seeded_by
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
@@ -43,7 +43,7 @@ from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
-from pipegrid.transport.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.streams import has_streams
 
 

@@ -19,7 +19,7 @@ from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.monitor.epochs import RankLostError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
-from pipegrid.topology.fields import Count, Index, Seconds, checked
+from pipegrid.core.fields import Count, Index, Seconds, checked
 from pipegrid.training.errors import RestartError
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.neighbours import Neighbours

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.topology import HyperCommGrid
-from pipegrid.topology.fields import Index, checked, shown
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, as_layout, assign, places_on, require_no_shared_memory

@@ -14,7 +14,7 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from pipegrid.topology.fields import Index, checked_fields
+from pipegrid.core.fields import Index, checked_fields
 from pipegrid.training.errors import CutError
 from pipegrid.training.generators import States, capture_torch, restore
 from pipegrid.training.stages.names import Names, find_names, layers_of

@@ -11,7 +11,7 @@ from typing import Final
 from attrs import field, frozen
 from torch import nn
 
-from pipegrid.topology.fields import Name, checked_fields, shown
+from pipegrid.core.fields import Name, checked_fields, shown
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.torch_compat import children_of
 

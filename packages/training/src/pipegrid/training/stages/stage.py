@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipegrid.schedules.autograd import compile_split
-from pipegrid.topology.fields import checked
+from pipegrid.core.fields import checked
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie
 from pipegrid.training.stages.calls import by_name

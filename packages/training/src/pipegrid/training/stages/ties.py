@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules.gradients import TiedParameters, tie_parameters
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from pipegrid.schedules.monitor import JobFailedError
-from pipegrid.schedules.plan import Actor
+from pipegrid.plans.plan import Actor
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Dims
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epochs
 from pipegrid.topology.bounded_calls import giving_up
-from pipegrid.topology.fields import Name, checked
+from pipegrid.core.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.survive.connections import require_no_watchdog

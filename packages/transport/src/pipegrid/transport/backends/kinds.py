@@ -14,7 +14,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.topology.torch_compat import backend_of
-from pipegrid.transport.order import ORDER_MODELS, OrderModel
+from pipegrid.core.order import ORDER_MODELS, OrderModel
 
 NCCL = "nccl"
 

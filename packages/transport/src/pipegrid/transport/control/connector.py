@@ -48,8 +48,8 @@ from pipegrid.transport.errors import (
     P2PTimeoutError,
 )
 from pipegrid.transport.lane.connection import Connection
-from pipegrid.transport.sharing import LaneSharing
-from pipegrid.transport.spec import LaneSpec, opening_key
+from pipegrid.core.sharing import LaneSharing
+from pipegrid.core.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import new_stream
 
 _Bundle: TypeAlias = tuple[LaneSpec, ...]

@@ -20,7 +20,7 @@ from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_a
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.lane.transfers import LaneTransfers
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _DROPPED = (

@@ -35,8 +35,8 @@ from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.payload import flatten, signature_of
-from pipegrid.transport.sharing import PositionLane, communicators_of
-from pipegrid.transport.spec import LaneSpec, opening_key
+from pipegrid.core.sharing import PositionLane, communicators_of
+from pipegrid.core.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import current_device
 
 

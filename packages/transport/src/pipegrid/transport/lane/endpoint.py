@@ -9,7 +9,7 @@ from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.messages.message import Signature
-from pipegrid.transport.spec import LaneSpec, Tally
+from pipegrid.core.spec import LaneSpec, Tally
 
 
 @frozen(eq=False, kw_only=True)

@@ -36,7 +36,7 @@ from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.messages.message import StepShapes
 from pipegrid.transport.messages.payload import ReceiveBuffers, carried
-from pipegrid.transport.spec import LaneStats
+from pipegrid.core.spec import LaneStats
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 

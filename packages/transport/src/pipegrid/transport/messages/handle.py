@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pipegrid.transport.messages.message import Signature
     from pipegrid.transport.messages.payload import ExpectedShape, ReceiveBuffers
-    from pipegrid.transport.spec import LaneSpec
+    from pipegrid.core.spec import LaneSpec
 
 
 class State(enum.Enum):

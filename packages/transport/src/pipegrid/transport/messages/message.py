@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.messages.trees import Tree, describe
-from pipegrid.transport.spec import LaneSpec
+from pipegrid.core.spec import LaneSpec
 
 
 def _as_shape(value: Iterable[int]) -> tuple[int, ...]:

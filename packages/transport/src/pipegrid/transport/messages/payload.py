@@ -16,7 +16,7 @@ from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages import trees
 from pipegrid.transport.messages.message import Signature, TensorSpec
 from pipegrid.transport.messages.trees import Tree, places, unflatten
-from pipegrid.transport.spec import Tally
+from pipegrid.core.spec import Tally
 from pipegrid.transport.streams import follow
 
 # Backends send these under their own dtype; the others travel as bytes.

@@ -22,7 +22,7 @@ from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.schedules.plan import Action, ActionKind
+from pipegrid.plans.plan import Action, ActionKind
 
 Unit: TypeAlias = tuple[int, int]
 """The home replica of a microbatch, and its number there; in this order units are added."""

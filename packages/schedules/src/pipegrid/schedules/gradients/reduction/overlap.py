@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipegrid.schedules.gradients.main_grad import has_foreign_buffer
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
-from pipegrid.schedules.plan import Action, ActionKind, Plan
+from pipegrid.plans.plan import Action, ActionKind, Plan
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 

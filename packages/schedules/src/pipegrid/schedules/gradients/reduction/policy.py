@@ -16,7 +16,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.autograd import is_compiled_in_place
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.fsdp import divide_factor, fsdp_modules, has_fsdp

@@ -22,7 +22,7 @@ from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradien
 from pipegrid.schedules.gradients.main_grad import Modules
 from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, used_in
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.topology.fields import Amount, Count, checked
+from pipegrid.core.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
 
 BUCKET_BYTES = 32 * 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from pipegrid.bridges.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import GradientError
 from pipegrid.topology import GroupSpec
 

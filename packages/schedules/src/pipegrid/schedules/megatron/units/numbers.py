@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from attrs import frozen
 
 from pipegrid.schedules.megatron.units.batches import Unit
-from pipegrid.schedules.plan import ActionKind, Plan, Routes
+from pipegrid.plans.plan import ActionKind, Plan, Routes
 
 
 def units_per_replica(routes: Routes) -> float:

@@ -56,7 +56,7 @@ from pipegrid.schedules.monitor.epochs.records import (
 )
 from pipegrid.schedules.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.topology.fields import Index, Seconds, checked
+from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.transport.collectives.differences import listed
 
 _OUTSIDE = Epoch(-1, ())  # of a process that has not joined yet

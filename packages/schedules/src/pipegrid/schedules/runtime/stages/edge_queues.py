@@ -14,11 +14,11 @@ from attrs import define, field
 
 from pipegrid.schedules.autograd import free_storage
 from pipegrid.schedules.runtime.stages.unread import Aliased, Unread
-from pipegrid.transport.edge import Direction, Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.protocol import ReusableReceive
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.plan.actions import Action
+    from pipegrid.plans.plan.actions import Action
     from pipegrid.schedules.runtime.stages.hooks import MessageHook
     from pipegrid.transport.base import Communicator, Port
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle

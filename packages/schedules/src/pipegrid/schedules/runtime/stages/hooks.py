@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from pipegrid.schedules.plan.actions import Action
+from pipegrid.plans.plan.actions import Action
 from pipegrid.transport import streams
 
 _MICROBATCHES_AHEAD = 3

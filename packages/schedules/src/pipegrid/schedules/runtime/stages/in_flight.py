@@ -20,7 +20,7 @@ from pipegrid.schedules.runtime.stages.slices import Kept, Slice
 from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable
 
 if TYPE_CHECKING:
-    from pipegrid.transport.edge import Edge
+    from pipegrid.core.edge import Edge
     from pipegrid.transport.protocol import Payload
 
 

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from pipegrid.bridges import Packed
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology.fields import ErrorType, shown
+from pipegrid.core.fields import ErrorType, shown
 from pipegrid.transport.messages.trees import mapped, parts_of
 
 

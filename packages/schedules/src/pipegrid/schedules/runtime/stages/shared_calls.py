@@ -17,7 +17,7 @@ from pipegrid.schedules.runtime.stages.payloads import map_tensors
 from pipegrid.schedules.runtime.stages.unread import tensors_in_order
 
 if TYPE_CHECKING:
-    from pipegrid.transport.edge import Edge
+    from pipegrid.core.edge import Edge
     from pipegrid.transport.protocol import Payload
 
 

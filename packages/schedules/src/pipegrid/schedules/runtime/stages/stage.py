@@ -14,7 +14,7 @@ from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
 if TYPE_CHECKING:
     from pipegrid.schedules.runtime.stages.slices import Slice
-    from pipegrid.transport.edge import Edge
+    from pipegrid.core.edge import Edge
     from pipegrid.transport.protocol import Payload
 
 

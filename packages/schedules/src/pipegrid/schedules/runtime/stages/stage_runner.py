@@ -36,7 +36,7 @@ from pipegrid.schedules.runtime.stages.stage import (
 from pipegrid.schedules.runtime.stages.unread import Unread, without_graph
 
 if TYPE_CHECKING:
-    from pipegrid.transport.edge import Edge
+    from pipegrid.core.edge import Edge
     from pipegrid.transport.protocol import Payload
 
 

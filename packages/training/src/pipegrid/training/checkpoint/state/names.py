@@ -10,7 +10,7 @@ import torch
 from attrs import Attribute, field, frozen
 from torch import Tensor, nn
 
-from pipegrid.topology.fields import shown
+from pipegrid.core.fields import shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.checkpoint.stored.plain import dtype_name
 from pipegrid.training.errors import CheckpointError

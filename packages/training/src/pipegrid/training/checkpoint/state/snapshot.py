@@ -173,7 +173,7 @@ def _recorded(device: torch.device) -> Any:
 def _plan_text(plan: Any) -> str | None:
     if plan is None or isinstance(plan, str):
         return plan
-    from pipegrid.schedules.plan import to_text
+    from pipegrid.plans.plan import to_text
 
     return to_text(plan)
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from attrs import define
 
-from pipegrid.layout.strict_json import read_json
+from pipegrid.core.strict_json import read_json
 from pipegrid.training.errors import CheckpointError
 
 FILE: Final = ".lock"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import cattrs
 from attrs import field, frozen
 
-from pipegrid.topology.fields import Index, Rule, checked_fields, integer
+from pipegrid.core.fields import Index, Rule, checked_fields, integer
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.errors import CorruptCheckpointError
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrid.topology.fields import shown
+from pipegrid.core.fields import shown
 from pipegrid.training.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipegrid.topology.fields import Count, checked
+from pipegrid.core.fields import Count, checked
 from pipegrid.training.errors import CutError
 
 IGNORED = -100

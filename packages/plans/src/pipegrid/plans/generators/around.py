@@ -1,0 +1,252 @@
+"""A schedule of a chain for a graph of modules: the module with the loss runs it, and the encoders follow.
+
+An encoder on ranks of its own stays one microbatch ahead of the stage that it feeds, as the first stage of a longer
+chain would. One on the ranks of the main module does all its forwards before the schedule and all its backwards after
+it, and holds every microbatch in between. ``1f1b`` needs none of this: its rule holds for any graph on any ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import evolve
+
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.generators.multi_module import frozen_stages, multi_module_1f1b
+from pipegrid.plans.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
+from pipegrid.plans.generators.shapes import Order, looped_placement
+from pipegrid.plans.plan import (
+    Action,
+    ActionKind,
+    Plan,
+    as_placement,
+    backward,
+    compute_plan,
+    forward,
+    require_graph,
+    require_placed,
+    stages_on,
+)
+from pipegrid.plans.simulate import Costs
+from pipegrid.plans.simulate.engine import play
+from pipegrid.core.fields import Count, checked_arguments
+
+ANY_GRAPH = "1f1b"
+"""The schedule that needs no chain, and takes any number of stages on a position."""
+
+U_SHAPE = "u_shape"
+
+
+@checked_arguments(PlanError)
+def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
+    """The schedules that train ``num_chunks`` stages of a module on each of its positions, in whole microbatches.
+
+    A U has one on each, and the last stage on the first position besides.
+    """
+    fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
+    return tuple(known.name for known in fitting if not known.sliced)
+
+
+def _fits(known: Schedule, num_chunks: int) -> bool:
+    if known.name == U_SHAPE:
+        return num_chunks == 1
+    if known.chunks is None:
+        return num_chunks > 1
+    return known.name == ANY_GRAPH or known.chunks == num_chunks
+
+
+@checked_arguments(PlanError)
+def stage_places(name: str, num_positions: Count, num_chunks: Count | None = None) -> tuple[int, ...]:
+    """The pp rank of each stage of a module under schedule ``name``: round and round, forth and back, or a U.
+
+    For ``MultiModulePipelineCommunicator(stage_placement={module: ...})`` and ``P2PCommunicator(placement=...)``.
+    ``num_chunks`` is the number of stages on each of ``num_positions`` positions; None is the schedule's own (2 where
+    any will do, 1 in ``1f1b``).
+    """
+    known = find_schedule(name)
+    if num_chunks is not None and not _fits(known, num_chunks):
+        raise PlanError(
+            f"{known.name} does not run {num_chunks} stages on each position; these do: "
+            f"{', '.join(fitting_schedules(num_chunks))}"
+        )
+    if known.name == ANY_GRAPH:
+        return looped_placement(num_positions, num_positions * (num_chunks or 1))
+    return tuple(place for (place,) in _chain(known, num_positions, 1, num_chunks).placement)
+
+
+def _chain(
+    known: Schedule, num_positions: int, num_microbatches: int, num_chunks: int | None, num_slices: int = 1
+) -> Plan:
+    chunks = num_chunks if known.chunks is None else None
+    return known.plan(num_positions, num_microbatches, chunks, num_slices=num_slices)
+
+
+@checked_arguments(PlanError)
+def schedule_for(
+    graph: ModuleGraph,
+    name: str,
+    num_microbatches: Count,
+    *,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    forward_only: Iterable[str] = (),
+    num_slices: Count = 1,
+) -> Plan:
+    """The plan of computes of schedule ``name`` for a graph of modules.
+
+    Args:
+        graph: the modules; under other schedules than ``1f1b``, one has the loss, and each stage before it feeds one
+            other.
+        name: of a schedule that trains, such as ``"zero_bubble_v"``.
+        num_microbatches: of a step.
+        placement: the positions of each stage (`stage_places` has them for one module); None: one position per stage.
+        forward_only: frozen modules, which run no backward.
+        num_slices: slices of each microbatch, of a single module.
+    """
+    require_graph(graph)
+    known = find_schedule(name)
+    require_slices(known, num_slices)
+    if known.name == ANY_GRAPH:
+        return multi_module_1f1b(graph, num_microbatches, placement=placement, forward_only=forward_only)
+    if not known.trains:
+        raise PlanError(f"{known.name} runs no backward; evaluation runs the forwards of a schedule that trains")
+    places = as_placement(range(graph.num_stages) if placement is None else placement)
+    require_placed(places, graph)
+    around = _Around(known, graph, num_microbatches, places, frozen_stages(graph, forward_only), num_slices)
+    return around.plan()
+
+
+class _Around:
+    """The main module's schedule on its positions, and the orders of all other stages."""
+
+    def __init__(
+        self,
+        known: Schedule,
+        graph: ModuleGraph,
+        num_microbatches: int,
+        placement: tuple[tuple[int, ...], ...],
+        frozen: frozenset[int],
+        num_slices: int,
+    ) -> None:
+        self._known, self._graph, self._count, self._placement = known, graph, num_microbatches, placement
+        self._frozen, self._num_slices = frozen, num_slices
+        if len(graph.sinks) > 1:
+            raise self._branches()
+        self._main = graph.order[-1]  # a topological order has the one sink last
+        self._first = graph.stage(self._main, 0)
+        if self._first in frozen:
+            raise PlanError(f"forward_only names {self._main!r}, the module with the loss; a step must train it")
+        self._held = stages_on(placement)
+
+    def plan(self) -> Plan:
+        orders = self._main_orders()
+        of_stage: dict[int, Order] = {}
+        for stage in reversed(range(self._graph.num_stages)):
+            position = self._placement[stage][0]
+            if position not in orders:
+                fed = [edge.destination for edge in self._graph.stage_edges if edge.source == stage]
+                if len(fed) > 1:
+                    raise self._branches()
+                of_stage[stage] = self._one_ahead(stage, of_stage[fed[0]])
+            else:
+                of_stage[stage] = [action for action in orders[position] if action.stage == stage]
+        orders |= self._merged(of_stage, orders)
+        return self._plan_of([orders[position] for position in range(max(orders) + 1)], self._placement)
+
+    def _plan_of(self, orders: Sequence[Iterable[Action]], placement: Iterable[Iterable[int]]) -> Plan:
+        return compute_plan(
+            orders,
+            graph=self._graph,
+            placement=placement,
+            num_microbatches=self._count,
+            forward_only=self._frozen,
+            num_slices=self._num_slices,
+        )
+
+    def _merged(self, of_stage: Mapping[int, Order], orders: Mapping[int, Order]) -> dict[int, Order]:
+        """The orders of the positions without a stage of the main module, each out of those of its stages.
+
+        They are merged by the dates of a simulation in which each of these stages has a position of its own. All that a
+        compute waits for has an earlier date, so no position waits in a cycle. Of equal dates that nearest to the loss
+        is first, whose result others wait for.
+        """
+        beside = {position: stages for position, stages in self._held.items() if position not in orders}
+        if all(len(stages) == 1 for stages in beside.values()):
+            return {position: of_stage[stages[0]] for position, stages in beside.items()}
+        rows, placement = [*orders.values()], [*self._placement]
+        number = {position: row for row, position in enumerate(orders)}
+        for stage, places in enumerate(self._placement):
+            if places[0] in orders:
+                placement[stage] = tuple([number[place] for place in places if place in number])
+            else:
+                placement[stage] = (len(rows),)
+                rows.append(of_stage[stage])
+        starts = play(self._plan_of(rows, placement), Costs())[0]
+        dates = {
+            action: date for row, own in zip(rows, starts, strict=True) for action, date in zip(row, own, strict=True)
+        }
+        return {
+            position: sorted(
+                (action for stage in stages for action in of_stage[stage]), key=lambda one: (dates[one], -one.stage)
+            )
+            for position, stages in beside.items()
+        }
+
+    def _main_orders(self) -> dict[int, Order]:
+        """The orders of the positions with stages of the main module."""
+        main = {
+            position: tuple(stage - self._first for stage in stages if stage >= self._first)
+            for position, stages in self._held.items()
+        }
+        positions = [position for position, stages in main.items() if stages]
+        schedule = self._schedule(len(positions), {position: main[position] for position in positions})
+        place_of = {stages: place for place, stages in enumerate(schedule.stages_at)}
+        orders = {}
+        for position in positions:
+            encoders = [stage for stage in self._held[position] if stage < self._first]
+            actions = schedule.actions(place_of[main[position]])
+            orders[position] = [
+                *(forward(stage, m) for m in range(self._count) for stage in encoders),
+                *(evolve(action, stage=action.stage + self._first) for action in actions),
+                *(
+                    backward(stage, m)
+                    for m in range(self._count)
+                    for stage in reversed(encoders)
+                    if stage not in self._frozen
+                ),
+            ]
+        return orders
+
+    def _schedule(self, num_positions: int, held: Mapping[int, tuple[int, ...]]) -> Plan:
+        """The schedule of the main module alone, where its stages are placed for it."""
+        name, depth = self._known.name, self._graph.depth(self._main)
+        chunks, rest = divmod(depth - (name == U_SHAPE), num_positions)
+        if rest or not chunks:
+            raise PlanError(f"{name} does not run the {depth} stages of {self._main!r} on {num_positions} positions")
+        needed = list(stage_places(name, num_positions, chunks))
+        schedule = _chain(self._known, num_positions, self._count, chunks, self._num_slices)
+        if set(schedule.stages_at) != set(held.values()):
+            raise PlanError(
+                f"{name} needs the stages of {self._main!r} on the pp ranks {needed}, and positions hold "
+                f"{sorted(held.values())} of them; make the communicator with "
+                f"stage_placement={{{self._main!r}: stage_places({name!r}, {num_positions}, {chunks})}}"
+            )
+        return schedule
+
+    def _branches(self) -> PlanError:
+        return PlanError(
+            f"{self._known.name} is a schedule of one chain, and the graph of {', '.join(self._graph.order)} branches; "
+            f"only {ANY_GRAPH} runs such a graph"
+        )
+
+    def _one_ahead(self, stage: int, fed: Sequence[Action]) -> Order:
+        """The order of ``stage``: that of the stage it feeds, with its forwards one microbatch ahead."""
+        ahead = iter([action for action in fed if action.kind is ActionKind.F])
+        order = [evolve(next(ahead), stage=stage)]
+        for action in fed:
+            if action.kind is ActionKind.F:
+                order += [evolve(later, stage=stage) for later in itertools.islice(ahead, 1)]
+            elif action.kind is not ActionKind.W and stage not in self._frozen:
+                order.append(evolve(action, stage=stage, kind=ActionKind.B))
+        return order

@@ -1,0 +1,214 @@
+"""A schedule of one replica, led along routes: one order per actor.
+
+Units at home keep the order that the schedule has. What an actor computes for other replicas goes in between by list
+scheduling. How good the result is depends on the routes, and on what is moved; that it runs does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from attrs import Factory, define, evolve
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, require_plan
+from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
+from pipegrid.plans.simulate import Costs
+from pipegrid.plans.simulate.engine import play
+from pipegrid.core.fields import Amount, checked_arguments
+from pipegrid.core.edge import Direction
+
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+
+
+@checked_arguments(PlanError)
+def routed(plan: Plan, routes: Routes, *, memory_limit: Amount | None = None) -> Plan:
+    """``plan``, a schedule of one replica, for all replicas and along ``routes``; ``plan`` itself, if they act alike.
+
+    Units at home keep their order. An actor takes the units of others between: forwards from its own first backward on
+    (it has warmed up), and weight gradients when there is nothing else to do.
+
+    Args:
+        plan: of computes, with as many microbatches as the replica with the most units.
+        routes: which replica computes what.
+        memory_limit: of live activations on each actor, in microbatches as in `verify`; None for none.
+
+    Why it cannot deadlock: in the schedule of one replica each compute has a date, later than those that it waits for.
+    Of all computes that are not done, that with the first date has all its inputs; if it is at home, all of its actor's
+    own before it are done, and if it is not, it may be taken at any time. A call for several units has its forward at
+    the date of the first of them, and its backward at that of the last.
+
+    Raises:
+        PlanError: the plan communicates, has routes or slices, or another number of microbatches; the routes do not fit
+            it; or the units do not fit the memory limit in this order.
+    """
+    require_plan(plan)
+    if plan.routes is not None or plan.num_slices > 1:
+        raise PlanError("the plan has routes or slices; give the schedule of one replica, of whole microbatches")
+    if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
+        raise PlanError("the plan communicates or offloads; give a plan of computes, and lower the result")
+    if plan.num_microbatches != max(routes.units):
+        raise PlanError(
+            f"the plan has {plan.num_microbatches} microbatches; the replicas have {list(routes.units)}, so give a "
+            f"schedule of {max(routes.units)}"
+        )
+    if routes.is_identity:
+        return plan
+    rows: list[tuple[Action, ...]] = [()] * (plan.num_positions * routes.num_replicas)
+    empty = evolve(plan, positions=rows, num_microbatches=routes.num_units, routes=routes)
+    return evolve(empty, positions=_ListScheduler(plan, empty, memory_limit).run())
+
+
+class _Result(NamedTuple):
+    """What a compute makes: an activation, a gradient, or (None) nothing that another needs."""
+
+    stage: int
+    direction: Direction | None
+    piece: int
+
+
+@define(eq=False)
+class _Operation:
+    """A compute of all the actors that do it together, and what is known of it so far."""
+
+    date: float
+    action: Action
+    actors: tuple[int, ...]
+    at_home: bool
+    result: _Result
+    waits: int = 0
+    ready: float = 0.0
+    then: list[_Operation] = Factory(list)
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Earlier dates first, and one order of those that have the same."""
+        return self.date, self.action.stage, self.action.microbatch or 0
+
+
+class _ListScheduler:
+    """Orders of all actors, operation by operation: always one of those that can start first.
+
+    ``own``: per actor, the operations of its own units, in order; ``done``: how many of them are; ``others``: those of
+    other replicas whose inputs are there. ``live``: per actor, in microbatches.
+    """
+
+    def __init__(self, plan: Plan, empty: Plan, memory_limit: float | None) -> None:
+        assert empty.routes is not None
+        self.plan, self.empty, self.routes = plan, empty, empty.routes
+        self.limit = math.inf if memory_limit is None else memory_limit
+        self.operations = sorted(self._operations(), key=lambda one: one.order)
+        self._connect()
+        count = empty.num_positions
+        self.own: list[list[_Operation]] = [[] for _ in range(count)]
+        for one in self.operations:
+            for actor in one.actors if one.at_home else ():
+                self.own[actor].append(one)
+        self.done = [0] * count
+        self.others = [one for one in self.operations if not one.at_home and not one.waits]
+        self.free, self.live = [0.0] * count, [0.0] * count
+        self.warm = [all(one.action.kind is F for one in own) for own in self.own]  # those have no warmup
+        self.orders: list[list[Action]] = [[] for _ in range(count)]
+
+    @cached_property
+    def _dates(self) -> dict[tuple[int, int], list[tuple[float, ActionKind]]]:
+        """Of the schedule of one replica: by stage and microbatch, when each of its computes starts."""
+        start, _, _ = play(self.plan, Costs())
+        found: dict[tuple[int, int], dict[ActionKind, float]] = defaultdict(dict)
+        for position, starts in enumerate(start):
+            for action, date in zip(self.plan.actions(position), starts, strict=True):
+                found[action.stage, action.microbatch or 0][action.kind] = date
+        return {key: [(date, kind) for kind, date in dates.items()] for key, dates in found.items()}
+
+    def _operations(self) -> Iterator[_Operation]:
+        graph, routes = self.plan.graph, self.routes
+        for stage, places in enumerate(self.plan.placement):
+            module, _ = graph.module_of(stage)
+            for call in routes.calls(module):
+                first, last = routes.microbatch(call), routes.microbatch(routes.units_for(call, module)[-1])
+                kinds = [one for one in self._dates[stage, first] if one[1] is F]
+                kinds += [one for one in self._dates[stage, last] if one[1] is not F]
+                replica = routes.of(call, stage)
+                actors, at_home = self.empty.actors(places, replica), replica == routes.home(call)
+                for date, kind in kinds:
+                    way = None if kind is W else FORWARD if kind is F else BACKWARD
+                    action, result = Action(kind, stage, call), _Result(stage, way, call)
+                    yield _Operation(date, action, actors, at_home, result)
+
+    def _connect(self) -> None:
+        """Note what each operation waits for."""
+        flows = dataflow_of(self.empty)
+        made = {one.result: one for one in self.operations if one.action.kind is not W}
+        for one in self.operations:
+            stage, direction, piece = one.result
+            if direction is None:
+                needs = [_Result(stage, BACKWARD, piece)]
+            else:
+                needs = [] if direction is FORWARD else [_Result(stage, FORWARD, piece)]
+                for flow, message in flows.arriving(stage, direction, piece):
+                    makers = {made for source in flow.sources for made in flow.makers(message, source)}
+                    needs += [_Result(flow.producer, direction, maker) for maker in sorted(makers)]
+            for need in needs:
+                made[need].then.append(one)
+            one.waits = len(needs)
+
+    def run(self) -> list[list[Action]]:
+        """The orders."""
+        for _ in self.operations:
+            chosen = self._next(warm=True) or self._next(warm=False)
+            if chosen is None:
+                raise PlanError(
+                    f"the units do not fit a memory limit of {self.limit:g} microbatches in this order; give more, or "
+                    "other routes"
+                )
+            self._do(chosen)
+        return self.orders
+
+    def _next(self, *, warm: bool) -> _Operation | None:
+        """The operation to do next; ``warm``: forwards of other replicas only after the warmup."""
+        heads = {id(own[done]): own[done] for own, done in zip(self.own, self.done, strict=True) if done < len(own)}
+        candidates = [one for one in heads.values() if not one.waits and self._is_next(one) and self._fits(one)]
+        candidates += [
+            one
+            for one in self.others
+            if one.action.kind is not F or (self._fits(one) and (not warm or all(self.warm[a] for a in one.actors)))
+        ]
+        return min(candidates, key=self._rank, default=None)
+
+    def _rank(self, one: _Operation) -> tuple[float, bool, tuple[float, int, int]]:
+        """The first to start; of these the first by its date, and weight gradients of other replicas last."""
+        start = max(one.ready, *(self.free[actor] for actor in one.actors))
+        return start, not one.at_home and one.action.kind is W, one.order
+
+    def _is_next(self, one: _Operation) -> bool:
+        at = [(self.own[actor], self.done[actor]) for actor in one.actors]
+        return all(done < len(own) and own[done] is one for own, done in at)
+
+    def _size(self, one: _Operation) -> float:
+        return 1.0 / self.plan.stages_beside[one.action.stage]
+
+    def _fits(self, one: _Operation) -> bool:
+        more = self._size(one) if one.action.kind is F else 0.0
+        return all(self.live[actor] + more <= self.limit + 1e-9 for actor in one.actors)
+
+    def _do(self, one: _Operation) -> None:
+        kind = one.action.kind
+        end = max(one.ready, *(self.free[actor] for actor in one.actors)) + (2.0 if kind is B else 1.0)
+        keeps = kind is F and one.action.stage not in self.plan.forward_only
+        for actor in one.actors:
+            self.orders[actor].append(one.action)
+            self.free[actor] = end
+            self.live[actor] += self._size(one) if keeps else -self._size(one) if kind in (B, W) else 0.0
+            self.warm[actor] = self.warm[actor] or (one.at_home and kind is not F)
+            self.done[actor] += one.at_home
+        if not one.at_home:
+            self.others.remove(one)
+        for other in one.then:
+            other.waits -= 1
+            other.ready = max(other.ready, end)
+            if not other.waits and not other.at_home:
+                self.others.append(other)

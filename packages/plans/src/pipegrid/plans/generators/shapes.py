@@ -1,0 +1,94 @@
+"""Parts that the schedules share: where the stages of a chain lie, and a writer of orders."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from pipegrid.plans.plan import Action, Plan, backward, compute_plan, forward, input_backward, weight_backward
+
+Order = list[Action]
+
+
+def looped_placement(num_positions: int, num_stages: int) -> tuple[int, ...]:
+    """Round and round: stage ``s`` on position ``s % num_positions``."""
+    return tuple(stage % num_positions for stage in range(num_stages))
+
+
+def v_placement(num_positions: int) -> tuple[int, ...]:
+    """Two chunks each, down and back up: stages 0..P-1 on positions 0..P-1, stages P..2P-1 on P-1..0."""
+    return (*range(num_positions), *reversed(range(num_positions)))
+
+
+class OrderBuilder:
+    """Writes an order without arithmetic on indices: each verb takes the next microbatch of a stage.
+
+    A schedule is written for as many microbatches as its phases need; those past ``num_microbatches`` are left
+    out. What is left keeps its order, so it still runs.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.order: Order = []
+        self._count = num_microbatches
+        self._done: dict[tuple[str, int], int] = {}
+        self._owed: deque[tuple[int, int]] = deque()
+
+    def _next(self, verb: str, stage: int) -> int:
+        microbatch = self._done.get((verb, stage), 0)
+        self._done[verb, stage] = microbatch + 1
+        return microbatch
+
+    def _add(self, make: Callable[[int, int], Action], stage: int, microbatch: int) -> None:
+        if microbatch < self._count:
+            self.order.append(make(stage, microbatch))
+
+    def f(self, stage: int) -> None:
+        """The next forward of ``stage``."""
+        self._add(forward, stage, self._next("F", stage))
+
+    def b(self, stage: int) -> None:
+        """The next backward of ``stage``, whole."""
+        self._add(backward, stage, self._next("B", stage))
+
+    def i(self, stage: int) -> None:
+        """The next backward of ``stage``, its input half; the other half is owed."""
+        microbatch = self._next("B", stage)
+        self._add(input_backward, stage, microbatch)
+        self._owed.append((stage, microbatch))
+
+    def w(self) -> None:
+        """The weight half that has been owed longest."""
+        self._add(weight_backward, *self._owed.popleft())
+
+    @property
+    def owes(self) -> bool:
+        """Whether a weight half is owed."""
+        return bool(self._owed)
+
+
+def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Order:
+    """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
+    builder = OrderBuilder(num_microbatches)
+    for _ in range(warmup):
+        builder.f(stage)
+    for microbatch in range(num_microbatches):
+        builder.f(stage)
+        builder.i(stage)
+        if microbatch >= delay:
+            builder.w()
+    while builder.owes:
+        builder.w()
+    return builder.order
+
+
+def chain_plan(
+    orders: Iterable[Order], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
+) -> Plan:
+    """The plan of ``orders``, one per position, over a chain of ``len(placement)`` stages."""
+    return compute_plan(
+        list(orders),
+        graph=len(placement),
+        placement=placement,
+        num_microbatches=num_microbatches,
+        forward_only=range(len(placement)) if forward_only else (),
+    )

@@ -1,0 +1,203 @@
+"""The schedule shaped as a U: the first position holds the first and the last stage of the chain.
+
+P positions hold P + 1 stages: position 0 the head (stage 0) and the tail (stage P, with labels and loss),
+positions 1..P-1 one stage each. Neither data nor labels leave position 0.
+
+Source: the cut is that of Vepakomma et al. 2018, "Split learning for health: Distributed deep learning without
+sharing raw patient data", there the U-shaped configuration without label sharing; the order on positions
+1..P-1 is 1F1B (see `one_f_one_b`); that on position 0 and its counts are ours, derived in
+docs/concepts/schedules.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attrs import frozen
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
+from pipegrid.plans.plan import Plan
+from pipegrid.plans.simulate.costs import Costs, CostsError, GivenCosts
+from pipegrid.core.fields import Count, checked_arguments
+from pipegrid.core.edge import Edge
+
+SLACK = 1e-9  # a quotient this close to a whole number is that number: measured costs are not exact
+
+
+@checked_arguments(PlanError)
+def u_shape(
+    num_positions: Count,
+    num_microbatches: Count,
+    *,
+    costs: Costs | None = None,
+    in_flight: Count | None = None,
+    forward_only: bool = False,
+) -> Plan:
+    """1F1B through a U, with head and tail passes where position 0 would wait for the others.
+
+    Head forwards go on while the first microbatch travels to the tail, and ``2(P-1)//3 + 1`` extra tail passes
+    are done while the first gradient travels back to the head. At unit costs (every position has the same
+    work, so the head and the tail are half a stage each) the bubble is ``3P - 4`` for M of at least 2, one
+    less than 1F1B's; at most ``(P+2)/2`` microbatches live on position 0, ``P + 1 - p`` on position p. The
+    tail in small letters, two columns per unit::
+
+        0: F0 F1 F2 f0 b0 -- f1 b1 -- .  B0 -- F3 f2 b2 -- B1 -- f3 b3 -- .  B2 -- .  .  B3 --
+        1: .  F0 -- F1 -- .  B0 -- -- -- F2 -- B1 -- -- -- F3 -- B2 -- -- -- B3 -- -- -- .  .
+
+    ``costs`` (per stage, P + 1 of them, and per edge) fits the counts to other stages and to slow links: as
+    many microbatches are then under way as hide the links (see `u_shape_counts`, also for their memory).
+    ``in_flight`` caps that number, at the price of idle time. ``forward_only``: head
+    and tail passes in turn, once the first microbatch is back; bubble ``(P-1)F``.
+
+    Source: see this file's heading.
+    """
+    counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
+    orders = (_order(p, num_microbatches, counts, forward_only=forward_only) for p in range(num_positions))
+    placement = looped_placement(num_positions, num_positions + 1)
+    return chain_plan(orders, placement, num_microbatches, forward_only=forward_only)
+
+
+@frozen
+class UShapeCounts:
+    """How far the parts of a U run ahead of each other, if there are as many microbatches.
+
+    ``in_flight``: per position, the microbatches between the forward and the backward of its stage (of the
+    head, on position 0), which is what it holds in memory. ``head_warmup``: head forwards before the first
+    tail pass. ``tail_extra``: tail passes after the first and before the first head backward.
+    """
+
+    in_flight: tuple[int, ...]
+    head_warmup: int
+    tail_extra: int
+
+
+@checked_arguments(PlanError)
+def u_shape_counts(
+    num_positions: Count,
+    *,
+    costs: GivenCosts | None = None,
+    in_flight: Count | None = None,
+    forward_only: bool = False,
+) -> UShapeCounts:
+    """The counts of `u_shape` at ``costs``, by default unit costs.
+
+    A *period* is what the slowest position or link needs for a microbatch. A position holds as many
+    microbatches as there are periods in the way from it to the tail and back, rounded up; the head one more,
+    so that the passes of position 0 need not fit like a puzzle. Tail passes come one a period, so the first
+    head backward is due after as many as there are periods in the gradient's way back, rounded down, and the
+    one that was already waiting.
+    """
+    way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
+    held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]
+    held[0] += num_positions > 1
+    if in_flight is not None:
+        held = [min(number, in_flight) for number in held]
+    fitting = _floor(way.out / way.forwards[0]) if way.forwards[0] > 0 else held[0]
+    return UShapeCounts(
+        tuple(held),
+        head_warmup=min(1 + fitting, held[0]),
+        tail_extra=min(1 + _floor(way.back / way.period), held[0] - 1),
+    )
+
+
+@frozen
+class _Way:
+    """A microbatch's way: per stage its forward and backward, per edge the time of a message."""
+
+    forwards: list[float]
+    backwards: list[float]
+    links: list[float]
+    period: float
+
+    def there_and_back(self, position: int) -> float:
+        """From the start of a forward to the end of the same microbatch's backward, without waiting."""
+        there = math.fsum((*self.forwards[position:], *self.links[position:]))
+        return there + (math.fsum((*self.backwards[position:], *self.links[position:])) if any(self.backwards) else 0.0)
+
+    @property
+    def out(self) -> float:
+        """From the end of a head forward to its tail forward."""
+        return math.fsum((*self.forwards[1:-1], *self.links))
+
+    @property
+    def back(self) -> float:
+        """From the end of a tail backward to its head backward."""
+        return math.fsum((*self.backwards[1:-1], *self.links))
+
+
+def _way(num_positions: int, costs: Costs, *, forward_only: bool) -> _Way:
+    num_stages = num_positions + 1
+    edges = [Edge(stage, stage + 1) for stage in range(num_positions if num_positions > 1 else 0)]
+    travel = costs.travel(edges).values()
+    forwards = [time + costs.overhead for time in costs.per_stage("F", num_stages)]
+    backwards = [0.0 if forward_only else time + costs.overhead for time in costs.per_stage("B", num_stages)]
+    work = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
+    period = max(work[0] + work[-1], *work[1:-1], *(occupied for occupied, _ in travel), 0.0)
+    if period <= 0:
+        raise CostsError("no stage takes any time by these costs; give F or B of at least one stage")
+    return _Way(forwards, backwards, [sum(each) for each in travel], period)
+
+
+def _even(num_positions: int) -> Costs:
+    """Unit costs: every position has the same work, and position 0 two stages."""
+    shares = (0.5, *[1.0] * (num_positions - 1), 0.5)
+    return Costs(F=shares, I=shares, W=shares)
+
+
+def _floor(quotient: float) -> int:
+    return math.floor(quotient * (1 + SLACK) + SLACK)
+
+
+def _ceil(quotient: float) -> int:
+    return math.ceil(quotient * (1 - SLACK) - SLACK)
+
+
+def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forward_only: bool) -> Order:
+    if position == 0 and forward_only:
+        return _edge_forward_order(len(counts.in_flight), num_microbatches, counts)
+    if position == 0:
+        return _edge_order(len(counts.in_flight), num_microbatches, counts)
+    builder = OrderBuilder(num_microbatches)
+    for _ in range(0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches)):
+        builder.f(position)
+    for _ in range(num_microbatches):
+        builder.f(position)
+        if not forward_only:
+            builder.b(position)
+    return builder.order
+
+
+def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order:
+    """What position 0 does, phase by phase; the tail is stage ``tail``."""
+    builder = OrderBuilder(num_microbatches)
+    held = min(counts.in_flight[0], num_microbatches)
+    warmup = min(counts.head_warmup, held)
+    passes = min(1 + counts.tail_extra, held)
+
+    for _ in range(warmup):  # 1. head forwards, while the first microbatch travels to the tail
+        builder.f(0)
+    for number in range(passes):  # 2. tail passes, while its gradient travels back; heads as there is room
+        builder.f(tail)
+        builder.b(tail)
+        if warmup + number < held:
+            builder.f(0)
+    for _ in range(held - warmup - passes):  # 3. heads that the others count on before the first backward
+        builder.f(0)
+    for _ in range(num_microbatches):  # 4. steady: one out, one in, one round; at last only out
+        builder.b(0)
+        builder.f(0)
+        builder.f(tail)
+        builder.b(tail)
+    return builder.order
+
+
+def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order:
+    """What position 0 does in evaluation: heads until the first microbatch is back, then tail and head in turn."""
+    builder = OrderBuilder(num_microbatches)
+    for _ in range(min(counts.head_warmup, num_microbatches)):
+        builder.f(0)
+    for _ in range(num_microbatches):
+        builder.f(tail)
+        builder.f(0)
+    return builder.order

@@ -1,0 +1,153 @@
+"""The two ends of each message in orders, and the faults that can be told from them alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from attrs import evolve
+
+from pipegrid.plans.errors import Fault
+from pipegrid.plans.orders.orders import Launch, Message, Orders
+from pipegrid.core.order import OrderModel
+
+End: TypeAlias = tuple[int, int, int]
+"""One end of a message: rank, launch, number of the message in it."""
+
+
+def ends_of(orders: Orders) -> Iterator[tuple[End, Message]]:
+    """Every end of a message, in order."""
+    for rank, launches in enumerate(orders.ranks):
+        for number, launch in enumerate(launches):
+            for part, message in enumerate(launch.messages):
+                yield (rank, number, part), message
+
+
+def with_later_ends(orders: Orders) -> Orders:
+    """Orders with the ends that a list lacks because it does not end with the step: launched after all that it has.
+
+    A list that does not begin with the step either may lack what was launched, and has ended, before it.
+    """
+    _, alone = partners_of(orders)
+    rows = [list(launches) for launches in orders.ranks]
+    for end in alone:
+        message = message_of(orders, end)
+        if orders.begins[message.peer] and not orders.ends[message.peer]:
+            way: Literal["send", "receive"] = "receive" if message.way == "send" else "send"
+            batched = orders.ranks[end[0]][end[1]].batched
+            other = Message(way, end[0], message.label, message.group)
+            rows[message.peer].append(Launch(f"later: {way} {message.label}", (other,), batched=batched))
+    return evolve(orders, ranks=tuple(map(tuple, rows)))
+
+
+def message_of(orders: Orders, end: End) -> Message:
+    """The message of an end."""
+    rank, number, part = end
+    return orders.ranks[rank][number].messages[part]
+
+
+def partners_of(orders: Orders) -> tuple[dict[End, End], list[End]]:
+    """The other end of each end, and the ends without one; of one label, the first send is the first receive's."""
+    waiting: dict[tuple[int, int, str, str], tuple[deque[End], deque[End]]] = {}
+    partners: dict[End, End] = {}
+    for end, message in ends_of(orders):
+        sends = message.way == "send"
+        pair = (end[0], message.peer) if sends else (message.peer, end[0])
+        sent, received = waiting.setdefault((*pair, message.group, message.label), (deque(), deque()))
+        own, others = (sent, received) if sends else (received, sent)
+        if others:
+            other = others.popleft()
+            partners[end], partners[other] = other, end
+        else:
+            own.append(end)
+    return partners, sorted(end for ends in waiting.values() for side in ends for end in side)
+
+
+def late_messages(orders: Orders) -> list[Fault]:
+    """The faults of computes that read what comes later on their rank, or never, and of waits for such sends.
+
+    What a fragment does not receive or send at all came before it.
+    """
+    faults = []
+    for rank, launches in enumerate(orders.ranks):
+        ends = [(one.way, one.label) for launch in launches for one in launch.messages]
+        seen: set[tuple[str, str]] = set()
+        for number, launch in enumerate(launches):
+            seen |= {(one.way, one.label) for one in launch.messages}
+            used = {("receive", label) for label in launch.needs} | {("send", label) for label in launch.waits}
+            for way, label in sorted((used if orders.begins[rank] else used & set(ends)) - seen)[:1]:
+                rule, does, done = ("late-receive", "reads", "received")
+                if way == "send":
+                    rule, does, done = ("early-wait", "waits for", "sent")
+                text = f"{place_of(orders, rank, number)} {does} {label!r}, which its rank has not {done} before"
+                faults.append(Fault(rule, text))
+    return faults
+
+
+def unknown_peers(orders: Orders) -> list[Fault]:
+    """The faults of messages to or from no other rank."""
+    count = len(orders.ranks)
+    rule = f"the peer is not another of the ranks 0 to {count - 1}"
+    return [
+        Fault("unknown-rank", f"{place_of(orders, rank, number)}: {rule}")
+        for (rank, number, _), message in ends_of(orders)
+        if not 0 <= message.peer < count or message.peer == rank
+    ]
+
+
+def ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
+    """The faults of ends whose other end should be in a list and is not."""
+    faults = []
+    for end in alone:
+        message = message_of(orders, end)
+        if orders.begins[message.peer]:
+            done = "receives" if message.way == "send" else "sends"
+            text = f"{place_of(orders, end[0], end[1])}: rank {message.peer} never {done} {message.label!r}"
+            faults.append(Fault("unpaired", text))
+    return faults
+
+
+def crossing(orders: Orders, partners: dict[End, End]) -> Iterator[tuple[End, End]]:
+    """Sends of one rank to another through one group, one behind the other, whose receives are the other way round."""
+    last: dict[tuple[int, int, str], tuple[End, End]] = {}
+    for end, message in ends_of(orders):
+        if message.way == "send" and end in partners:
+            key, other = (end[0], message.peer, message.group), partners[end]
+            if key in last and other[1:] < last[key][1][1:]:
+                yield last[key][0], end
+            last[key] = end, other
+
+
+def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
+    """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
+    return [
+        Fault(
+            "order",
+            f"rank {before[0]} sends {message_of(orders, before).label!r} before {message_of(orders, end).label!r}, "
+            f"rank {message_of(orders, end).peer} receives them the other way round: messages have no names, so each "
+            "is received as the other",
+        )
+        for before, end in crossing(orders, partners)
+    ]
+
+
+def on_two_communicators(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
+    """Messages with one end in a batch and the other alone, where these two are on different communicators."""
+    if "pair" not in (model.batched, model.lone) or model.batched == model.lone:
+        return []
+    batched = {end: orders.ranks[end[0]][end[1]].batched for end in partners}
+    return [
+        Fault(
+            "communicator",
+            f"{place_of(orders, end[0], end[1])}: in a batch on the group's communicator, and alone on the pair's at "
+            f"{place_of(orders, other[0], other[1])}; neither end finds the other",
+        )
+        for end, other in partners.items()
+        if batched[end] and not batched[other]
+    ]
+
+
+def place_of(orders: Orders, rank: int, number: int) -> str:
+    """A launch and where it stands."""
+    return f"rank {rank}, launch {number}: {orders.ranks[rank][number].text}"

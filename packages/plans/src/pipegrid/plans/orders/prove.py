@@ -1,0 +1,182 @@
+"""The proof that orders end, under an order model: hosts, compute streams and lines played against each other.
+
+An event stays set, so the outcome is the same whichever program runs first: orders that end in one interleaving end in
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from pipegrid.plans.errors import Fault, PlanError
+from pipegrid.plans.orders.ends import (
+    End,
+    crossed,
+    ends_alone,
+    ends_of,
+    late_messages,
+    on_two_communicators,
+    partners_of,
+    place_of,
+    unknown_peers,
+    with_later_ends,
+)
+from pipegrid.plans.orders.orders import Orders
+from pipegrid.plans.orders.play import Wait, cycles, play
+from pipegrid.plans.orders.programs import Track, tracks_of
+from pipegrid.core.fields import nearest, shown
+from pipegrid.core.order import ORDER_MODELS, OrderModel
+
+
+@frozen
+class OrderProof:
+    """Orders that end, whatever the interleaving; ``model``, ``buffered`` and ``drains`` are those of the proof.
+
+    ``num_messages``: with at least one end in the lists. ``num_outside``: of these, the messages whose other end is
+    taken to be launched before the fragment of its rank.
+    """
+
+    orders: Orders
+    model: OrderModel
+    buffered: bool
+    drains: bool
+    num_messages: int
+    num_outside: int
+
+    def __str__(self) -> str:
+        sends = "if sends are buffered" if self.buffered else "even if sends block"
+        drains = ", and if any compute waits for the whole device" if self.drains else ""
+        outside = f" ({self.num_outside} with an end before the fragments)" if self.num_outside else ""
+        return (
+            f"{len(self.orders.ranks)} ranks, {self.num_messages} messages{outside}: no deadlock under "
+            f"{self.model.name} {sends}{drains}"
+        )
+
+
+def model_named(order: OrderModel | str) -> OrderModel:
+    """An order model, by its name in `pipegrid.core.order.ORDER_MODELS` or as it is.
+
+    Raises:
+        PlanError: no model has the name.
+    """
+    if isinstance(order, OrderModel):
+        return order
+    if order not in ORDER_MODELS:
+        near = nearest(order, ORDER_MODELS)
+        raise PlanError(f"order is {shown(order)}{near}; it must be an OrderModel, or one of {', '.join(ORDER_MODELS)}")
+    return ORDER_MODELS[order]
+
+
+def prove_order(orders: Orders, order: OrderModel | str, *, buffered: bool = False, drains: bool = False) -> OrderProof:
+    """Prove that every rank comes to the end of its list under an order model, or name the cycle.
+
+    ``buffered``: a send ends without its receive, as NCCL's may where the message fits into its buffers: what ends only
+    so hangs with larger messages. ``drains``: every compute waits for all that its rank has launched, as a CUDA call
+    that waits for the device does (loading a module, cudaFree, cudaHostAlloc). Linear in the number of messages.
+
+    Raises:
+        PlanError: a message has one end only, the receives of a pair are in another order than the sends, a compute
+            reads a message that its rank has not received before, a wait comes before its send, or ranks wait for each
+            other; ``faults`` has them, a cycle launch by launch.
+    """
+    model = model_named(order)
+    played = play_orders(orders, model, buffered=buffered, drains=drains)
+    if played.cycles:
+        found = [_cycle(played, cycle) for cycle in played.cycles]
+        raise PlanError(f"deadlock under {model.name}:{_standing(played)}", faults=found)
+    ends = sum(1 for _ in ends_of(played.orders))
+    num_alone = len(played.alone)
+    return OrderProof(orders, model, buffered, drains, (ends - num_alone) // 2 + num_alone, num_alone)
+
+
+@frozen
+class PlayedOrders:
+    """Orders that were played to their end, or until nothing went on.
+
+    Attributes:
+        orders: with the ends that come after a fragment.
+        tracks: the programs of all ranks.
+        at: per program, the operations that it has completed.
+        alone: ends whose other end was launched before a fragment.
+        cycles: programs that wait for each other, each with what it waits for; none where all have ended.
+    """
+
+    orders: Orders
+    tracks: Sequence[Track]
+    at: Sequence[int]
+    alone: Sequence[End]
+    cycles: Sequence[Sequence[tuple[Wait, Wait]]]
+
+
+def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> PlayedOrders:
+    """Play orders, of which a cycle is no error here; arguments and other errors as in `prove_order`."""
+    faults = unknown_peers(orders) + late_messages(orders)
+    if not faults:
+        orders = with_later_ends(orders)
+        partners, alone = partners_of(orders)
+        faults = ends_alone(orders, alone) or crossed(orders, partners) or on_two_communicators(orders, model, partners)
+    if faults:
+        raise PlanError(f"the orders have {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
+    tracks, num_events = tracks_of(orders, model, partners, buffered=buffered, drains=drains)
+    programs = [track.program for track in tracks]
+    at = play(programs, num_events)
+    ended = all(index == len(program.operations) for index, program in zip(at, programs, strict=True))
+    return PlayedOrders(orders, tracks, at, alone, [] if ended else cycles(programs, at))
+
+
+# ---- Texts
+
+_SHOWN = 4  # launches in a row of an error
+
+
+def _standing(played: PlayedOrders) -> str:
+    """How far each rank has come: what has ended, what is under way, and what is behind it."""
+    orders = played.orders
+    launched, unended = set[tuple[int, int]](), set[tuple[int, int]]()
+    for track, index in zip(played.tracks, played.at, strict=True):
+        for number, end in zip(track.launches, track.program.ends, strict=True):
+            if track.name == "host" and index >= end:
+                launched.add((track.rank, number))
+            elif track.name != "host" and index < end:
+                unended.add((track.rank, number))
+    rows = []
+    for rank, launches in enumerate(orders.ranks):
+        texts: dict[str, list[str]] = {"ended": [], "under way": [], "not launched": []}
+        for number, launch in enumerate(launches):
+            here = (rank, number)
+            state = "not launched" if here not in launched else "under way" if here in unended else "ended"
+            texts[state].append(launch.text)
+        ended = texts["ended"]
+        texts["ended"] = ["..."] * (len(ended) > _SHOWN) + ended[-_SHOWN:]
+        parts = [f"{state} {' '.join(_first(own)) or '-'}" for state, own in texts.items()]
+        rows.append(f"\n    rank {rank}: {' | '.join(parts)}")
+    return "".join(rows)
+
+
+def _first(texts: Sequence[str]) -> Sequence[str]:
+    return texts if len(texts) <= _SHOWN + 1 else [*texts[:_SHOWN], "..."]
+
+
+def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
+    """The fault of programs that wait for each other, launch by launch."""
+    orders, tracks = played.orders, played.tracks
+
+    def place(wait: Wait) -> str:
+        track = tracks[wait.position]
+        return place_of(orders, track.rank, track.launches[wait.step])
+
+    lines = []
+    for wait, setter in cycle:
+        stuck = next(one for one, _ in cycle if one.position == setter.position)
+        behind = "" if stuck.step == setter.step else f", which is behind {place(stuck)}"
+        lines.append(f"\n      {place(wait)} waits for {place(setter)}{behind}")
+    ranks = {tracks[wait.position].rank for wait, _ in cycle}
+    return Fault("cycle", f"{_waiting(sorted(ranks))} in a cycle{''.join(lines)}")
+
+
+def _waiting(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"launches of rank {ranks[0]} wait for each other"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} wait for each other"

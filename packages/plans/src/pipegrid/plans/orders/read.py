@@ -1,0 +1,206 @@
+"""Orders from JSON that any program can write, and from torch's CSV.
+
+A document has ``ranks``, per rank a list of steps, and optionally ``placement``, the rank of each stage (by default the
+rank that names the stage in a step of its own). ``"..."`` at the start or end of a list says that it is a fragment. A
+step is one of::
+
+    "0SEND_F1"                         an action as in torch's CSV; the peer of a message is the next stage, or as in
+                                       "0SEND_F1>3"
+    "0WAIT_SEND_F1"                    the host waits until that send has ended
+    ["SEND_F", 0, 1, 2]                kind, stage, microbatch, and for a message the rank at the other end
+    {"send": "mask 0", "to": 3}        a message of any name; also {"receive": "mask 0", "from": 0}
+    {"compute": "loss 0", "needs": ["mask 0"]}
+    {"batch": [...]}                   messages that are launched together
+
+A message of any name may have ``"group"`` (by default all messages go through one), and ``"holds": true`` where the
+program waits for it at once (`torch.distributed.send`). A compute of a stage reads the messages of its microbatch that
+come along the edges on which its rank receives; one with a name reads its ``"needs"``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.orders.of_plan import label_of, needs_of, ways_of
+from pipegrid.plans.orders.orders import Launch, Message, Orders
+from pipegrid.plans.plan import Action, from_csv, load_json
+from pipegrid.plans.plan.actions import parse_action
+from pipegrid.plans.plan.csv import awaited_by, with_peer
+from pipegrid.core.fields import Index, Name, checked
+
+_OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B", re.ASCII)
+_CELL = re.compile(r"\([^()]*\)\s*OVERLAP_F_B|\[[^\[\]]*\]|[^\s,]+", re.ASCII)
+_MESSAGE = re.compile(r"\d+(?:SEND|RECV)_", re.ASCII)
+_CUT = "..."
+
+_Part: TypeAlias = Action | Launch
+"""A step that is no batch; a launch is one that is complete as it is."""
+
+
+def orders_from_json(text: str) -> Orders:
+    """Read orders.
+
+    Raises:
+        PlanError: text that is not such a document; its ``path`` leads to the part.
+    """
+    document = load_json(text)
+    if not isinstance(document, dict) or not isinstance(document.get("ranks"), list) or not document["ranks"]:
+        raise PlanError('orders are an object with "ranks", a list of the steps of each rank', path="ranks")
+    if unknown := document.keys() - {"ranks", "placement"}:
+        name = min(unknown)
+        raise PlanError(f"orders have ranks and placement, not {name!r}", path=name)
+    rows = []
+    for rank, row in enumerate(document["ranks"]):
+        if not isinstance(row, list):
+            raise _error(row, f"ranks[{rank}]", "a list of steps")
+        begins, ends = row[:1] != [_CUT], row[1:][-1:] != [_CUT]
+        rows.append(
+            (list(_parsed(row[not begins : len(row) - (not ends)], f"ranks[{rank}]", not begins)), begins, ends)
+        )
+    steps = [steps for steps, _, _ in rows]
+    places = _placement(document.get("placement"), steps)
+    return Orders(
+        tuple(tuple(_launches(own, places, rank)) for rank, own in enumerate(steps)),
+        begins=tuple(begins for _, begins, _ in rows),
+        ends=tuple(ends for _, _, ends in rows),
+    )
+
+
+def orders_from_csv(text: str, *, batched: bool = True) -> Orders:
+    """The orders of torch's CSV with its waits for sends, which plans leave out; ``batched`` as in `orders_of_plan`.
+
+    Raises:
+        PlanError: what is wrong with it, as `from_csv` has it; or a header, which torch does not write.
+    """
+    from_csv(text)
+    lines = text.rstrip().splitlines()
+    if any(line.startswith("#:") for line in lines):
+        raise PlanError("a table with a header is a plan of pipegrid, not torch's CSV; orders_of_plan has its orders")
+
+    def step_of(cell: str) -> str | dict[str, list[str]]:
+        is_batch = cell.startswith("[") or (batched and _MESSAGE.match(cell))
+        return {"batch": cell.strip("[]").split()} if is_batch else cell
+
+    rows = [[step_of(cell) for cell in _CELL.findall(line)] for line in lines if not line.startswith("#")]
+    return orders_from_json(json.dumps({"ranks": rows}))
+
+
+def is_orders(text: str) -> bool:
+    """Whether ``text`` is a document of orders, right or wrong: a JSON object with ``ranks``."""
+    try:
+        document = load_json(text)
+    except PlanError:
+        return False
+    return isinstance(document, dict) and "ranks" in document
+
+
+def _error(found: Any, path: str, expected: str) -> PlanError:
+    return PlanError(f"{path} is {json.dumps(found):.120}; it must be {expected}", path=path)
+
+
+# ---- Steps of a document
+
+
+def _parsed(steps: Sequence[Any], path: str, first: int) -> Iterator[_Part | list[_Part]]:
+    for number, step in enumerate(steps, start=first):
+        where = f"{path}[{number}]"
+        if isinstance(step, str) and (pair := _OVERLAP.fullmatch(step)):
+            yield from (_part(word.strip(), where) for word in pair[1].split(";"))
+        elif isinstance(step, dict) and step.keys() == {"batch"} and isinstance(step["batch"], list) and step["batch"]:
+            yield [_part(one, f"{where}.batch[{index}]") for index, one in enumerate(step["batch"])]
+        else:
+            yield _part(step, where)
+
+
+def _part(step: Any, path: str) -> _Part:
+    word = step
+    if isinstance(step, list) and 3 <= len(step) <= 4 and isinstance(step[0], str):
+        kind, stage, microbatch, *peer = step
+        word = f"{stage}{kind}{microbatch}" + "".join(f"{'<' if 'RECV' in kind else '>'}{one}" for one in peer)
+    if isinstance(word, str):
+        try:
+            awaited = awaited_by(word)
+            action = parse_action(with_peer(awaited or word))
+            if awaited is None or not action.kind.is_send:  # reductions and waits for them are no launches
+                return action
+            return Launch(word, waits=frozenset({label_of(action)}))
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}", path=path) from None
+    if isinstance(step, dict):
+        return _named(step, path)
+    raise _error(step, path, 'an action such as "0SEND_F1", a list [kind, stage, microbatch, peer stage], or an object')
+
+
+def _named(step: Mapping[str, Any], path: str) -> Launch:
+    """A compute or a message with a name of its own."""
+    expected = 'an object with "compute", with "send" and "to", with "receive" and "from", or "batch"'
+    check = partial(checked, error=partial(PlanError, path=path))
+    if step.keys() <= {"compute", "needs"} and "compute" in step:
+        needs: tuple[str, ...] = check(step.get("needs", ()), tuple[Name, ...], f"{path}.needs")
+        return Launch(check(step["compute"], Name, f"{path}.compute"), needs=frozenset(needs))
+    way: Literal["send", "receive"]
+    if step.keys() >= {"send", "to"}:
+        way, rank = "send", "to"
+    elif step.keys() >= {"receive", "from"}:
+        way, rank = "receive", "from"
+    else:
+        raise _error(step, path, expected)
+    if not step.keys() <= {way, rank, "group", "holds"} or not isinstance(step.get("holds", False), bool):
+        raise _error(step, path, f'{expected}; a message may have "group", and "holds", which is true or false')
+    peer = check(step[rank], Index, f"{path}.{rank}")
+    name, group = check(step[way], Name, f"{path}.{way}"), check(step.get("group", "default"), Name, f"{path}.group")
+    return Launch(f"{way}({name}) {rank} {peer}", (Message(way, peer, name, group),), holds=step.get("holds", False))
+
+
+def _placement(given: Any, rows: Sequence[Iterable[_Part | list[_Part]]]) -> Mapping[int, int]:
+    """The rank of each stage."""
+    places: dict[int, int] = {}
+    if given is not None:
+        places = dict(enumerate(checked(given, tuple[Index, ...], "placement", partial(PlanError, path="placement"))))
+    for rank, steps in enumerate(rows):
+        for action in _actions(steps):
+            if places.setdefault(action.stage, rank) != rank:
+                text = f"{action} of rank {rank}: stage {action.stage} is on rank {places[action.stage]}"
+                raise PlanError(text, path=f"ranks[{rank}]")
+    return places
+
+
+def _actions(steps: Iterable[_Part | list[_Part]]) -> Iterator[Action]:
+    for step in steps:
+        yield from (one for one in (step if isinstance(step, list) else [step]) if isinstance(one, Action))
+
+
+def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], rank: int) -> Iterator[Launch]:
+    came = {way for action in _actions(steps) if action.kind.is_receive for way in ways_of(action)}
+
+    def messages_of(part: _Part) -> tuple[Message, ...]:
+        if isinstance(part, Launch):
+            return part.messages
+        if not part.kind.is_message:
+            return ()
+        if part.peer is None or part.peer not in places:
+            text = f"{part}: no step says which rank has stage {part.peer}; give placement, the rank of each stage"
+            raise PlanError(text, path="placement")
+        return (Message("send" if part.kind.is_send else "receive", places[part.peer], label_of(part)),)
+
+    for step in steps:
+        if isinstance(step, list):
+            texts = [part.text if isinstance(part, Launch) else str(part) for part in step]
+            messages = tuple(message for part in step for message in messages_of(part))
+            if len(messages) < len(step):
+                raise PlanError(
+                    f"ranks[{rank}]: [{' '.join(texts)}] is no batch; messages are batched, and nothing else",
+                    path=f"ranks[{rank}]",
+                )
+            yield Launch(f"[{' '.join(texts)}]", messages, batched=True)
+        elif isinstance(step, Launch):
+            yield step
+        elif messages := messages_of(step):
+            yield Launch(str(step), messages)
+        elif step.kind.is_compute:
+            yield Launch(str(step), needs=needs_of(step, came))

@@ -1,0 +1,121 @@
+"""Plans as CSV, for exchange with torch: one row per position, one step per cell.
+
+The format is that of torch.distributed.pipelining (``0F0,1F0,...``), compute-only or lowered: there a message has no
+peer (``1SEND_F0``), which in a chain is the next stage. An empty cell is an idle slot. The header, where one is needed,
+comes first in lines of ``#:``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan.actions import Action, ActionKind
+from pipegrid.plans.plan.parts import Text, chain, step_text
+from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
+from pipegrid.plans.plan.text import Reader
+from pipegrid.plans.plan.tokens import Token
+from pipegrid.core.fields import Count, checked_arguments
+
+_PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
+_NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}
+_WAIT = re.compile(r"(\d{1,9})WAIT_(SEND_[FB]\d.*|REDUCE_GRAD)", re.ASCII)
+_OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
+
+
+def to_csv(plan: Plan) -> str:
+    """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads the computes of a chain."""
+    require_plan(plan)
+    rows = [",".join(map(step_text, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
+    header = [] if _is_implied_by_its_table(plan) else [f"#: {line}" for line in header_lines(plan)]
+    return "\n".join([*header, *rows]) + "\n"
+
+
+@checked_arguments(PlanError)
+def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: Count | None = None) -> Plan:
+    """Read CSV, one row per position, written by `to_csv` or by torch.
+
+    ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
+    ``(4F5;3B0)OVERLAP_F_B`` is read as the two computes one after the other. The waits of torch 2.15 for sends and
+    reductions (``4WAIT_SEND_F7``) are left out: a runtime waits for its sends by itself. By the rule of `verify` no
+    position goes on from a send before its receive, so its proof holds with them; `orders_from_csv` keeps them.
+
+    Raises:
+        PlanSyntaxError: line and column, what was found, what was expected.
+        PlanError: the parts contradict each other; the line where known.
+    """
+    reader = Reader(num_stages=num_stages, num_microbatches=num_microbatches)
+    lines = text.splitlines()
+    while lines and not lines[-1].strip():
+        lines.pop()  # an empty line in the middle is a position that does nothing; at the end it is no row
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("#:"):
+            reader.add_header(Token(line[2:], number, 3))
+        elif not line.startswith("#"):
+            reader.add_position(_steps(line, number))
+    return reader.plan(num_lines=len(lines) + 1)
+
+
+def _is_implied_by_its_table(plan: Plan) -> bool:
+    """Whether the table of steps alone reads back to ``plan``: a chain in which every stage acts at home."""
+    count, stages = plan.num_microbatches, plan.num_stages
+    if plan.routes is not None:
+        return False
+    trains = False
+    forwards = set()
+    for position, steps in enumerate(plan.positions):
+        for action in steps:
+            if not isinstance(action, Action) or not action.kind.is_compute or action.stage >= stages:
+                return False
+            if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
+                return False
+            if action.kind is ActionKind.F:
+                forwards.add((action.stage, plan.piece_of(action)))
+            trains = trains or action.kind is not ActionKind.F
+    return (
+        plan.graph == chain(stages)
+        and len(forwards) == stages * plan.num_pieces
+        and plan.forward_only == (() if trains else tuple(range(stages)))
+        and not plan.groups
+    )
+
+
+def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
+    """The steps of a row of CSV."""
+    column = 1
+    under_way: set[str] = set()
+    for cell in line.split(","):
+        if (pair := _OVERLAP.fullmatch(cell)) is not None:
+            for part in (1, 2):
+                word = Token(pair[part], line_number, column + pair.start(part))
+                yield word, [word]
+        else:
+            for step, words in Token(cell, line_number, column).steps():
+                actions = [evolve(word, text=with_peer(word.text)) for word in words]
+                awaited = awaited_by(step.text)
+                if awaited is None:
+                    under_way |= {action.text for action in actions}
+                    yield step, actions
+                elif with_peer(awaited) in under_way:
+                    under_way.remove(with_peer(awaited))
+                else:
+                    raise step.error(f"{awaited} before it on the row, and one wait for it")
+        column += len(cell) + 1
+
+
+def awaited_by(text: str) -> str | None:
+    """The send or the reduction that a wait of torch's is for; None of any other action."""
+    match = _WAIT.fullmatch(text)
+    return match and f"{match[1]}{match[2]}"
+
+
+def with_peer(text: str) -> str:
+    """A message of torch's with its peer, which is left out there."""
+    match = _PEERLESS.fullmatch(text)
+    if match is None:
+        return text
+    way, step = _NEXT[match[2]]
+    return f"{text}{way}{int(match[1]) + step}"

@@ -1,0 +1,126 @@
+"""The parts of a plan: steps, groups, the graph of a chain.
+
+A *step* is one action, or a batch (a tuple) of messages and collectives that are issued together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan.actions import ALONE, Action, GroupName
+from pipegrid.core.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
+from pipegrid.core.edge import Edge
+
+Step: TypeAlias = Action | tuple[Action, ...]
+"""One action, or a batch of at least two communications that are issued together."""
+
+Text: TypeAlias = Annotated[str, instance(str, "the text itself, such as Path(...).read_text()")]
+"""The text of a plan; a path is a common mistake."""
+
+
+def _places(value: Any) -> tuple[int, ...]:
+    try:
+        found = [index_of(place) for place in ((value,) if index_of(value) is not None else value)]
+    except TypeError:  # no sequence
+        found = []
+    places = {place for place in found if place is not None and place >= 0}
+    if not places or len(places) < len(found):
+        raise ValueError
+    return tuple(sorted(places))
+
+
+Places: TypeAlias = Annotated[tuple[int, ...], Rule(_places, "one position from 0, or several, each once")]
+"""Positions, ascending."""
+
+
+def ascending(value: Any) -> Any:
+    """The items of ``value`` in ascending order; a value without such an order is left to the check of its field."""
+    try:
+        return tuple(sorted(value))
+    except TypeError:
+        return value
+
+
+@frozen(order=True, field_transformer=checked_fields(PlanError))
+class Group:
+    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
+
+    ``edges``: the edges between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place
+    of messages. ``tied``: the stages that share a parameter, whose gradients this group reduces.
+    """
+
+    name: GroupName
+    positions: Places = field(converter=ascending)
+    edges: tuple[Edge, ...] = field(converter=ascending, default=())
+    tied: tuple[Index, ...] = field(converter=ascending, default=())
+
+
+def chain(num_stages: int) -> ModuleGraph:
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
+    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})
+
+
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """The actions of a step: one, or those of the batch."""
+    return (step,) if isinstance(step, Action) else step
+
+
+def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
+    """Per position its steps."""
+    try:
+        return tuple(tuple([step if type(step) is Action else as_step(step) for step in steps]) for steps in value)
+    except TypeError:
+        raise PlanError(
+            f"positions is {shown(value)}; it must be a list with the steps of each position", path="positions"
+        ) from None
+
+
+def as_step(step: Action | Iterable[Action]) -> Step:
+    """An action or a batch as a step; a batch of one is that action."""
+    batch = step if type(step) is tuple else tuple(step) if isinstance(step, Iterable) else (step,)
+    batched = bool(batch)
+    for action in batch:  # plans have hundreds of thousands
+        if type(action) is not Action:
+            raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
+        batched = batched and action.kind not in ALONE
+    if len(batch) != 1 and not batched:
+        raise PlanError(f"{step_text(batch)} is no batch; messages and collectives are batched, and nothing else")
+    return batch[0] if len(batch) == 1 else batch
+
+
+def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Per stage its positions, ascending; a single position may be given as an integer."""
+    error = partial(PlanError, path="placement")
+    placement: tuple[tuple[int, ...], ...] = checked(value, tuple[Places, ...], "placement", error)
+    return placement
+
+
+def stages_on(placement: Iterable[Iterable[int]]) -> dict[int, list[int]]:
+    """The stages of each position that holds any, ascending."""
+    held: dict[int, list[int]] = {}
+    for stage, positions in enumerate(placement):
+        for position in positions:
+            held.setdefault(position, []).append(stage)
+    return held
+
+
+def module_places(graph: ModuleGraph, placement: Sequence[tuple[int, ...]], module: str) -> tuple[int, ...]:
+    """The place in its module's pipeline of each stage of ``module``, numbered as the stages come to them.
+
+    ``placement`` is of all stages of ``graph``.
+    """
+    first = graph.stage(module, 0)
+    held = placement[first : first + graph.depth(module)]
+    order = list(dict.fromkeys(held))
+    return tuple([order.index(positions) for positions in held])
+
+
+def step_text(step: Step) -> str:
+    """A step as text: an action's token, or the tokens of a batch in brackets."""
+    return str(step) if isinstance(step, Action) else f"[{' '.join(map(str, step))}]"

@@ -1,0 +1,30 @@
+"""What a plan takes at given costs: start and end of each action, idle time, live memory."""
+
+from pipegrid.plans.simulate.costs import (
+    activation_sizes,
+    Costs,
+    CostsError,
+    GivenCosts,
+    OtherCutError,
+    costs_from_json,
+    costs_to_json,
+    with_slack,
+)
+from pipegrid.plans.simulate.slice_lengths import balanced_slices, slice_times
+from pipegrid.plans.simulate.simulation import Simulation, simulate, unit_costs
+
+__all__ = [
+    "Costs",
+    "CostsError",
+    "GivenCosts",
+    "OtherCutError",
+    "Simulation",
+    "activation_sizes",
+    "balanced_slices",
+    "costs_from_json",
+    "costs_to_json",
+    "simulate",
+    "slice_times",
+    "unit_costs",
+    "with_slack",
+]

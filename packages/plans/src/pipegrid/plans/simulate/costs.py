@@ -1,0 +1,351 @@
+"""The costs of a plan: time per stage and kind, messages per edge, memory per stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from attrs import evolve, fields, frozen
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan import load_json, parse_edge
+from pipegrid.plans.simulate.measured import measured_costs
+from pipegrid.core.fields import (
+    Amount,
+    Count,
+    Rule,
+    checked,
+    checked_arguments,
+    checked_fields,
+    instance,
+    nearest,
+    number,
+    shown,
+)
+from pipegrid.core.edge import Edge
+
+if TYPE_CHECKING:
+    from pipegrid.plans.plan import Plan
+    from pipegrid.plans.simulate.recording import Recording
+
+
+class CostsError(ValueError):
+    """Costs that are negative, not numbers, or missing for a stage or an edge."""
+
+
+class OtherCutError(CostsError):
+    """Costs per edge for other edges than those of the model as it is cut here."""
+
+
+# Rules: a number, one for each stage, one for each edge
+
+
+def _share(value: Any) -> float:
+    share = number().convert(value)
+    if share > 1:
+        raise ValueError
+    return float(share)
+
+
+def _rate(value: Any) -> float:
+    return value if isinstance(value, float) and value == math.inf else float(number(above=0.0).convert(value))
+
+
+def _one_of(names: tuple[str, ...]) -> Rule:
+    return Rule(lambda value: names[names.index(value)], f"one of {', '.join(names)}", names)
+
+
+def _per_stage(one: Rule) -> Rule:
+    def convert(value: Any) -> Any:
+        try:
+            entries = tuple(value)
+        except TypeError:
+            return one.convert(value)
+        if not entries or isinstance(value, str | bytes | Mapping | AbstractSet):
+            raise ValueError
+        return tuple([one.convert(entry) for entry in entries])
+
+    return Rule(convert, f"{one.text}, or one for each stage")
+
+
+def _per_edge(one: Rule) -> Rule:
+    def convert(value: Any) -> Any:
+        try:
+            pairs = sorted(value.items() if isinstance(value, Mapping) else value)
+        except TypeError:
+            return one.convert(value)
+        if not pairs or not all(isinstance(pair, tuple) and isinstance(pair[0], Edge) for pair in pairs):
+            raise ValueError
+        return tuple([(edge, one.convert(cost)) for edge, cost in pairs])
+
+    return Rule(convert, f"{one.text}, or a dict with one for each Edge")
+
+
+_RATE = Rule(_rate, "a number above 0 (infinite: free)")
+_SHARE = Rule(_share, "a share from 0 to 1")
+Share: TypeAlias = Annotated[float, _SHARE]
+"""A part of a whole."""
+PerStage: TypeAlias = Annotated[float | Sequence[float], _per_stage(number())]
+"""One number for every stage, or one per stage."""
+PerEdge: TypeAlias = Annotated[
+    float | Mapping[Edge, float] | Sequence[tuple[Edge, float]],
+    _per_edge(number()),
+]
+"""One number for every edge, or one per edge."""
+PerSlice: TypeAlias = tuple[Annotated[float, number(above=0.0)], ...]
+
+PER_STAGE = (
+    *("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"),
+    *("UNSHARD", "REDUCE_GRAD", "parameters"),
+)
+PER_EDGE = ("latency", "bandwidth", "message")
+StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
+EdgeCost: TypeAlias = Annotated[str, _one_of(PER_EDGE)]
+_SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters")
+"""Costs of which a stage has its share of the model."""
+
+
+@frozen(field_transformer=checked_fields(CostsError))
+class Costs:
+    """Times in any one unit (seconds, or multiples of a forward); numbers for all stages or one per stage.
+
+    ``F``, ``I`` and ``W`` are a forward and the two halves of a backward; ``B``, the whole backward, is by
+    default ``I + W``. A message along an edge arrives ``latency + message / bandwidth`` after both ends are
+    posted, and occupies its lane for ``message / bandwidth`` (``message`` in bytes, ``bandwidth`` in bytes
+    per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
+    of those. ``overhead`` is what every action costs its position in addition, compute or communication.
+    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
+    microbatch, where ``n`` is the number of stages on its position. ``input_release`` is the share of it, from 0 to
+    1, that ``I`` releases; ``W`` releases the rest. ``UNSHARD`` and ``REDUCE_GRAD`` are the times to gather the
+    parameters of a stage and to reduce-scatter its gradients, beside computes; ``parameters`` is the memory of the
+    gathered parameters (in bytes, say), and that of their gradients until they are reduced. ``offload_bandwidth``: the
+    memory of activations that a position copies to the host in a unit of time, and as much back at the same time.
+
+    Of a plan with slices, all of these are of whole microbatches, and divided among their slices: ``slice_lengths`` are
+    the lengths of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided, and
+    ``slice_times`` those of ``F``, ``B`` and ``I``, of which the later ones take longer for causal attention
+    (`slice_times`); both are equal by default.
+
+    Raises:
+        CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
+    """
+
+    F: PerStage = 1.0
+    I: PerStage = 1.0
+    W: PerStage = 1.0
+    B: PerStage | None = None
+    latency: PerEdge = 0.0
+    bandwidth: Annotated[float | Mapping[Edge, float] | Sequence[tuple[Edge, float]], _per_edge(_RATE)] = math.inf
+    message: PerEdge = 0.0
+    REDUCE: PerStage = 0.0
+    COLLECTIVE: PerStage = 0.0
+    overhead: Amount = 0.0
+    activation: PerStage | None = None
+    input_release: Annotated[float | Sequence[float], _per_stage(_SHARE)] = 0.0
+    UNSHARD: PerStage = 0.0
+    REDUCE_GRAD: PerStage = 0.0
+    parameters: PerStage = 0.0
+    offload_bandwidth: Annotated[float, _RATE] = math.inf
+    slice_lengths: PerSlice = ()
+    slice_times: PerSlice = ()
+
+    @classmethod
+    def from_recording(cls, recording: Recording, *, input_share: float = 0.5) -> Costs:
+        """What a recorded step took on ranks: seconds, and bytes where the recorder measured memory.
+
+        Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver
+        waited for it; ``overhead``, the host's time for an action. Ranks of other hosts need clocks with one zero
+        (see `Recorder`). Gathers and reductions of sharded stages are not measured: they run beside the host, whose
+        times these are.
+
+        Args:
+            recording: of one step.
+            input_share: of a backward that was recorded whole, the part that is ``I``; half of the FLOPs of a matrix
+                product's backward are the input's gradient.
+        """
+        if recording.plan.num_slices > 1:
+            raise CostsError(
+                f"the recording is of microbatches cut into {recording.plan.num_slices} slices; record whole ones"
+            )
+        held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
+        if missing := sorted(set(range(recording.plan.num_stages)) - held):
+            raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
+        share: float = checked(input_share, Share, "input_share", CostsError)
+        return cls(**measured_costs(recording, share))
+
+    @property
+    def stages(self) -> int | None:
+        """For how many stages numbers are given; None where one number serves them all."""
+        lengths = {len(value) for name in PER_STAGE if isinstance(value := getattr(self, name), tuple)}
+        if len(lengths) > 1:
+            raise CostsError(f"costs are given for {sorted(lengths)} stages; give all of them for the same stages")
+        return lengths.pop() if lengths else None
+
+    @checked_arguments(CostsError)
+    def per_stage(self, name: StageCost, num_stages: Count) -> list[float]:
+        """The cost ``name`` (``"F"``, ``"B"``, ``"activation"``, ...) of each of ``num_stages`` stages."""
+        value = getattr(self, name)
+        if name == "B" and value is None:
+            halves = zip(self.per_stage("I", num_stages), self.per_stage("W", num_stages), strict=True)
+            return [i + w for i, w in halves]
+        if value is None:
+            raise CostsError(f"{name} is not given: each stage counts its share of its position")
+        if not isinstance(value, tuple):
+            return [float(value)] * num_stages
+        if len(value) != num_stages:
+            raise CostsError(f"{name} is given for {len(value)} stages; the plan has {num_stages}")
+        return [float(entry) for entry in value]
+
+    @checked_arguments(CostsError)
+    def per_edge(self, name: EdgeCost, edges: Iterable[Edge]) -> dict[Edge, float]:
+        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``."""
+        edges = tuple(edges)
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return dict.fromkeys(edges, float(value))
+        known = dict(value)
+        missing = [str(edge) for edge in edges if edge not in known]
+        if missing:
+            raise CostsError(f"{name} has no number for edge {', '.join(missing)}; give one for each edge")
+        return {edge: float(known[edge]) for edge in edges}
+
+    def travel(self, edges: Iterable[Edge]) -> dict[Edge, tuple[float, float]]:
+        """Per edge, the time for which a message occupies its lane, and the latency after that."""
+        edges = tuple(edges)
+        latency, bandwidth, message = (self.per_edge(name, edges) for name in PER_EDGE)
+        return {edge: (message[edge] / bandwidth[edge], latency[edge]) for edge in edges}
+
+    def per_slice(self, name: str, num_slices: int) -> tuple[float, ...]:
+        """The share of a microbatch (``"slice_lengths"`` or ``"slice_times"``) of each of ``num_slices`` slices."""
+        value: tuple[float, ...] = getattr(self, name)
+        if not value or num_slices == 1:
+            return (1.0 / num_slices,) * num_slices
+        if len(value) != num_slices:
+            raise CostsError(f"{name} is given for {len(value)} slices; the plan has {num_slices}")
+        whole = math.fsum(value)
+        return tuple(entry / whole for entry in value)
+
+    @checked_arguments(CostsError)
+    def cut_into(
+        self,
+        num_stages: Count,
+        *,
+        slices: Count,
+        beside: tuple[Count, ...] | None = None,
+        edges: Iterable[Edge] | None = None,
+    ) -> Costs:
+        """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
+
+        A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
+        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut: they must be for
+        the edges of the result, ``edges`` (by default those of a chain).
+
+        Raises:
+            OtherCutError: latency, bandwidth or message is given for other edges.
+            CostsError: a number that is not an integer of at least 1.
+        """
+        wanted = {Edge(stage, stage + 1) for stage in range(num_stages - 1)} if edges is None else set(edges)
+        for name in PER_EDGE:
+            value = getattr(self, name)
+            given = {edge for edge, _ in value} if isinstance(value, tuple) else wanted
+            if given != wanted:
+                raise OtherCutError(
+                    f"{name} is given per edge; a model cut anew has other edges ({_listed(wanted)}) than those given "
+                    f"({_listed(given)}): give one number, or one for each of them"
+                )
+
+        uneven = beside is not None and len(set(beside)) > 1
+        weights = [1 / number for number in beside] if beside is not None and uneven else [1.0] * num_stages
+        shares = [weight / math.fsum(weights) for weight in weights]
+
+        def cut(value: Any) -> Any:
+            if not value or (not uneven and num_stages == (len(value) if isinstance(value, tuple) else slices)):
+                return value
+            if isinstance(value, tuple):
+                return _resampled(value, shares)
+            return tuple(value * slices * share for share in shares) if uneven else value * slices / num_stages
+
+        amounts = {name: cut(getattr(self, name)) for name in _SHARES}
+        share = self.input_release
+        if isinstance(share, tuple) and len(share) != num_stages:  # the mean of what a stage covers
+            sums = zip(_resampled(share, shares), shares, strict=True)
+            amounts["input_release"] = tuple(min(1.0, total / (len(share) * part)) for total, part in sums)
+        return evolve(self, **amounts)
+
+
+def activation_sizes(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Per stage, the memory of one microbatch: as ``costs`` say, by default its share of a position."""
+    if costs.activation is None:
+        return tuple(1.0 / beside for beside in plan.stages_beside)
+    return tuple(costs.per_stage("activation", plan.num_stages))
+
+
+def with_slack(limit: float) -> float:
+    """A memory limit with a billionth to spare: sums of measured sizes, added and released, are not exact."""
+    return limit + 1e-9 * max(1.0, limit)
+
+
+GivenCosts: TypeAlias = Annotated[Costs, instance(Costs, "Costs(F=..., I=..., W=...)")]
+"""Costs, where a dict is a common mistake."""
+
+
+def _listed(edges: Iterable[Edge]) -> str:
+    first = sorted(edges)
+    return ", ".join(map(str, first[:8])) + (f" and {len(first) - 8} more" if len(first) > 8 else "") or "none"
+
+
+def _resampled(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    """``values``, each spread evenly over its equal slice of a line, summed over slices of ``shares`` instead."""
+    sums = []
+    ends = [math.fsum(shares[:index]) * len(values) for index in range(len(shares) + 1)]
+    for first, last in pairwise(ends):
+        total = 0.0
+        for at in range(math.floor(first), min(math.ceil(last), len(values))):
+            total += values[at] * (min(last, at + 1) - max(first, at))
+        sums.append(total)
+    return tuple(sums)
+
+
+def costs_to_json(costs: Costs) -> str:
+    """``costs`` as JSON: the fields that differ from the default, edges as ``"0>1"``."""
+    data: dict[str, Any] = {}
+    for attribute in fields(Costs):
+        value = getattr(costs, attribute.name)
+        if value == attribute.default:
+            continue
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
+            value = {str(edge): number for edge, number in value}
+        data[attribute.name] = value
+    return json.dumps(data)
+
+
+def costs_from_json(text: str) -> Costs:
+    """Read `Costs` from a JSON object with its fields as keys, all optional.
+
+    A number is for every stage or edge, a list has one for each stage, an object such as ``{"0>1": 0.5}`` for
+    one edge each.
+
+    Raises:
+        CostsError: not a JSON object, an unknown key, or a value that is not a cost.
+    """
+    names = [attribute.name for attribute in fields(Costs)]
+    try:
+        data = load_json(text, finite=False)  # a bandwidth may be infinite
+        if not isinstance(data, dict):
+            raise CostsError(f'costs are {shown(data)}; they must be a JSON object such as {{"F": 1.0}}')
+        if unknown := sorted(data.keys() - names):
+            near = nearest(unknown[0], names)
+            raise CostsError(f"{unknown[0]!r} is not a cost{near}; the costs are {', '.join(names)}")
+        return Costs(**{name: _per_named_edge(value) for name, value in data.items()})
+    except PlanError as error:
+        raise CostsError(f"costs cannot be read: {error}") from None
+
+
+def _per_named_edge(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {parse_edge("".join(name.split())): cost for name, cost in value.items()}

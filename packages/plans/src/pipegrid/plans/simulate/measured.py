@@ -1,0 +1,130 @@
+"""Costs out of a recorded step: what computes, actions and hops took on ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import cycle, product
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from pipegrid.plans.plan import Action, ActionKind
+from pipegrid.plans.verify import dataflow_of
+from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
+from pipegrid.core.edge import Direction, Edge
+
+if TYPE_CHECKING:
+    from pipegrid.plans.simulate.recording import Recorded, Recording, Track
+
+_F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+_TIMED = (_F, _B, _I, _W, ActionKind.REDUCE)
+
+
+def measured_costs(recording: Recording, input_share: float) -> dict[str, Any]:
+    """The fields of `Costs` that ``recording`` measures, in seconds and bytes.
+
+    Per stage, the mean of each kind of compute over microbatches and ranks. A stage without split backwards has
+    ``input_share`` of its whole backward as I, the rest as W. A collective takes from the arrival of its last
+    rank on: the waiting of the others is in the simulation.
+    """
+    plan = recording.plan
+    took: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    grown: dict[int, list[int]] = defaultdict(list)
+    for track in recording.tracks:
+        actions = list(plan.actions(track.position))
+        for entry in track.actions:
+            action = actions[entry.index]
+            took[action.kind, action.stage].append(entry.end - entry.start)
+            if action.kind is _F and entry.memory is not None:
+                grown[action.stage].append(entry.memory)
+
+    def per_stage(kind: ActionKind) -> list[float]:
+        return [mean(took[kind, stage]) if took[kind, stage] else 0.0 for stage in range(plan.num_stages)]
+
+    found: dict[str, Any] = {kind.value: per_stage(kind) for kind in _TIMED}
+    for stage, whole in enumerate(found["B"]):
+        if not took[_I, stage]:
+            found["I"][stage], found["W"][stage] = whole * input_share, whole * (1.0 - input_share)
+        if not took[_B, stage]:
+            found["B"][stage] = found["I"][stage] + found["W"][stage]
+    found["overhead"] = _overhead(recording)
+    calls = _collectives(recording)
+    found["COLLECTIVE"] = [mean(calls[stage]) if calls[stage] else 0.0 for stage in range(plan.num_stages)]
+    hops = _hops(recording, found["overhead"])
+    everywhere = [seconds for each in hops.values() for seconds in each]
+    usual = max(0.0, mean(everywhere)) if everywhere else 0.0
+    found["latency"] = {
+        edge: max(0.0, mean(hops[edge])) if hops[edge] else usual for edge in plan.graph.stage_edges
+    } or 0.0
+    if all(grown[stage] for stage in range(plan.num_stages)):
+        found["activation"] = [max(0.0, float(median(grown[stage]))) for stage in range(plan.num_stages)]
+    return found
+
+
+def _entries(recording: Recording, track: Track) -> Iterator[tuple[Action, Recorded, float | None]]:
+    """The actions of a track in the plan's order, and when the host was free for each; None before the first."""
+    actions, free = list(recording.plan.actions(track.position)), None
+    for entry in sorted(track.actions, key=lambda entry: entry.index):
+        action = actions[entry.index]
+        yield action, entry, free
+        free = _free(entry, action)
+
+
+def _overhead(recording: Recording) -> float:
+    """What an action costs its position beside its compute: from the end of the last action to that of a posting."""
+    found = [
+        max(0.0, entry.posted - free)
+        for track in recording.tracks
+        for action, entry, free in _entries(recording, track)
+        if free is not None and entry.posted is not None and action.kind.is_message
+    ]
+    return mean(found) if found else 0.0
+
+
+def _free(entry: Recorded, action: Action) -> float:
+    """When the host went on; a message without the end of its posting takes no time."""
+    if entry.posted is not None:
+        return entry.posted
+    return entry.start if action.kind.is_message else entry.end
+
+
+def _collectives(recording: Recording) -> dict[int, list[float]]:
+    """Per stage, seconds of each ``COLLECTIVE`` from the arrival of its last rank until all of them go on."""
+    calls: dict[tuple[Edge | None, Direction | None, int | None], list[tuple[int, float, float]]] = defaultdict(list)
+    for track in recording.tracks:
+        for action, entry, _ in _entries(recording, track):
+            if action.kind is ActionKind.COLLECTIVE:
+                key = action.edge, action.direction, action.microbatch
+                calls[key].append((action.stage, entry.start, _free(entry, action)))
+    found: dict[int, list[float]] = defaultdict(list)
+    for ranks in calls.values():
+        seconds = max(free for _, _, free in ranks) - max(start for _, start, _ in ranks)
+        for stage in {stage for stage, _, _ in ranks}:
+            found[stage].append(seconds)
+    return found
+
+
+def _hops(recording: Recording, overhead: float) -> dict[Edge, list[float]]:
+    """Per edge, seconds from a send's posting to the compute that waited for it, less what an action costs.
+
+    Of several ranks that hold a position, the k-th sender's message is the k-th receiver's, round and round.
+    """
+    plan = recording.plan
+    posted: dict[Action, list[float]] = defaultdict(list)
+    waited: dict[Action, list[tuple[float, float]]] = defaultdict(list)
+    for track in recording.tracks:
+        for action, entry, free in _entries(recording, track):
+            if action.kind.is_send:
+                posted[action].append(_free(entry, action))
+            elif action.kind.is_compute:
+                waited[action].append((0.0 if free is None else free, entry.start))
+    found: dict[Edge, list[float]] = {edge: [] for edge in plan.graph.stage_edges}
+    for flow, microbatch in product(dataflow_of(plan).crossing, range(plan.num_microbatches)):
+        send, _ = MESSAGE_KINDS[flow.direction]
+        sent = posted.get(Action(send, flow.producer, microbatch, flow.edge), ())
+        for kind in (_F,) if flow.direction is Direction.FORWARD else (_B, _I):
+            starts = waited.get(Action(kind, flow.consumer, microbatch), ())
+            for (idle_since, start), left in zip(starts, cycle(sent), strict=False):
+                if idle_since < left:
+                    found[flow.edge].append(start - left - overhead)
+    return found

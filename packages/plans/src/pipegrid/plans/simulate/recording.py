@@ -1,0 +1,78 @@
+"""Recordings: when each action of a plan started and ended on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.plans.plan import Plan, require_plan
+from pipegrid.core.fields import Index, Name, Rule, checked_fields, integer, number
+
+
+class TimelineError(ValueError):
+    """Rows, spans or flows that do not fit together."""
+
+
+Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a finite number")]
+"""A point in time: seconds of a clock, or multiples of the unit of costs."""
+
+
+@frozen(field_transformer=checked_fields(TimelineError))
+class Recorded:
+    """An action of a position (its index in `Plan.actions`) took from ``start`` to ``end``, in seconds.
+
+    For a message or a ``COLLECTIVE``, that is from posting to completion; the host was free again at ``posted``.
+    ``memory``: bytes that the action left allocated, negative where it freed more.
+    """
+
+    index: Index
+    start: Time
+    end: Time
+    posted: Time | None = None
+    memory: Annotated[int, integer()] | None = None
+
+
+@frozen(field_transformer=checked_fields(TimelineError))
+class Aside:
+    """An activity of a rank outside its plan, such as loading data or the optimizer's step, in seconds."""
+
+    name: Name
+    start: Time
+    end: Time
+
+
+@frozen(field_transformer=checked_fields(TimelineError))
+class Track:
+    """The recorded actions of ``rank``, which holds ``position``."""
+
+    rank: Index
+    position: Index
+    actions: tuple[Recorded, ...] = field(converter=tuple[Recorded, ...])
+    asides: tuple[Aside, ...] = field(converter=tuple[Aside, ...], default=())
+
+
+def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
+    return tuple(sorted(value, key=lambda track: (track.position, track.rank)))
+
+
+@frozen
+class Recording:
+    """A run of ``plan``: one track for each rank that was recorded, times from one clock common to all."""
+
+    plan: Plan
+    tracks: tuple[Track, ...] = field(converter=_tracks)
+
+    def __attrs_post_init__(self) -> None:
+        require_plan(self.plan, error=TimelineError)
+        count = [sum(1 for _ in self.plan.actions(p)) for p in range(self.plan.num_positions)]
+        for track in self.tracks:
+            if track.position >= len(count):
+                what = f"rank {track.rank} recorded position {track.position}"
+                raise TimelineError(f"{what}; the plan has positions 0..{len(count) - 1}")
+            last = max((entry.index for entry in track.actions), default=-1)
+            if last >= count[track.position]:
+                what = f"rank {track.rank} recorded action {last} of position {track.position}"
+                raise TimelineError(f"{what}, which has {count[track.position]}, numbered from 0")

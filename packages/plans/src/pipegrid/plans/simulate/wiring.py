@@ -1,0 +1,162 @@
+"""What the engine looks up once per compute and per message of a position: what it waits for, and what it gives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from attrs import define, field
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan import Action, ActionKind, Plan
+from pipegrid.plans.plan.dataflow import EdgeFlow, dataflow_of
+from pipegrid.plans.simulate.costs import Costs, activation_sizes
+from pipegrid.plans.simulate.side_streams import CopyStreams, ShardStream, Slots
+from pipegrid.core.edge import Direction, Edge
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+@define(eq=False)
+class Lane:
+    """Messages from one position to another in one direction; the k-th send meets the k-th receive.
+
+    Kept are those of which only one end is posted. A send is (time posted, index of the action, time it
+    occupies the lane, latency); a receive is (time posted, index, where to note the arrival, microbatch).
+    """
+
+    source: int
+    destination: int
+    sends: deque[tuple[float, int, float, float]] = field(factory=deque)
+    receives: deque[tuple[float, int, Slots, int]] = field(factory=deque)
+    free: float = 0.0
+
+
+Ends: TypeAlias = tuple[tuple[Lane, float, float, Slots], ...]
+"""The lanes a message uses: with the time it occupies each, its latency, and where its arrival is noted."""
+
+
+@define(eq=False)
+class Compute:
+    """One kind of compute of one stage on one position, for all microbatches; with routes, for one unit."""
+
+    duration: float
+    needs: tuple[Slots, ...]
+    gives: tuple[Slots, ...]
+    sends: Ends  # in plans of computes alone, which have no sends of their own
+    places: tuple[int, ...]  # all positions of a shared stage, which compute it together
+    shares: Sequence[float]  # of the duration, per slice; in a plan with slices
+
+
+class Wiring:
+    """The computes and messages of a plan at given costs, and the slots in which their times are noted.
+
+    ``duration``: by kind and stage. ``routed``: whether computes and messages are looked up per unit, and slots are of
+    one alone, at index 0. ``shard_streams`` and ``copy_streams``: per position, what runs beside its
+    computes.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, actions: Sequence[Sequence[Action]]) -> None:
+        self.plan, self.dataflow = plan, dataflow_of(plan)
+        self.routed, self.slots = self.dataflow.routed, 1 if self.dataflow.routed else plan.num_pieces
+        names = ("F", "B", "I", "W", "REDUCE", "COLLECTIVE", "UNSHARD", "REDUCE_GRAD")
+        self.duration = {ActionKind[name]: costs.per_stage(name, plan.num_stages) for name in names}
+        self.travel = costs.travel(plan.graph.stage_edges)
+        self.slice_times = costs.per_slice("slice_times", plan.num_slices)
+        self.slice_lengths = costs.per_slice("slice_lengths", plan.num_slices)
+        # Results by direction, stage and position that made them; arrivals by edge, direction, position and the
+        # position they came from (None: a collective); both then by unit, with routes, else 0.
+        self.made: dict[tuple[Direction, int, int, int], Slots] = {}
+        self.arrived: dict[tuple[Edge, Direction, int, int | None, int], Slots] = {}
+        self.lanes: dict[tuple[int, int, Direction], Lane] = {}
+        self.shard_streams = [ShardStream(self.duration, plan.num_pieces) for _ in actions]
+        copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
+        self.copy_streams = [CopyStreams.of(own, copy_times, plan.num_pieces) for own in actions]
+        self.flows = {
+            (flow.edge, flow.direction, piece): flow
+            for flow in self.dataflow.flows
+            for piece in (flow.pieces if self.routed else (0,))
+        }
+        # Looked up once for each kind, stage or edge, and position (and unit, with routes); per position.
+        self.computes: list[dict[ActionKind, dict[int | tuple[int, int], Compute]]] = [
+            {kind: {} for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)} for _ in actions
+        ]
+        self.ends: list[dict[ActionKind, dict[Edge | tuple[Edge | None, int] | None, Ends]]] = [
+            {kind: {} for kind in ActionKind if kind.is_message} for _ in actions
+        ]
+
+    def compute(self, kind: ActionKind, stage: int, position: int, piece: int = 0) -> Compute:
+        """A kind of compute of ``stage`` at ``position``; ``piece``: the unit, with routes."""
+        if stage not in self.plan.stages_at[position]:
+            raise PlanError(f"position {position} has a {kind} of stage {stage}, which is not placed there")
+        direction = FORWARD if kind is ActionKind.F else BACKWARD
+        own = self._made_by(direction, stage, position, piece)
+        unsharded, reloaded = self.shard_streams[position].unsharded, self.copy_streams[position].reloaded
+        needs: list[Slots] = [unsharded[stage]] if stage in unsharded else []
+        sends: Ends = ()
+        if kind is ActionKind.W:
+            needs.append(own)
+        else:
+            if direction is BACKWARD:
+                needs.append(self._made_by(FORWARD, stage, position, piece))
+                needs += [reloaded[stage]] if stage in reloaded else []
+            for flow, message in self.dataflow.arriving(stage, direction, piece):
+                needs += self._needed(flow, position, message)
+            if not self.plan.has_communication:
+                sends = tuple(
+                    self._end(flow, position, destination, piece)
+                    for flow, _ in self.dataflow.leaving(stage, direction, piece)
+                    for source, destination in flow.links
+                    if source == position != destination
+                )
+        made = Compute(
+            self.duration[kind][stage],
+            tuple(needs),
+            () if kind is ActionKind.W else (own,),
+            sends,
+            self.dataflow.together(stage, position),
+            # Attention has no weights: their gradients take as long as a slice is.
+            self.slice_lengths if kind is ActionKind.W else self.slice_times,
+        )
+        self.computes[position][kind][(stage, piece) if self.routed else stage] = made
+        return made
+
+    def _needed(self, flow: EdgeFlow, position: int, message: int) -> list[Slots]:
+        """The slots that a compute at ``position`` waits for, of one of its inputs."""
+        if flow.group is not None and self.plan.has_communication:
+            return [self.arrived_at(flow, position, None)]
+        needed: list[Slots] = []
+        for source in flow.origins(position):
+            makers = flow.makers(message, source)
+            if source == position:
+                needed += [self._made_by(flow.direction, flow.producer, source, made) for made in makers]
+            elif self.plan.has_communication:
+                needed.append(self.arrived_at(flow, position, source, message))
+            else:  # each of several that are summed comes by itself
+                needed += [self.arrived_at(flow, position, source, made) for made in makers]
+        return needed
+
+    def _made_by(self, direction: Direction, stage: int, position: int, piece: int) -> Slots:
+        return self.made.setdefault((direction, stage, position, piece), [None] * self.slots)
+
+    def arrived_at(self, flow: EdgeFlow, at: int, source: int | None, piece: int = 0) -> Slots:
+        """The slots of what ``at`` receives from ``source`` (None: from a collective)."""
+        key = (flow.edge, flow.direction, at, source, piece)
+        return self.arrived.setdefault(key, [None] * self.slots)
+
+    def messages(self, action: Action, position: int) -> Ends:
+        """The lanes of which ``position`` holds an end for ``action``, a message."""
+        assert action.edge is not None
+        assert action.direction is not None
+        assert action.microbatch is not None
+        piece = action.microbatch if self.routed else 0
+        flow = self.flows[action.edge, action.direction, piece]
+        routes = [pair for pair in flow.routes if position == pair[0 if action.kind.is_send else 1]]
+        ends = tuple([self._end(flow, *pair, piece) for pair in routes])
+        self.ends[position][action.kind][(action.edge, piece) if self.routed else action.edge] = ends
+        return ends
+
+    def _end(self, flow: EdgeFlow, source: int, destination: int, piece: int) -> tuple[Lane, float, float, Slots]:
+        lane = self.lanes.setdefault((source, destination, flow.direction), Lane(source, destination))
+        return (lane, *self.travel[flow.edge], self.arrived_at(flow, destination, source, piece))

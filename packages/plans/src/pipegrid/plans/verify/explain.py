@@ -1,0 +1,183 @@
+"""The texts of faults: why an action is wrong, what is missing, which actions wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from pipegrid.plans.errors import Fault
+from pipegrid.plans.orders.play import Wait
+from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, for_piece, step_text
+from pipegrid.plans.verify.table import ActionRule, PositionTable
+from pipegrid.core.edge import Direction
+
+
+def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
+    """The fault of an action that has no rule at this position."""
+
+    def fault(rule: str, message: str) -> Fault:
+        return Fault(rule, f"{action}: {message}", position, step)
+
+    edge = action.edge
+    if edge is not None and edge not in plan.graph.stage_edges:
+        known = ", ".join(map(str, plan.graph.stage_edges)) or "none"
+        return fault("unknown-edge", f"there is no edge {edge}; the graph has {known}")
+    if action.stage >= plan.num_stages:
+        return fault("unknown-stage", f"the plan has {plan.num_stages} stages, 0..{plan.num_stages - 1}")
+    if plan.routes is not None and action.microbatch is not None and action.kind is not ActionKind.COLLECTIVE:
+        return fault(*_why_not_routed(plan, plan.routes, action, position))
+    places = list(plan.living(plan.placement[action.stage]))
+    if action.kind is not ActionKind.COLLECTIVE and position not in places:
+        return fault("misplaced", f"stage {action.stage} lies on position {' and '.join(map(str, places))}")
+    if action.kind in COMPUTES:
+        return fault("unneeded", f"stage {action.stage} is forward_only and has no backward")
+    if action.direction is Direction.BACKWARD and edge not in plan.gradient_edges:
+        return fault("unneeded", f"no gradient travels along edge {edge}; one of its stages is forward_only")
+    if action.kind is ActionKind.COLLECTIVE:
+        carrier = plan.collective_edges.get(edge) if edge is not None else None
+        if carrier is None:
+            return fault("unneeded", f"no group carries edge {edge}; its data is sent, or stays on its position")
+        return fault("misplaced", f"this position is not in the group {carrier!r} of the edge")
+    if edge is not None and plan.placement[edge.source] == plan.placement[edge.destination]:
+        return fault("unneeded", f"both ends of edge {edge} lie on the same positions, which keep their own results")
+    if edge is not None and edge in plan.collective_edges:
+        return fault("unneeded", f"the data of edge {edge} moves by the group {plan.collective_edges[edge]!r}")
+    return fault("unneeded", "the other end is this position alone, which keeps its own result")
+
+
+def _why_not_routed(plan: Plan, routes: Routes, action: Action, position: int) -> tuple[str, str]:
+    """The rule that an action breaks in a plan with routes, and the text."""
+    unit, stage, edge = action.microbatch, action.stage, action.edge
+    assert unit is not None
+    if unit >= routes.num_units:
+        return (
+            "unknown-microbatch",
+            f"there is no unit {unit}; the routes have {routes.num_units}, 0..{routes.num_units - 1}",
+        )
+    name, (module, _) = routes.name(unit), plan.graph.module_of(stage)
+    if routes.skips_module(unit, module) and not routes.served(routes.call(unit, module), module):
+        return "unneeded", f"unit {name} skips module {module!r}"
+    if unit not in routes.calls(module):
+        return (
+            "unneeded",
+            f"unit {name} is served by the call of {module!r} for unit {routes.name(routes.call(unit, module))}",
+        )
+    if edge is None or position not in plan.living(plan.placement[stage]):
+        actors = plan.actors(plan.placement[stage], routes.of(unit, stage))
+        if position not in actors:
+            return "misplaced", f"stage {stage} of unit {name} is computed by actor {' and '.join(map(str, actors))}"
+    if action.kind in COMPUTES or edge not in plan.gradient_edges:
+        return "unneeded", f"stage {stage} has no backward along here; one of its stages is forward_only"
+    return "unneeded", f"the data of unit {name} along edge {edge} does not leave or come to this actor"
+
+
+def why_refused(
+    table: PositionTable, flags: bytearray, steps: Sequence[Step], step: int, action: Action, rule: ActionRule
+) -> Fault:
+    """The fault of an action that breaks its rule, with the ``flags`` that are set before it."""
+    plan, position = table.plan, table.position
+    piece = 0 if table.routed else plan.piece_of(action)
+    if piece >= plan.num_pieces:
+        return unknown_microbatch(action, plan.num_microbatches, position, step)
+    if flags[rule.done + piece]:
+        return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
+    unmet = next(needed for needed in rule.needs if not flags[needed + piece])
+    makers = table.makers_of(unmet + piece)
+    later, text = _needs(action, makers, steps)
+    late = later and action.kind in COMPUTES and makers[0].kind.is_receive
+    return Fault("late-receive" if late else "dependency", text, position, step)
+
+
+def out_of_sequence(table: PositionTable, done: int, steps: Sequence[Step], step: int, action: Action) -> Fault:
+    """The fault of a slice that runs before the one that it needs; ``done``: the flags of the action's results."""
+    plan, forward = table.plan, action.kind is ActionKind.F
+    piece = plan.piece_of(action) + (-1 if forward else 1)
+    makers = table.makers_of(done + piece)
+    why = "it reads the keys and values" if forward else "the gradients of its keys and values come from that"
+    return Fault("dependency", f"{_needs(action, makers, steps)[1]}: {why}", table.position, step)
+
+
+def _needs(action: Action, makers: Sequence[Action], steps: Sequence[Step]) -> tuple[bool, str]:
+    """Whether one of ``makers`` comes later on the position, and the text that ``action`` needs it before."""
+    later = [at for maker in makers if (at := step_of(maker, steps)) is not None]
+    where = f"which comes at step {later[0]}" if later else "which this position never does"
+    return bool(later), f"{action} needs {' or '.join(map(str, makers))} before it, {where}"
+
+
+def step_of(action: Action, steps: Sequence[Step]) -> int | None:
+    """The last step that contains ``action``; None if there is none."""
+    found = [index for index, step in enumerate(steps) if action in actions_of(step)]
+    return found[-1] if found else None
+
+
+def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:
+    """The fault of a microbatch that the plan does not have."""
+    message = f"{action}: there is no microbatch {action.microbatch}; the plan has {count}, 0..{count - 1}"
+    return Fault("unknown-microbatch", message, position, step)
+
+
+def missing(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
+    """The actions that a position never does, one fault for each kind of action."""
+    count, plan = table.span, table.plan
+    found: dict[tuple[object, ...], list[list[Action]]] = {}
+    for rule in (*table.table.values(), *table.collectives.values()):
+        action, done = rule.action, rule.done
+        if action.kind is ActionKind.B or not flags.count(0, done, done + count):
+            continue  # B and I set one flag between them; it is looked at once, for I
+        lacking = [piece for piece in range(count) if not flags[done + piece]]
+        if action.kind is ActionKind.W:  # without an I the whole backward is missing
+            lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
+        for piece in lacking:
+            makers = table.makers_of(done + piece) or [
+                for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
+            ]
+            found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
+    faults = [_missing(table.position, actions) for actions in found.values()]
+    remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
+    reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
+    reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
+    return faults + [
+        Fault("missing", f"{action}: to be done here, and never done{remedy}", table.position)
+        for name, action in reductions.items()
+        if name not in reduced
+    ]
+
+
+def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
+    listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
+    more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
+    return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
+
+
+def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[Step]], *, in_order: bool) -> Fault:
+    """The fault of positions that wait for each other in a cycle, action by action."""
+
+    def place(wait: Wait) -> str:
+        step = positions[wait.position][wait.step]
+        text = _part_text(step, wait.part) if in_order else step_text(step)
+        return f"position {wait.position}, step {wait.step}: {text}"
+
+    batched = any(isinstance(positions[w.position][w.step], tuple) for waits in cycle for w in waits)
+    remedy = (
+        "write their batches in one order, or move one of these actions"
+        if in_order and batched
+        else "move one of these actions, or issue those that wait as one batch"
+    )
+    lines = [f"\n      {place(wait)} waits for {place(setter)}" for wait, setter in cycle]
+    position, step = cycle[0][0].position, cycle[0][0].step
+    return Fault(
+        "cycle",
+        f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}",
+        position,
+        step,
+    )
+
+
+def _part_text(step: Step, part: int) -> str:
+    """A part of a batch whose messages block in order (those of one flow), and the batch."""
+    parts = [list(own) for _, own in groupby(actions_of(step), _flow_of)]
+    return step_text(step) if len(parts) == 1 else f"{' '.join(map(str, parts[part]))} of {step_text(step)}"
+
+
+def _flow_of(action: Action) -> tuple[object, ...]:
+    return action.edge, action.direction, action.microbatch, action.slice, action.group

@@ -1,0 +1,300 @@
+"""Verification of one position: one pass over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from attrs import Factory, define
+
+from pipegrid.plans.errors import Fault
+from pipegrid.plans.orders.play import Program
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step
+from pipegrid.plans.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
+from pipegrid.plans.verify.table import ActionRule, PositionTable, RuleKey
+
+F, W = ActionKind.F, ActionKind.W
+
+
+class GroupCall(NamedTuple):
+    """One position's part in what several positions do together: what must be the same for all, and the step."""
+
+    same: str
+    step: int
+
+
+@define(eq=False)
+class SharedLane:
+    """What one position exchanges with a partner over their one communicator, batch by batch.
+
+    ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step. ``here`` and ``there``:
+    the events of the first exchange at both ends, where it blocks.
+    """
+
+    here: int | None
+    there: int | None
+    contents: list[int | list[int]] = Factory(list)
+    steps: list[int] = Factory(list)
+
+
+class PositionVerifier:
+    """The verification of one position's steps, and what the verification between positions needs of them.
+
+    ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `deadlock.play`. ``sent``
+    and ``received``: per lane, the messages in order. ``exchanges``: per partner, with shared lanes. ``calls``: in
+    order, per group its collectives, and per shared stage its computes.
+    """
+
+    def __init__(self, table: PositionTable, steps: Sequence[Step]) -> None:
+        self.table, self.position, self.steps = table, table.position, steps
+        self.faults: list[Fault] = []
+        self.program = Program()
+        self.calls: dict[str | int, list[GroupCall]] = {
+            **{name: [] for name, members in table.ids.dataflow.groups.items() if table.position in members},
+            **{stage: [] for stage, places in table.ids.dataflow.shared if table.position in places},
+        }
+        self.reduced: set[str] = set()  # names of groups, and numbers of stages reduced without one
+        self.shards = False  # whether parameters are gathered or freed here
+        self.offloads = False  # whether activations are copied to the host
+        self.flags = bytearray(table.num_flags)
+        self.num_actions = 0
+        exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
+        self._shared_lanes = [
+            SharedLane(exchanges.get((self.position, partner)), exchanges.get((partner, self.position)))
+            for partner in table.partners
+        ]
+        self._orders: list[list[int]] = [[] for _ in table.lanes]  # messages at this end of each lane
+        self._waits: list[int] = []  # of the batch: it posts all its messages, and then waits for their other ends
+        self._posted: list[tuple[int, int]] = []  # of the batch, with shared lanes: partner and message
+        self._verify_steps()
+        self.sent: dict[Lane, list[int]] = {}
+        self.received: dict[Lane, list[int]] = {}
+        for (lane, sends), order in zip(table.lanes, self._orders, strict=True):
+            (self.sent if sends else self.received)[lane] = order
+        self.exchanges = dict(zip(table.partners, self._shared_lanes, strict=True))
+        self.faults += missing(table, self.flags, self.reduced)
+
+    def _verify_steps(self) -> None:
+        """Verify the actions of each step, and add their events; messages of a batch are waited for at its end."""
+        table, program = self.table, self.program
+        rules, routed, sliced, in_order = table.table, table.routed, table.sliced, table.blocking.in_order
+        for index, step in enumerate(self.steps):
+            actions = (step,) if isinstance(step, Action) else step
+            self.num_actions += len(actions)
+            part: tuple[int, int] | None = None  # flow and piece whose messages block together, of a batch in order
+            for action in actions:
+                kind, piece, edge = action.kind, action.microbatch, action.edge
+                key: RuleKey = (kind, action.stage) if edge is None else (kind, edge.source, edge.destination)
+                rule = rules.get((*key, piece) if routed else key)
+                if rule is None or piece is None:
+                    if in_order:
+                        self._wait()
+                    part = None
+                    self._verify_collective(index, action)
+                    continue
+                if sliced:
+                    piece = table.plan.piece_of(action)
+                away = 0 if routed else piece
+                if not self._may_run(index, action, rule, away):
+                    continue
+                if edge is None:
+                    self._add_compute(index, action, rule, away)
+                    continue
+                if in_order and part != (rule.flow, piece):
+                    self._wait()
+                    part = rule.flow, piece
+                self._add_message(rule, away)
+            if self._posted:
+                self._exchange(index)
+            self._wait()
+            program.ends.append(len(program.operations))
+
+    def _may_run(self, index: int, action: Action, rule: ActionRule, piece: int) -> bool:
+        """Set the action's flag. False for a piece that is unknown or done before; an input that lacks is a fault.
+
+        ``piece``: how far the action is away from that of the rule.
+        """
+        flags, done = self.flags, rule.done + piece
+        if piece >= self.table.num_pieces or flags[done]:
+            self._refuse(index, action, rule)
+            return False
+        for needed in rule.needs:
+            if not flags[needed + piece]:
+                self._refuse(index, action, rule)
+                break
+        flags[done] = 1
+        return True
+
+    def _add_compute(self, index: int, action: Action, rule: ActionRule, piece: int) -> None:
+        if rule.also is not None:
+            self.flags[rule.also + piece] = 1
+        if action.slice is not None and action.kind is not W:
+            self._verify_sequence(index, action, rule.done)
+        if rule.events:
+            self._add_events(rule.events, piece)
+            if action.stage in self.calls:
+                self.calls[action.stage].append(GroupCall(str(action), index))
+
+    def _add_message(self, rule: ActionRule, piece: int) -> None:
+        self._add_events(rule.events, piece)
+        for order, message, wait, partner in rule.messages:
+            self._orders[order].append(message + piece)
+            if wait is not None:
+                self._waits.append(wait - piece)
+            elif partner is not None:
+                self._posted.append((partner, message + piece))
+
+    def _add_events(self, events: Sequence[int], piece: int) -> None:
+        """Add the events of a rule, which are for piece 0: ids to set, or ``~id`` to wait for."""
+        for event in events:
+            self.program.operations.append(event + piece if event >= 0 else event - piece)
+
+    def _wait(self) -> None:
+        """Wait for the other ends of what was posted."""
+        if self._waits:
+            self.program.operations += self._waits
+            self._waits.clear()
+
+    def _exchange(self, index: int) -> None:
+        """Note what a batch exchanges with each of its partners over shared lanes."""
+        contents: dict[int, int | list[int]] = {}
+        for partner, message in self._posted:
+            if partner in contents:
+                others = contents[partner]
+                contents[partner] = sorted([*(others if isinstance(others, list) else (others,)), message])
+            else:
+                contents[partner] = message
+        self._posted.clear()
+        for partner, content in contents.items():
+            lane = self._shared_lanes[partner]
+            if lane.here is not None and lane.there is not None:
+                at = len(lane.steps)
+                self.program.operations.append(lane.here + at)
+                self._waits.append(~(lane.there + at))
+            lane.contents.append(content)
+            lane.steps.append(index)
+
+    def _refuse(self, index: int, action: Action, rule: ActionRule) -> None:
+        self.faults.append(why_refused(self.table, self.flags, self.steps, index, action, rule))
+
+    def _verify_sequence(self, index: int, action: Action, done: int) -> None:
+        """Verify that a slice runs forward after the one before it in the sequence, backward after the one behind."""
+        plan, step = self.table.plan, -1 if action.kind is F else 1
+        assert action.slice is not None  # of every action in a plan with slices
+        if 0 <= action.slice + step < plan.num_slices and not self.flags[done + plan.piece_of(action) + step]:
+            self.faults.append(out_of_sequence(self.table, done, self.steps, index, action))
+
+    def _fault(self, rule: str, message: str, step: int) -> None:
+        self.faults.append(Fault(rule, message, self.position, step))
+
+    def _verify_collective(self, index: int, action: Action) -> None:
+        """Verify a ``REDUCE`` or ``COLLECTIVE``; note the fault of an action without a rule."""
+        ids, plan, position = self.table.ids, self.table.plan, self.position
+        if action.kind in SHARDING:
+            self._verify_sharding(index, action)
+            return
+        if action.kind in OFFLOADING:
+            self._verify_offloading(index, action)
+            return
+        if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
+            self.faults.append(why_no_rule(plan, position, index, action))
+            return
+        name = ids.dataflow.group_of(action, position)
+        members = () if name is None else ids.dataflow.groups.get(name, ())
+        if name is not None and position not in members:
+            whose = f"it has positions {list(members)}" if members else "the plan has no such group"
+            self._fault("group", f"{action}: this position is not in the group; {whose}", index)
+            return
+        if action.kind is ActionKind.REDUCE:
+            if not self._may_reduce(index, action):
+                return
+            same = "REDUCE" if action.group is not None else str(action)
+        elif action.edge is None:
+            count = plan.num_microbatches
+            if action.microbatch is not None and action.microbatch >= count:
+                self.faults.append(unknown_microbatch(action, count, position, index))
+                return
+            same = f"COLLECTIVE{'' if action.microbatch is None else action.microbatch}"
+        else:
+            if not self._may_collect(index, action):
+                return
+            same = str(action)
+        if name is not None:
+            calls = self.calls[name]
+            self.program.operations.append(ids.called(name, len(calls), position))
+            self._waits += [~ids.called(name, len(calls), other) for other in members if other != position]
+            calls.append(GroupCall(same, index))
+
+    def _verify_sharding(self, index: int, action: Action) -> None:
+        """Verify the place of an action of `check_sharding`; a stage on several positions is gathered by all of them.
+
+        Otherwise no event: the ranks that gather together are those of one position, on its replicas. They come to
+        it in one order, which is that of a plan that does not deadlock, so on each of them it is the next event.
+        """
+        ids, stage = self.table.ids, action.stage
+        self.shards = True
+        if stage not in self.table.weights:
+            self.faults.append(why_no_rule(self.table.plan, self.position, index, action))
+            return
+        places = ids.dataflow.together(stage, self.position)
+        if places and action.kind is not ActionKind.RESHARD:
+            calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
+            self.program.operations.append(ids.called(key, len(calls), self.position))
+            self._waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
+            calls.append(GroupCall(str(action), index))
+
+    def _verify_offloading(self, index: int, action: Action) -> None:
+        """Verify the stage and the microbatch of an action of `check_offloading`; a copy waits for no other rank."""
+        self.offloads, plan = True, self.table.plan
+        if action.stage not in self.table.weights:
+            self.faults.append(why_no_rule(plan, self.position, index, action))
+        elif action.microbatch is None or action.microbatch >= plan.num_microbatches:
+            self.faults.append(unknown_microbatch(action, plan.num_microbatches, self.position, index))
+
+    def _may_reduce(self, index: int, action: Action) -> bool:
+        table, stage = self.table, action.stage
+        if stage not in table.weights:
+            self.faults.append(why_no_rule(table.plan, self.position, index, action))
+            return False
+        if stage in table.plan.forward_only:
+            self._fault("unneeded", f"{action}: stage {stage} has no backward to reduce", index)
+            return False
+        name = action.group or f"{stage}"
+        if name in self.reduced:
+            self._fault("duplicate", f"{action} is here a second time", index)
+            return False
+        self.reduced.add(name)
+        for held in {stage, *table.tied.get(name, ())}:
+            pieces = table.pieces[held]
+            left = sum(not self.flags[table.weights[held] + piece] for piece in pieces)
+            if left:
+                self._fault(
+                    "dependency",
+                    f"{action} comes before the last backward of stage {held}; {left} of {len(pieces)} "
+                    f"{'microbatches' if table.plan.num_slices == 1 else 'slices'} are not done",
+                    index,
+                )
+        return True
+
+    def _may_collect(self, index: int, action: Action) -> bool:
+        assert action.edge is not None
+        assert action.microbatch is not None
+        assert action.direction is not None
+        plan = self.table.plan
+        rule = self.table.collectives.get((action.edge, action.direction))
+        if rule is None:
+            self.faults.append(why_no_rule(plan, self.position, index, action))
+            return False
+        group = plan.collective_edges[action.edge]
+        if action.group != group:
+            self._fault("group", f"{action}: edge {action.edge} already uses the group {group!r}", index)
+            return False
+        piece = plan.piece_of(action)
+        done = rule.done + piece
+        if piece >= plan.num_pieces or self.flags[done]:
+            self._refuse(index, action, rule)
+            return False
+        if any(not self.flags[needed + piece] for needed in rule.needs):
+            self._refuse(index, action, rule)
+        self.flags[done] = 1
+        return True

@@ -1,0 +1,242 @@
+"""The rule of each action at one position: what it needs, what it marks as done, and its events."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from attrs import frozen
+
+from pipegrid.plans.plan import Action, ActionKind, Lane, for_piece
+from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, EdgeFlow
+from pipegrid.plans.verify.event_ids import MESSAGE_KINDS, EventIds, Route
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.sharing import Communicators
+
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
+
+Batches: TypeAlias = Literal["in_order", "simultaneous"]
+
+
+@frozen
+class Blocking:
+    """How communication blocks: the arguments of `verify`."""
+
+    rendezvous: bool = True
+    lanes: Communicators = "separate"
+    batches: Batches = "in_order"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the messages of a batch block one after the other."""
+        return self.rendezvous and self.lanes == "separate" and self.batches == "in_order"
+
+
+RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int] | tuple[ActionKind, int, int, int]
+"""Kind and stage of a compute; kind, source and destination of an action along an edge; with routes, then the unit."""
+
+
+class MessageEnd(NamedTuple):
+    """One end of one message of an action; ``message`` and ``waits`` are for the piece of the rule."""
+
+    order: int
+    """The number, in `PositionTable.lanes`, of the lane on which this end is noted in order."""
+    message: int
+    """The id of its send, at both ends."""
+    waits: int | None
+    """``~event`` of the other end, which holds the position up at the end of the batch, or of the flow's part of it."""
+    partner: int | None
+    """With shared lanes, the number of the partner in `PositionTable.partners`."""
+
+
+class ActionRule(NamedTuple):
+    """The rule of one kind of action at one position; ``done``, ``needs``, ``also``: flags for piece 0.
+
+    Those of another piece are as far away as its number. With routes, a rule is of one piece, and all numbers are its
+    own.
+    """
+
+    action: Action
+    """The action for microbatch 0, or for the unit of the rule."""
+    done: int
+    """The flag that the action sets; set before, the action is a duplicate."""
+    needs: tuple[int, ...] = ()
+    """The flags that earlier actions of the position must have set."""
+    also: int | None = None
+    """A second flag to set: ``B`` does the work of ``W`` as well, and ``I`` makes ``W`` possible."""
+    flow: int = -1
+    """The number of the flow whose message the action is."""
+    messages: tuple[MessageEnd, ...] = ()
+    events: tuple[int, ...] = ()
+    """The events of the action for piece 0, in order: an id to set, or ``~id`` to wait for."""
+
+
+class PositionTable:
+    """The rules of one position, which follow from the plan's shape alone.
+
+    ``span``: the number of pieces that a rule serves; ``num_flags``: number of flags; ``lanes``: the lanes on which the
+    position sends (True) or receives (False); ``partners``: with shared lanes, the positions that it exchanges with;
+    ``pieces``: per stage, what the position computes of it; ``tied``: per group, the tied stages of the position;
+    ``averaged``: the stages whose gradients it reduces with its replicas, where these differ.
+    """
+
+    def __init__(self, ids: EventIds, position: int, blocking: Blocking) -> None:
+        self.ids, self.position, self.blocking = ids, position, blocking
+        self.plan, self.routed = ids.plan, ids.dataflow.routed
+        self.num_pieces, self.sliced = self.plan.num_pieces, self.plan.num_slices > 1
+        self.span = 1 if self.routed else self.num_pieces
+        self.num_flags = 0
+        self.table: dict[RuleKey, ActionRule] = {}
+        self.collectives: dict[tuple[Edge, Direction], ActionRule] = {}
+        self.lanes: dict[tuple[Lane, bool], int] = {}
+        self.partners: dict[int, int] = {}
+        self._makers: dict[int, tuple[Action, ...]] = {}  # per flag of piece 0, the actions that set it
+        self._ends: dict[tuple[ActionKind, Edge], int] = {}  # per end of an edge, the flag of piece 0
+        self.stages = self.plan.stages_at[position]
+        self.pieces = {stage: self.plan.pieces_at(stage, position) for stage in self.stages}
+        self.forwards = {stage: self._flags(Action(F, stage, 0)) for stage in self.stages}
+        self.gradients = {stage: self._flags(Action(B, stage, 0), Action(I, stage, 0)) for stage in self.stages}
+        self.halves = {stage: self._flags(Action(I, stage, 0)) for stage in self.stages}  # I without its W, or both
+        self.weights = {stage: self._flags() for stage in self.stages}
+        self.tied = {
+            group.name: stages
+            for group in self.plan.groups
+            if (stages := [stage for stage in group.tied if stage in self.stages])
+        }
+        trained = [stage for stage in self.stages if stage not in self.plan.forward_only]
+        self.averaged = trained if self.plan.num_replicas > 1 and self.plan.has_communication else []
+        for number, flow in enumerate(ids.dataflow.crossing if self.plan.has_communication else ()):
+            if flow.group is not None:
+                self._add_collective(flow)
+            elif position in flow.parties:
+                for piece in flow.pieces if self.routed else (0,):
+                    self._add_messages(number, flow, piece)
+        for stage in self.stages:
+            for piece in self.pieces[stage] if self.routed else (0,):
+                self._add_computes(stage, piece)
+
+    def _flags(self, *makers: Action) -> int:
+        """The flag of piece 0; those of the others are behind it, so the number of a flag tells its piece."""
+        first = self.num_flags
+        self.num_flags += self.num_pieces
+        if makers:
+            self._makers[first] = makers
+        return first
+
+    def makers_of(self, flag: int) -> list[Action]:
+        """The actions that set ``flag``."""
+        piece = flag % self.num_pieces
+        return [for_piece(maker, piece, self.plan.num_slices) for maker in self._makers.get(flag - piece, ())]
+
+    def _result(self, stage: int, direction: Direction) -> int:
+        """The flags of the result of ``stage`` at this position."""
+        return self.forwards[stage] if direction is FORWARD else self.gradients[stage]
+
+    def _add(self, rule: ActionRule) -> None:
+        action, edge = rule.action, rule.action.edge
+        key: RuleKey = (action.kind, action.stage) if edge is None else (action.kind, edge.source, edge.destination)
+        assert action.microbatch is not None
+        self.table[(*key, action.microbatch) if self.routed else key] = rule
+
+    def _add_messages(self, number: int, flow: EdgeFlow, piece: int) -> None:
+        """The rules of a send and of a receive, each of which may have several partners."""
+        own = [
+            route
+            for route in self.ids.routes_of[flow.edge, flow.direction]
+            if route.flow is flow and self.position in (route.lane.source, route.lane.destination)
+        ]
+        blocks = self.blocking.rendezvous and self.blocking.lanes == "separate"
+        at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
+        for kind, stage, sends in zip(
+            MESSAGE_KINDS[flow.direction], (flow.producer, flow.consumer), (True, False), strict=True
+        ):
+            ends, events = [], []
+            for route in own:
+                if self.position != (route.lane.source if sends else route.lane.destination):
+                    continue
+                here, there = (route.sent, route.received) if sends else (route.received, route.sent)
+                if blocks or (sends and not self.blocking.rendezvous):
+                    events.append(here + piece)
+                if at_once:
+                    events.append(~(there + piece))
+                waits = ~(there + piece) if blocks and not at_once else None
+                ends.append(self._end(route, piece, waits, sends=sends))
+            if ends:
+                result = self._result(stage, flow.direction) if sends else 0
+                self._add(
+                    ActionRule(
+                        Action(kind, stage, piece, flow.edge),
+                        self._end_flags(kind, stage, flow.edge) + piece,
+                        needs=tuple([result + made for made in flow.makers(piece, self.position)] if sends else ()),
+                        flow=number,
+                        messages=tuple(ends),
+                        events=tuple(events),
+                    )
+                )
+
+    def _end_flags(self, kind: ActionKind, stage: int, edge: Edge) -> int:
+        if (kind, edge) not in self._ends:
+            self._ends[kind, edge] = self._flags(Action(kind, stage, 0, edge))
+        return self._ends[kind, edge]
+
+    def _end(self, route: Route, piece: int, waits: int | None, *, sends: bool) -> MessageEnd:
+        order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
+        partner = route.lane.destination if sends else route.lane.source
+        shared = self.blocking.lanes == "shared"
+        number = self.partners.setdefault(partner, len(self.partners)) if shared else None
+        return MessageEnd(order, route.sent + piece, waits, number)
+
+    def _add_collective(self, flow: EdgeFlow) -> None:
+        """The rule of a member, which may hold neither stage."""
+        if self.position in flow.members:
+            action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
+            needs = (self._result(flow.producer, flow.direction),) if self.position in flow.sources else ()
+            self.collectives[flow.edge, flow.direction] = ActionRule(action, self._flags(action), needs)
+
+    def _add_computes(self, stage: int, piece: int) -> None:
+        self._add_compute(F, stage, piece, self.forwards[stage])
+        if stage not in self.plan.forward_only:
+            self._add_compute(B, stage, piece, self.gradients[stage], also=self.weights[stage])
+            self._add_compute(I, stage, piece, self.gradients[stage], also=self.halves[stage])
+            done, half, joins = self.weights[stage] + piece, self.halves[stage] + piece, self._joins(W, stage, piece)
+            self._add(ActionRule(Action(W, stage, piece), done, needs=(half,), events=joins))
+
+    def _add_compute(self, kind: ActionKind, stage: int, piece: int, done: int, also: int | None = None) -> None:
+        direction = FORWARD if kind is F else BACKWARD
+        needs = [] if direction is FORWARD else [self.forwards[stage] + piece]
+        events: list[int] = []
+        for flow, message in self.ids.dataflow.arriving(stage, direction, piece):
+            self._add_input(flow, message, needs, events)
+        events += self._joins(kind, stage, piece)
+        if not self.plan.has_communication:
+            events.append(self.ids.made[self.position, stage, direction] + piece)
+        second = None if also is None else also + piece
+        self._add(ActionRule(Action(kind, stage, piece), done + piece, tuple(needs), second, events=tuple(events)))
+
+    def _add_input(self, flow: EdgeFlow, message: int, needs: list[int], events: list[int]) -> None:
+        """Add one input of a compute: made here, received here, or (in a plan of computes) awaited."""
+        position, key = self.position, (flow.edge, flow.direction)
+        if key in self.collectives:
+            needs.append(self.collectives[key].done)
+            return
+        origins = flow.origins(position)
+        if position in origins:
+            needs += [self._result(flow.producer, flow.direction) + made for made in flow.makers(message, position)]
+        others = [origin for origin in origins if origin != position]
+        if not self.plan.has_communication:
+            events += [
+                ~(self.ids.made[other, flow.producer, flow.direction] + made)
+                for other in others
+                for made in flow.makers(message, other)
+            ]
+        elif others:
+            needs.append(self._end_flags(MESSAGE_KINDS[flow.direction][1], flow.consumer, flow.edge) + message)
+            if not self.blocking.rendezvous:
+                routes = [route for route in self.ids.routes_of[key] if route.flow is flow]
+                events += [~(route.sent + message) for route in routes if route.lane.destination == position]
+
+    def _joins(self, kind: ActionKind, stage: int, piece: int) -> tuple[int, ...]:
+        """The events of a compute of a shared stage: this position has come to it, and waits for the others."""
+        places = self.ids.dataflow.together(stage, self.position)
+        joined = [self.ids.joined[place, stage, kind] + piece for place in places if place != self.position]
+        here = self.ids.joined[self.position, stage, kind] + piece if places else 0
+        return (here, *(~event for event in joined)) if places else ()

@@ -1,0 +1,38 @@
+"""Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
+
+from pipegrid.search.compare import COMPARED, Row, compare, comparison_table
+from pipegrid.search.greedy import Found, candidates, greedy
+from pipegrid.plans.network.network import Objective
+from pipegrid.search.routed import (
+    LostRank,
+    RoutedStep,
+    least_room,
+    lost_rank_costs,
+    lost_rank_table,
+    reroute,
+    schedule_routes,
+)
+from pipegrid.search.search import Progress, search
+
+Candidate = Found  # the older name
+
+__all__ = [
+    "COMPARED",
+    "Candidate",
+    "Found",
+    "LostRank",
+    "Objective",
+    "Progress",
+    "RoutedStep",
+    "Row",
+    "candidates",
+    "compare",
+    "comparison_table",
+    "greedy",
+    "least_room",
+    "lost_rank_costs",
+    "lost_rank_table",
+    "reroute",
+    "schedule_routes",
+    "search",
+]

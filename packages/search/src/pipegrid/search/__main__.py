@@ -1,0 +1,307 @@
+"""Look at schedules: ``python -m pipegrid.schedules show | verify | compare``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.generators import SCHEDULES, find_schedule
+from pipegrid.plans.orders import (
+    Orders,
+    fewest_communicators,
+    is_orders,
+    orders_from_csv,
+    orders_from_json,
+    orders_of_plan,
+    plan_of_table,
+    prove_order,
+)
+from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
+from pipegrid.search import COMPARED, Progress, compare, comparison_table, greedy, search
+from pipegrid.plans.simulate import Costs, CostsError, costs_from_json, simulate
+from pipegrid.timeline import (
+    Timeline,
+    order_timeline,
+    terminal_timeline,
+    timeline,
+    write_html,
+    write_perfetto,
+    write_svg,
+)
+from pipegrid.plans.verify import as_limit, verify
+from pipegrid.core.fields import Count, checked
+from pipegrid.core.order import ORDER_MODELS
+
+USAGE = 2
+FAULTY = 1
+
+
+def read_file(path: Path) -> str:
+    """The text of a file, without the byte order mark that a spreadsheet puts before its CSV."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise PlanError(f"{path} is not UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
+    if path.suffix.lower() == ".toml":
+        raise PlanError(f"{path} is a job, not a plan; draw it with: python -m pipegrid.planner show {path} --gpus N")
+    text = read_file(path)
+    return {".csv": from_csv, ".json": from_json}.get(path.suffix.lower(), from_text)(text)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write the plan in the form of the suffix, as `read_plan` reads it."""
+    writer = {".csv": to_csv, ".json": to_json}.get(path.suffix.lower(), to_text)
+    path.write_text(writer(plan), encoding="utf-8")
+
+
+def read_costs(path: Path | None) -> Costs:
+    """The costs in a JSON file; without one, F = I = W = 1 per position and free communication."""
+    return Costs() if path is None else costs_from_json(read_file(path))
+
+
+SEARCHED = ("greedy", "search")
+
+
+def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
+    """The plan of `greedy` or `search`; the latter reports progress on a terminal."""
+    if arguments.slices not in (None, 1):
+        raise PlanError(f"--slices is {arguments.slices}; {arguments.schedule} orders whole microbatches")
+    chunks = 1 if arguments.chunks is None else arguments.chunks
+    pp = checked(arguments.pp, Count, "num_positions", PlanError)
+    stages = pp * checked(chunks, Count, "num_chunks", PlanError)
+    cut, limit, microbatches = costs.cut_into(stages, slices=pp), arguments.memory_limit, arguments.microbatches
+    if arguments.schedule == "greedy":
+        return greedy(cut, limit, num_positions=pp, num_microbatches=microbatches, num_stages=stages)
+
+    def report(progress: Progress) -> None:
+        print(f"\r{progress.share:4.0%}  {progress.best:.6g}  {progress.origin:40}", end="", file=sys.stderr)
+
+    found = search(
+        cut,
+        limit,
+        num_positions=pp,
+        num_microbatches=microbatches,
+        num_stages=stages,
+        objective=arguments.objective or "makespan",
+        time_limit=arguments.time_limit,
+        progress=report if sys.stderr.isatty() else None,
+    )
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return found.plan
+
+
+BY_NAME = "a schedule by name"
+USERS = {  # of the options that choose a plan
+    **dict.fromkeys(("pp", "microbatches", "chunks", "slices"), (BY_NAME,)),
+    "memory_limit": SEARCHED,
+    "objective": ("search",),
+    "time_limit": ("search",),
+}
+
+
+def require_used(arguments: argparse.Namespace, *, is_file: bool) -> None:
+    """Raise for an option that would change nothing."""
+    for option, users in USERS.items():
+        used = not is_file if users == (BY_NAME,) else arguments.schedule in users
+        if getattr(arguments, option) is not None and not used:
+            name = option.replace("_", "-")
+            raise PlanError(f"--{name} is for {' and '.join(users)}; {arguments.schedule} does not use it")
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Draw one schedule."""
+    costs = read_costs(arguments.costs)
+    name: str = arguments.schedule
+    path = Path(name)
+    is_file = path.is_file() or bool(path.suffix)  # no schedule has a dot in its name
+    require_used(arguments, is_file=is_file)
+    if is_file:
+        plan, name = read_plan(path), path.name
+    else:
+        if arguments.pp is None or arguments.microbatches is None:
+            raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
+        if name in SEARCHED:
+            plan = searched(arguments, costs)
+        else:
+            schedule = find_schedule(name, arguments.chunks)
+            plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks, num_slices=arguments.slices)
+            name = schedule.name
+    if arguments.lower:
+        plan = lower(plan)
+    cut = costs.cut_into(
+        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
+    )
+    simulation = simulate(plan, cut)
+    drawn = timeline(simulation, unit=arguments.unit)
+    drawn = timeline(drawn, title=f"{name}: {drawn.title}")
+    if arguments.svg:
+        write_svg(drawn, arguments.svg, arrows=arguments.arrows)
+    if arguments.html:
+        write_html(drawn, arguments.html, arrows=arguments.arrows)
+    if arguments.perfetto:
+        write_perfetto(drawn, arguments.perfetto)
+    if arguments.plan:
+        write_plan(plan, arguments.plan)
+    print(terminal_timeline(drawn), end="")
+    return 0
+
+
+def verify_file(arguments: argparse.Namespace) -> int:
+    """Prove one plan, or the orders of another program, or list their faults."""
+    if is_orders(text := read_file(arguments.plan)):
+        if arguments.communicators:
+            raise PlanError(f"--communicators is for plans, whose lanes may be placed; {arguments.plan} has orders")
+        return verify_orders(orders_from_json(text), arguments)
+    plan = plan_of_table(text) or read_plan(arguments.plan)
+    as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
+    try:
+        proof = verify(
+            plan,
+            rendezvous=not arguments.buffered,
+            memory_limit=arguments.memory_limit,
+            lanes=arguments.lanes,
+            batches=arguments.batches,
+        )
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return FAULTY
+    print(proof)
+    lowered = plan if plan.has_communication else lower(plan)
+    if arguments.communicators:
+        print(fewest_communicators(lowered, *(arguments.order or ())))
+    pictures = arguments.svg or arguments.html
+    if not arguments.order and not pictures:
+        return 0
+    return verify_orders(orders_from_csv(text) if "WAIT_SEND" in text else orders_of_plan(lowered), arguments)
+
+
+def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
+    """Prove orders under each order model that is asked for; of other programs, by default, under all."""
+    failed = 0
+    drawn: list[Timeline] = []
+    options = {"buffered": arguments.buffered, "drains": arguments.drains}
+    for name in arguments.order or ORDER_MODELS:
+        try:
+            print(prove_order(orders, name, **options))
+            is_played = True
+        except PlanError as error:
+            failed = FAULTY
+            print(error, file=sys.stderr)
+            is_played = all(fault.rule == "cycle" for fault in error.faults)
+        if (arguments.svg or arguments.html) and is_played:
+            drawn.append(order_timeline(orders, name, title=f"{arguments.plan.stem} under {name}", **options))
+    if drawn and arguments.svg:
+        write_svg(drawn, arguments.svg, arrows=True)
+    if drawn and arguments.html:
+        write_html(drawn, arguments.html, arrows=True)
+    return failed
+
+
+def compare_all(arguments: argparse.Namespace) -> int:
+    """A table of schedules."""
+    rows = compare(
+        arguments.pp,
+        arguments.microbatches,
+        costs=read_costs(arguments.costs),
+        memory_limit=arguments.memory_limit,
+        num_chunks=arguments.chunks,
+        num_slices=arguments.slices,
+    )
+    print(comparison_table(rows, unit=arguments.unit, terminal=sys.stdout.isatty()), end="")
+    shown = {row.schedule for row in rows}
+    left_out = [name for name in COMPARED if name not in shown]
+    if left_out:
+        print(f"left out, as no plan fits under the cap or the costs are of other edges: {', '.join(left_out)}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m pipegrid.schedules", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="show | verify | compare")
+
+    draw = commands.add_parser("show", help="draw a named schedule, or the plan in a file")
+    draw.add_argument("schedule", help=f"{', '.join((*SCHEDULES, *SEARCHED))}; or a file (.csv, .json, .txt)")
+    draw.add_argument("--pp", type=int, help="positions")
+    draw.add_argument("--microbatches", type=int)
+    draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
+    draw.add_argument(
+        "--slices", type=int, help="slices of each microbatch (default 1), for the schedules named seq1f1b"
+    )
+    draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
+    draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
+    draw.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
+    draw.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
+    draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
+    draw.add_argument("--svg", type=Path, help="write a picture")
+    draw.add_argument("--html", type=Path, help="write a page: zoom, hover, follow a microbatch")
+    draw.add_argument("--arrows", action="store_true", help="draw every message in the picture")
+    draw.add_argument("--perfetto", type=Path, help="write a trace for ui.perfetto.dev")
+    draw.add_argument("--plan", type=Path, help="write the plan (.csv, .json, otherwise text)")
+    draw.set_defaults(run=show)
+
+    prove = commands.add_parser("verify", help="prove a plan, or list its faults")
+    prove.add_argument(
+        "plan", type=Path, help="a plan (.csv, .json, text); JSON of orders, or of a table of Megatron-LM"
+    )
+    prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
+    prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")
+    prove.add_argument(
+        "--batches", choices=("in_order", "simultaneous"), default="in_order", help="how the messages of a batch wait"
+    )
+    prove.add_argument("--memory-limit", type=float, help="live microbatches per position")
+    prove.add_argument(
+        "--order",
+        action="append",
+        choices=tuple(ORDER_MODELS),
+        help="prove the messages of one group under this order model as well (again for several; orders: default all)",
+    )
+    prove.add_argument("--drains", action="store_true", help="orders: any compute may wait for the whole device")
+    prove.add_argument("--svg", type=Path, help="orders: a picture of each model, with the cycle where ranks get stuck")
+    prove.add_argument("--html", type=Path, help="orders: the same as a page")
+    prove.add_argument(
+        "--communicators",
+        action="store_true",
+        help="plans: the fewest communicators per rank",
+    )
+    prove.set_defaults(run=verify_file)
+
+    table = commands.add_parser("compare", help="a table of schedules at the same costs")
+    table.add_argument("--pp", type=int, required=True, help="positions")
+    table.add_argument("--microbatches", type=int, required=True)
+    table.add_argument("--chunks", type=int, default=2, help="stages per position, where any number will do")
+    table.add_argument("--slices", type=int, default=1, help="adds schedules that cut each microbatch into so many")
+    table.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
+    table.add_argument("--memory-limit", type=float, help="live microbatches per position")
+    table.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    table.set_defaults(run=compare_all)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0, 1 for a plan with faults, 2 for bad input."""
+    parsed = parser().parse_args(arguments)
+    try:
+        result: int = parsed.run(parsed)
+    except (PlanError, CostsError, OSError) as error:
+        print(f"pipegrid.schedules: {error}", file=sys.stderr)
+        return USAGE
+    return result
+
+
+if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The best plan we can find for measured costs under a memory cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from attrs import frozen
+
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.generators import (
+    ANY_GRAPH,
+    SCHEDULES,
+    frozen_stages,
+    looped_placement,
+    multi_module_1f1b,
+    schedule_for,
+    v_placement,
+)
+from pipegrid.plans.network.problem import Entries, Problem, with_whole_backwards
+from pipegrid.plans.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
+from pipegrid.search.list_scheduler import list_schedule, policies
+from pipegrid.plans.simulate import Costs, GivenCosts, activation_sizes, simulate
+from pipegrid.plans.verify import as_limit
+from pipegrid.core.fields import Count, checked_arguments
+
+SPREAD = 29
+"""A prime that divides no number of policies."""
+
+
+@frozen
+class Found:
+    """A plan of computes that keeps to the memory limit, with its figures in simulation.
+
+    ``origin``: the schedule or method it comes from; ``peak``: in the unit of the limit. Of a `search`, ``bound``: the
+    objective of no plan on this placement is less; ``optimal``: whether that, or a search of all orders, proves the
+    plan the best on its placement; ``complete``: False if the time limit, or the caller, stopped the search.
+    """
+
+    plan: Plan
+    origin: str
+    makespan: float
+    span: float
+    peak: float
+    bound: float = 0.0
+    optimal: bool = False
+    complete: bool = True
+
+
+def greedy(
+    costs: GivenCosts,
+    memory_limit: float | None = None,
+    *,
+    num_positions: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
+) -> Plan:
+    """A plan of computes for ``costs`` whose positions never hold more than ``memory_limit``.
+
+    A list scheduler with the measured times of F, I, W and messages is run under several dozen policies, on
+    each placement that suits the stages: one stage per position, round and round, or (with two per position)
+    down and back up; ``placement`` fixes it, and ``graph`` makes it a graph of modules. The named schedules
+    that keep to the cap compete, so the result is never worse than the best of them in simulation. Of equal
+    makespans, the lower peak wins. Deterministic: the same on every rank.
+
+    ``forward_only`` names frozen modules of the graph, which run no backward; ``ahead`` is the most microbatches that
+    such a module is ahead of each that it feeds (None: any number). A plan of computes keeps to it in the costs' own
+    time only; pass ``ahead`` to `lower` as well, which holds the messages back.
+
+    ``memory_limit`` is in the unit of ``costs.activation`` (by default microbatches, a chunk counting its
+    share of a position), counted from the F of a microbatch to the end of its W; None: unlimited.
+    ``num_stages`` defaults to what ``costs`` are given for, or one per position.
+
+    Source: the policies follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3 (automatic
+    schedules); the guarantee against memory deadlock is ours (see `list_scheduler`).
+
+    Raises:
+        PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch (the
+            least that works is named).
+        CostsError: costs for another number of stages.
+    """
+    shapes = problems(
+        costs,
+        memory_limit,
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        placement=placement,
+        graph=graph,
+        forward_only=forward_only,
+        ahead=ahead,
+    )
+    return min(candidates(shapes), key=lambda entry: (entry.makespan, entry.peak)).plan
+
+
+def candidates(shapes: Iterable[Problem]) -> Iterator[Found]:
+    """The named schedules under the cap, then the list scheduler's plans; ``origin`` is a name, or ``"list"``."""
+    for problem in shapes:
+        yield from named(problem)
+        yield from listed(problem)
+
+
+@checked_arguments(PlanError)
+def problems(
+    costs: GivenCosts,
+    memory_limit: float | None = None,
+    *,
+    num_positions: Count,
+    num_microbatches: Count,
+    num_stages: Count | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
+) -> list[Problem]:
+    """The problem on each placement that suits the stages and whose positions hold one microbatch.
+
+    Arguments and errors are those of `greedy`.
+    """
+    if graph is not None:
+        require_graph(graph)
+    if num_stages is None:
+        num_stages = graph.num_stages if graph is not None else (costs.stages or num_positions)
+    if graph is None:
+        graph = chain(num_stages)
+    if graph.num_stages != num_stages:
+        raise PlanError(f"num_stages is {num_stages} and the graph has {graph.num_stages} stages")
+    without = frozen_stages(graph, forward_only)
+    limit = as_limit(memory_limit)
+    placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
+    shapes = [_problem(graph, places, num_microbatches, costs, limit, without, ahead) for places in placements]
+    for shape in shapes:
+        if shape.num_positions != num_positions:
+            raise PlanError(
+                f"{num_stages} stages lie on {shape.num_positions} positions; num_positions is {num_positions}"
+            )
+    least = [shape.least_memory() for shape in shapes]
+    fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= shape.room]
+    if not fitting:
+        raise PlanError(
+            f"memory_limit {memory_limit} does not hold one microbatch at a time; the least that works is {min(least)}"
+        )
+    return fitting
+
+
+def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ...], ...]]:
+    found = [looped_placement(num_positions, num_stages)]
+    if num_stages == 2 * num_positions and num_positions > 1:
+        found.append(v_placement(num_positions))
+    return [as_placement(places) for places in found]
+
+
+def _problem(
+    graph: ModuleGraph,
+    placement: tuple[tuple[int, ...], ...],
+    num_microbatches: int,
+    costs: Costs,
+    limit: float,
+    forward_only: frozenset[int],
+    ahead: int | None,
+) -> Problem:
+    num_positions = 1 + max((position for places in placement for position in places), default=0)
+    empty = compute_plan(
+        [()] * num_positions,
+        graph=graph,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+    )
+    return Problem(
+        graph, placement, num_microbatches, costs, activation_sizes(empty, costs), limit, forward_only, ahead
+    )
+
+
+def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Action] = Action) -> Plan:
+    """The plan of computes with these orders; ``make`` builds an action of an entry."""
+    return compute_plan(
+        [[make(*entry) for entry in order] for order in orders],
+        graph=problem.graph,
+        placement=problem.placement,
+        num_microbatches=problem.num_microbatches,
+        forward_only=problem.forward_only,
+    )
+
+
+def candidate(origin: str, plan: Plan, problem: Problem) -> Found | None:
+    """``plan`` with its figures; None if it does not keep to the cap."""
+    simulation = simulate(plan, problem.costs)
+    peak = simulation.peak()
+    if peak > problem.room:
+        return None
+    return Found(plan, origin, simulation.makespan, simulation.span, peak)
+
+
+def named(problem: Problem) -> Iterator[Found]:
+    """The named schedules that have this graph and placement, and keep to the cap."""
+    plans: list[tuple[str, Plan]] = []
+    if len(problem.graph.modules) == 1 and not problem.forward_only:
+        chunks = -(-problem.graph.num_stages // problem.num_positions)
+        for schedule in SCHEDULES.values():
+            if schedule.trains and not schedule.sliced and schedule.chunks in (None, chunks):
+                plan = schedule.plan(
+                    problem.num_positions,
+                    problem.num_microbatches,
+                    chunks,
+                    num_stages=problem.graph.num_stages if schedule.chunks is None else None,
+                )
+                plans.append((schedule.name, plan))
+    else:
+        modules = {problem.graph.module_of(stage)[0] for stage in problem.forward_only}
+        options: dict[str, Any] = {"placement": problem.placement, "forward_only": sorted(modules)}
+        plans.append(("multi_module_1f1b", multi_module_1f1b(problem.graph, problem.num_microbatches, **options)))
+        plans += _around(problem, options)
+    for name, plan in plans:
+        if plan.placement == problem.placement:
+            entry = candidate(name, plan, problem)
+            if entry is not None:
+                yield entry
+
+
+def _around(problem: Problem, options: dict[str, Any]) -> Iterator[tuple[str, Plan]]:
+    """The schedules that train the module with the loss, with the others around it, where they fit."""
+    around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}
+    around[ANY_GRAPH] = "seq1f1b"  # which is 1F1B where a microbatch is one slice; ANY_GRAPH has a rule for all modules
+    for origin, name in around.items():
+        with suppress(PlanError):
+            yield origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)
+
+
+def listed(problem: Problem) -> Iterator[Found]:
+    """The list scheduler's plans under each policy, with backwards split, and whole where W follows its I."""
+    seen = set()
+    make = cache(Action)  # the same few thousand actions, over and over
+    one_module = len(problem.graph.modules) == 1
+    chunked = one_module and problem.graph.num_stages > problem.num_positions
+    tried = list(policies(chunked=chunked, shared=any(len(places) > 1 for places in problem.placement)))
+    if not one_module:  # a search may stop among them: different ones first
+        tried = [tried[index * SPREAD % len(tried)] for index in range(len(tried))]
+    for policy in tried:
+        split = list_schedule(problem, policy)
+        for orders in (split, with_whole_backwards(split)):
+            key = tuple(map(tuple, orders))
+            if key in seen:
+                continue
+            seen.add(key)
+            entry = candidate("list", planned(problem, orders, make), problem)
+            if entry is not None:
+                yield entry

@@ -1,0 +1,314 @@
+"""The shortest plan that can be found for measured costs under a memory limit, in a given effort."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from attrs import define, evolve, field, frozen
+
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.network.network import Objective, Orders, as_network
+from pipegrid.plans.network.problem import Entries, Problem, with_whole_backwards
+from pipegrid.plans.network.squeeze import squeezed, squeezes
+from pipegrid.search.anneal import anneal
+from pipegrid.search.bounds import lower_bound
+from pipegrid.search.exact import has_equal_costs, shortest
+from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems
+from pipegrid.search.patterns import patterns
+from pipegrid.plans.simulate import GivenCosts
+from pipegrid.core.fields import Amount, Count, checked_arguments
+
+
+@frozen
+class Progress:
+    """A search under way: ``share`` of its effort, the ``best`` objective so far, and where it comes from."""
+
+    share: float
+    best: float
+    origin: str
+
+
+@checked_arguments(PlanError)
+def search(
+    costs: GivenCosts,
+    memory_limit: float | None = None,
+    *,
+    num_positions: Count,
+    num_microbatches: Count,
+    num_stages: Count | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
+    objective: Objective = "makespan",
+    effort: Amount = 1.0,
+    time_limit: Amount | None = None,
+    progress: Callable[[Progress], bool | None] | None = None,
+) -> Found:
+    """The best plan of a chain for ``costs`` under ``memory_limit``, by makespan or by span.
+
+    The arguments are those of `greedy`, whose named schedules (and, where the effort allows, list schedules) compete
+    here. Then patterns of one microbatch are repeated, squeezed by the costs and reordered in warmup and cooldown;
+    with equal costs on a few positions, all orders are searched; and the best few are improved by local moves.
+
+    ``effort`` scales the work: about 10 s at 1 for most sizes, under a minute for the largest. The work is counted in
+    operations, so the result is the same on every machine, unless ``time_limit`` (seconds) ends the search first.
+    ``progress`` is called now and then; where it returns True, the search ends with the best so far.
+
+    Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 (patterns); Qi et al.
+    2023, "Zero Bubble Pipeline Parallelism", section 4 (``"span"``: the optimizer's step bypasses the barrier).
+
+    Raises:
+        PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch.
+        CostsError: costs for another number of stages.
+    """
+    shapes = problems(
+        costs,
+        memory_limit,
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        placement=placement,
+        graph=graph,
+        forward_only=forward_only,
+        ahead=ahead,
+    )
+    searches = [_Search(problem, objective, effort / len(shapes)) for problem in shapes]
+    clock = _Clock(searches, time_limit, progress)
+    for one in searches:
+        one.run(clock)
+    best = min((one for one in searches if one.best is not None), key=_Search.rank)
+    return best.found(complete=not clock.stopped)
+
+
+ANNEALED = 4
+"""How many different orders are improved."""
+
+UNIT = 20_000_000
+"""Operations timed at an effort of 1; small problems take fewer, as their orders are soon exhausted."""
+
+MOST = 60_000_000
+
+TOLD = 100
+"""The least number of progress reports while orders are improved."""
+
+TIMED, SQUEEZED, LISTED, LISTED_GRAPH, STATE = 1, 8, 4000, 60, 20
+"""What timing fixed orders, squeezing a pattern, all list schedules of a chain and one of modules cost per operation,
+and a state of `shortest`, all in the time it takes to time one operation."""
+
+
+@define
+class _Clock:
+    """What ends a search early, and what tells of it."""
+
+    searches: list[_Search]
+    time_limit: float | None
+    progress: Callable[[Progress], bool | None] | None
+    began: float = field(factory=time.monotonic)
+    stopped: bool = False
+
+    def stop(self) -> bool:
+        """Whether the search is to end."""
+        if self.time_limit is not None and time.monotonic() - self.began >= self.time_limit:
+            self.stopped = True
+        return self.stopped
+
+    def tell(self) -> None:
+        """Report how far the search is."""
+        found = [one.best for one in self.searches if one.best is not None]
+        if self.progress is None or not found:
+            return
+        objective = self.searches[0].objective
+        best = min(found, key=lambda entry: value_of(entry, objective))
+        shares = [min(1.0, one.spent / one.budget) if one.budget else 1.0 for one in self.searches]
+        if self.progress(Progress(sum(shares) / len(shares), value_of(best, objective), best.origin)):
+            self.stopped = True
+
+
+def value_of(entry: Found, objective: Objective) -> float:
+    """The objective of a candidate."""
+    return entry.makespan if objective == "makespan" else entry.span
+
+
+class _Search:
+    """The search on one placement."""
+
+    def __init__(self, problem: Problem, objective: Objective, effort: float) -> None:
+        self.problem, self.objective = problem, objective
+        self.network = as_network(problem)
+        self.bound = lower_bound(self.network, objective)
+        operations = 3 * problem.graph.num_stages * problem.num_microbatches
+        self.operations = operations
+        self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
+        self.spent = 0.0
+        self.best: Found | None = None
+        self.proved = False
+        # Distinct orders, each with its value and origin.
+        self.starts: dict[tuple[tuple[int, ...], ...], tuple[float, str]] = {}
+
+    def rank(self) -> tuple[float, float]:
+        assert self.best is not None
+        return value_of(self.best, self.objective), self.best.peak
+
+    def found(self, *, complete: bool) -> Found:
+        assert self.best is not None
+        return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
+
+    def run(self, clock: _Clock) -> None:
+        for step in (self._from_schedules(), self._from_patterns(), self._from_all_orders(), self._improve(clock)):
+            for _ in step:
+                clock.tell()
+                if clock.stop():
+                    return
+            if self._is_done():
+                break
+        self.spent = self.budget
+        clock.tell()
+
+    def _is_done(self) -> bool:
+        return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
+
+    def _offer(self, entry: Found | None) -> None:
+        if entry is None:
+            return
+        key = (value_of(entry, self.objective), entry.peak)
+        if self.best is None or key < self.rank():
+            self.best = entry
+
+    def _start(self, value: float, orders: Orders, origin: str) -> None:
+        self.starts.setdefault(tuple(map(tuple, orders)), (value, origin))
+
+    def _offer_orders(self, orders: Orders, origin: str) -> None:
+        entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
+        for written in (entries, with_whole_backwards(entries)):
+            self._offer(candidate(origin, planned(self.problem, written), self.problem))
+
+    # The four steps; each yields after a piece of work.
+
+    def _from_schedules(self) -> Iterator[None]:
+        """The named schedules, and the list schedules: one where all would take more than a quarter of the effort."""
+        one_module = len(self.problem.graph.modules) == 1
+        few = LISTED * self.operations <= self.budget / 4
+        for source in (named, listed):
+            for entry in source(self.problem):
+                self._offer(entry)
+                orders = self.network.orders_of(entry.plan)
+                if all(map(self.network.keeps_to_limit, orders)):
+                    timing = self.network.timed(orders, self.objective)
+                    if timing is not None:  # a frozen module may be farther ahead than its queue is long
+                        self._start(timing.value, orders, entry.origin)
+                if source is listed:
+                    self.spent += (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations
+                yield
+                if source is listed and not few and (one_module or self.spent >= self.budget / 3):
+                    break
+
+    def _from_patterns(self) -> Iterator[None]:
+        """Each pattern squeezed in two ways, the best in all ways; first for few microbatches where there are many."""
+        if not self.network.is_chain:
+            return
+        found = patterns(self.network)
+        if not found:
+            return
+        few = min(self.problem.num_microbatches, max(2 * self.network.num_positions, 24))
+        chain = as_network(self.problem, few)
+        cost = SQUEEZED * chain.num_operations
+        ways = list(squeezes(chain))
+        share = max(self.budget / 3, self.spent + 40 * cost)
+        kept: list[tuple[float, int, int]] = []  # value, pattern, way
+        width = max(ANNEALED, int((share - self.spent) / cost / len(ways) / 2))
+        fitting = max(ANNEALED, int((share - self.spent) / 2 / cost / 2))  # patterns of the first round, evenly spread
+        rounds = [(found, ways[:2]), (None, ways[2:])]
+        for index, (tried, some) in enumerate(rounds):
+            numbers = (
+                range(0, len(found), -(-len(found) // fitting))
+                if tried is not None
+                else list(dict.fromkeys(pattern for _, pattern, _ in sorted(kept)))[:width]
+            )
+            ends = share if index else (self.spent + share) / 2
+            for pattern in numbers:
+                for way, squeeze in enumerate(some, start=2 * index):
+                    result = squeezed(chain, found[pattern].dates, squeeze, objective=self.objective)
+                    self.spent += cost
+                    if result is not None:
+                        kept.append((result[0], pattern, way))
+                        if chain.num_microbatches == self.network.num_microbatches:
+                            self._start(result[0], result[1], "pattern")
+                yield
+                if self.spent >= ends and len(kept) >= ANNEALED:
+                    break
+        if chain.num_microbatches != self.network.num_microbatches:
+            for _, pattern, way in sorted(kept)[: 2 * ANNEALED]:
+                result = squeezed(self.network, found[pattern].dates, ways[way], objective=self.objective)
+                self.spent += SQUEEZED * self.operations
+                if result is not None:
+                    self._start(result[0], result[1], "pattern")
+                yield
+        for _, orders, origin in self._best_starts(1):
+            self._offer_orders(orders, origin)
+            yield
+
+    def _from_all_orders(self) -> Iterator[None]:
+        """All orders, where costs are equal and positions few."""
+        chain = self.network
+        if not chain.is_chain or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):
+            return
+        assert self.best is not None
+        states = int((self.budget - self.spent) / 2 / STATE)
+        result = shortest(chain, self.best.makespan, max_states=states)
+        self.spent += result.states * STATE
+        self.proved = result.proved
+        if result.orders is not None:
+            timing = chain.timed(result.orders)
+            assert timing is not None
+            self._start(timing.value, result.orders, "all orders")
+            self._offer_orders(result.orders, "all orders")
+        yield
+
+    def _improve(self, clock: _Clock) -> Iterator[None]:
+        """The best few orders, improved; then the best of them once more, with the rest of the effort."""
+        duration = sum(self.network.duration) / len(self.network.duration)
+        chosen = self._best_starts(ANNEALED)
+        for index, start in enumerate([*chosen, None]):
+            value, orders, origin = self._best_starts(1)[0] if start is None else start
+            left = int((self.budget - self.spent) / TIMED / self.operations)
+            tries = left // 2 if start is None else left // (2 * (ANNEALED - index))
+            if tries < 1:
+                return
+            value, orders = self._annealed(clock, orders, tries, 0.1 * duration, index)
+            origin = origin if origin.endswith("improved") else f"{origin}, improved"
+            self._start(value, orders, origin)
+            self._offer_orders(orders, origin)
+            yield
+
+    def _annealed(
+        self, clock: _Clock, orders: Orders, tries: int, temperature: float, seed: int
+    ) -> tuple[float, Orders]:
+        """`anneal`, which tells of its progress now and then."""
+        before = told = self.spent
+
+        def stop(best: float) -> bool:
+            nonlocal told
+            self.spent += TIMED * self.operations
+            if self.spent - told >= self.budget / TOLD:
+                told = self.spent
+                clock.tell()
+            return clock.stop() or best <= self.bound * (1 + 1e-9)
+
+        found = anneal(
+            self.network,
+            orders,
+            objective=self.objective,
+            tries=tries,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+        )
+        self.spent = before + tries * TIMED * self.operations
+        return found
+
+    def _best_starts(self, count: int) -> list[tuple[float, Orders, str]]:
+        ranked = sorted(self.starts.items(), key=lambda entry: entry[1][0])[:count]
+        return [(value, [list(order) for order in orders], origin) for orders, (value, origin) in ranked]

@@ -1,0 +1,109 @@
+"""Timelines as text, for a terminal: ``F3--`` is a forward of microbatch 3, a dot is a bubble."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+from pipegrid.plans.simulate.recording import TimelineError
+from pipegrid.timeline.kinds import COLOURS, OTHER, ink_on, tint
+from pipegrid.timeline.timeline import Span, Timeline, as_panels, summary
+from pipegrid.core.fields import Count, checked_arguments
+
+FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
+WIDTH = 160
+
+
+RESET = "\x1b[0m"
+
+
+def _painted(text: str, kind: str, shade: float) -> str:
+    """``text`` on the colour its kind has in an SVG (24-bit terminal escapes)."""
+    background = tint(COLOURS.get(kind, OTHER), shade)
+    codes = [
+        f"{layer};2;{int(colour[1:3], 16)};{int(colour[3:5], 16)};{int(colour[5:7], 16)}"
+        for layer, colour in ((48, background), (38, ink_on(background)))
+    ]
+    return f"\x1b[{';'.join(codes)}m{text}{RESET}"
+
+
+def _text(span: Span, shade: int, width: int) -> str:
+    """``span`` in ``width`` characters: kind, microbatch and a mark for each earlier stage, as they fit."""
+    fill = FILL.get(span.kind, "#")
+    number = span.label or span.number
+    kind = span.kind if span.kind in FILL else span.kind[:1]
+    marks = "'" * shade
+    for text in (kind + number + marks, kind + number, kind, ""):
+        if len(text) <= width:
+            return text.ljust(width, fill)
+    return fill * width
+
+
+def _columns(timeline: Timeline, width: int) -> float:
+    """Columns per unit of time: enough to name every span, if the whole then fits into ``width``."""
+    if timeline.makespan <= 0:
+        return 1.0
+    fits = width / timeline.makespan
+    wanted, shortest = 0.0, timeline.makespan
+    for span in timeline.spans:
+        if span.is_compute and span.duration > 0:
+            shortest = min(shortest, span.duration)
+            stages = timeline.stages[span.row]
+            marks = stages.index(span.stage) if span.stage in stages else 0
+            wanted = max(wanted, (1 + len(span.number) + marks) / span.duration)
+    if wanted <= fits:
+        return wanted or fits
+    whole = int(fits * shortest)  # whole columns for the shortest span, if there are any, keep rows even
+    return whole / shortest if whole else fits
+
+
+def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
+    name_width = max((len(name) for name in timeline.rows), default=0)
+    scale = _columns(timeline, width)
+    total = max(1, round(timeline.makespan * scale))
+    if timeline.title:
+        yield timeline.title
+    yield summary(timeline)
+    marked = False
+    for row, name in enumerate(timeline.rows):
+        cells = ["."] * total
+        for span in timeline.on_row(row):
+            if span.is_transfer:
+                continue
+            first = round((span.start - timeline.start) * scale)
+            last = round((span.end - timeline.start) * scale)
+            stages = timeline.stages[row]
+            shade = stages.index(span.stage) if span.stage in stages else 0
+            text = _text(span, shade, last - first)
+            marked = marked or (shade > 0 and "'" in text)
+            cells[first:last] = text
+            if colour and text:  # the whole span in its first cell, so that the others keep their place
+                painted = _painted(text, span.kind, 0.6 * shade / max(1, len(stages) - 1))
+                cells[first:last] = [painted, *[""] * (len(text) - 1)]
+        note = f"  {timeline.notes[row]}" if timeline.notes else ""
+        yield f"{name.rjust(name_width)} |{''.join(cells)}|{note}"
+    if away := next((span for span in timeline.spans if span.home is not None), None):
+        name = f"{away.number} is microbatch {away.microbatch} of replica {away.home}, computed for it"
+        yield f"{' ' * name_width}  {name}"
+    if any(len(stages) > 1 for stages in timeline.stages):
+        legend = "one ' for each earlier stage of the row" if marked else "too narrow to mark the stages of a row"
+        yield f"{' ' * name_width}  {legend}"
+
+
+@checked_arguments(TimelineError)
+def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WIDTH, colour: bool = False) -> str:
+    """``timeline`` (or several, below each other) as text, rows at most ``width`` columns plus their names.
+
+    A span is its kind and microbatch, filled up with ``-`` (F), ``=`` (B), ``~`` (I) or ``+`` (W); a dot is a
+    bubble. Spans too short for their text show what fits. ``colour`` paints them with terminal escapes.
+    """
+    panels = as_panels(timeline)
+    return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"
+
+
+def terminal_timeline(timeline: Timeline) -> str:
+    """`ascii_timeline` as wide as the terminal, in colour where standard output is one."""
+    columns = shutil.get_terminal_size((WIDTH, 24)).columns
+    beside = max(map(len, timeline.rows), default=0) + max(map(len, timeline.notes), default=0) + 5
+    return ascii_timeline(timeline, width=max(20, columns - beside), colour=sys.stdout.isatty())

@@ -1,0 +1,112 @@
+"""Orders as a timeline: what runs beside what, and where ranks get stuck, the cycle that holds them.
+
+There is no clock in orders. The picture takes a compute as two units of time, and a message as one, once both of its
+ends have started.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.orders.orders import Launch, Orders
+from pipegrid.plans.orders.programs import Track
+from pipegrid.plans.orders.prove import model_named, play_orders
+from pipegrid.plans.plan.actions import parse_action
+from pipegrid.timeline.kinds import BEHIND, STUCK
+from pipegrid.timeline.timeline import Flow, Span, Timeline
+from pipegrid.core.order import OrderModel
+
+_COMPUTE, _MESSAGE = 2.0, 1.0
+
+
+def order_timeline(
+    orders: Orders, order: OrderModel | str, *, buffered: bool = False, drains: bool = False, title: str = ""
+) -> Timeline:
+    """A row for the compute stream and for each line of every rank, under an order model; arguments as `prove_order`.
+
+    Where ranks wait for each other, what is under way lasts to the end of the picture, what is behind it follows, and
+    the flows lead along the cycle, from each wait to what it waits for.
+
+    Raises:
+        PlanError: what is wrong with the orders apart from a cycle.
+    """
+    model = model_named(order)
+    played = play_orders(orders, model, buffered=buffered, drains=drains)
+    starts, ends = _times(played.tracks)
+    tracks = [(number, track) for number, track in enumerate(played.tracks) if track.name != "host" and track.launches]
+    last = max(ends.values(), default=0.0)
+    rows: list[str] = []
+    spans: list[Span] = []
+    places: dict[tuple[int, int], int] = {}  # track and step: the number of the span
+    for row, (number, track) in enumerate(tracks):
+        rows.append(f"rank {track.rank}: {track.line}")
+        behind = 0.0
+        for step, launch in enumerate(track.launches):
+            one = number, step
+            launched = played.orders.ranks[track.rank][launch]
+            kind = _kind(launched)
+            start, end = starts.get(one, last + behind), ends.get(one, last + behind + _MESSAGE)
+            if one not in ends:
+                kind = BEHIND if behind else STUCK
+                behind += _MESSAGE
+            places[one] = len(spans)
+            spans.append(Span(row, start, end, kind, label=launched.text))
+    flows = [
+        Flow(places[wait.position, wait.step], places[setter.position, setter.step])
+        for cycle in played.cycles
+        for wait, setter in cycle
+        if {(wait.position, wait.step), (setter.position, setter.step)} <= places.keys()
+    ]
+    return Timeline(rows, spans, flows, title=title or f"under {model.name}")
+
+
+_Step: TypeAlias = tuple[int, int]
+"""The number of a track, and of a step of its program."""
+
+
+def _times(tracks: Sequence[Track]) -> tuple[dict[_Step, float], dict[_Step, float]]:
+    """When the steps of all tracks start and end, as far as they do.
+
+    Each event is set by one track, at a time that follows from the events it waited for: the outcome is the same
+    whichever track runs first.
+    """
+    set_at: dict[int, float] = {}
+    sleepers: dict[int, list[int]] = {}
+    at, clocks = [0] * len(tracks), [0.0] * len(tracks)
+    starts: dict[_Step, float] = {}
+    ends: dict[_Step, float] = {}
+    ready = list(range(len(tracks)))
+    while ready:
+        number = ready.pop()
+        track = tracks[number]
+        while at[number] < len(track.program.operations):
+            operation = track.program.operations[at[number]]
+            one = number, bisect_right(track.program.ends, at[number])
+            if operation < 0 and ~operation not in set_at:
+                sleepers.setdefault(~operation, []).append(number)
+                break
+            if operation < 0:
+                clocks[number] = max(clocks[number], set_at[~operation])
+            else:
+                starts.setdefault(one, clocks[number])
+                if at[number] + 1 == track.program.ends[one[1]]:
+                    clocks[number] += {"host": 0.0, "compute": _COMPUTE}.get(track.name, _MESSAGE)
+                set_at[operation] = clocks[number]
+                ready += sleepers.pop(operation, [])
+            at[number] += 1
+            if at[number] == track.program.ends[one[1]]:
+                ends[one] = clocks[number]
+    return starts, ends
+
+
+def _kind(launch: Launch) -> str:
+    """The kind of a compute that is an action; what else a launch is, in a word."""
+    if not launch.is_compute:
+        return "message"
+    try:
+        return parse_action(launch.text).kind.name
+    except PlanError:
+        return "compute"

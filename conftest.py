@@ -1,7 +1,12 @@
-"""For the tests of every package: settings of hypothesis, name lookups, and what the fake NCCL stands for."""
+"""For the tests of every package: settings of hypothesis, name lookups, READMEs, and what the fake NCCL stands for."""
 
 import os
+import re
+import subprocess
+import sys
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +40,37 @@ def _fake_nccl2_is_known_as_nccl2(request: pytest.FixtureRequest, monkeypatch: p
         like = kinds.kind_of("nccl-lazy" if device.lazy else "nccl2")
         kind = attrs.evolve(like, name="fake_nccl", devices=("cpu",), options=False)
         monkeypatch.setitem(kinds._KINDS, "fake_nccl", kind)  # noqa: SLF001 -- as torch made it
+
+
+# Before the example of a README: nothing can be imported but the package and what its metadata declares.
+_ALONE = """
+import importlib.abc, sys
+
+
+class Alone(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        package, _, rest = name.partition(".")
+        allowed = rest.split(".")[0] in {ours!r} if package == "pipegrid" and rest else package not in {foreign!r}
+        if not allowed:
+            raise ModuleNotFoundError(f"{{name}} is not in this project", name=name)
+
+
+sys.meta_path.insert(0, Alone())
+"""
+
+
+@pytest.fixture
+def readme_example(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """What the last example of the README prints, in a folder of its own, with the package of the test alone."""
+    folder = next(parent for parent in request.path.parents if parent.parent.name == "packages")
+    needs = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = [re.match(r"[\w-]+", need)[0] for need in needs]  # type: ignore[index]
+    ours = {folder.name, *(name.removeprefix("pipegrid-") for name in names if name.startswith("pipegrid-"))}
+    foreign = {"torch", "numpy", "rich", "matplotlib"} - set(names) - ({"numpy"} if "torch" in names else set())
+    code = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)[-1]
+    (tmp_path / "example.py").write_text(_ALONE.format(ours=ours, foreign=foreign) + code)
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

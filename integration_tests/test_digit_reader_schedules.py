@@ -18,8 +18,8 @@ from digit_reader.options import num_stages
 from digit_reader.samples import Samples
 from digit_reader.strips import Split, load_scans
 from pipegrid.bridges import ModuleGraph
-from pipegrid.schedules import Costs, fitting_schedules, simulate, stage_places, step_plan, verify
 from pipegrid.core.edge import Edge
+from pipegrid.schedules import Costs, fitting_schedules, simulate, stage_places, step_plan, verify
 
 SEPARATE = ModuleGraph({"images": 1, "signal": 2, LANGUAGE: 2}, [("images", LANGUAGE), ("signal", LANGUAGE)])
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.schedules import SCHEDULES, PipelineError, PipelineRuntime, PlanError, from_text, lower, verify
-from pipegrid.plans.orders import fewest_communicators
-from pipegrid.transport import P2PCommunicator, P2PConfig
 from pipegrid.core.sharing import LaneSharing
+from pipegrid.plans.orders import fewest_communicators
+from pipegrid.schedules import SCHEDULES, PipelineError, PipelineRuntime, PlanError, from_text, lower, verify
+from pipegrid.transport import P2PCommunicator, P2PConfig
 
 from .kit.rows import ROWS, Layer, in_one_process
 

@@ -18,9 +18,9 @@ from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
 from pipegrid.layout.__main__ import main as layout_main
 from pipegrid.planner import JobError, parse_job, read_job
 from pipegrid.planner.__main__ import main as planner_main
+from pipegrid.plans.simulate import CostsError, costs_from_json, simulate
 from pipegrid.schedules import PlanError, from_csv, from_json, from_text, one_f_one_b, to_csv, to_json, to_text
 from pipegrid.schedules.__main__ import main as schedules_main
-from pipegrid.plans.simulate import CostsError, costs_from_json, simulate
 from pipegrid.timeline import Recording, TimelineError, recording_from_json
 from pipegrid.training.restart.record import FILE, AttemptRecord, read_attempts
 

@@ -15,9 +15,9 @@ from pipegrid.plans.generators import multi_module_1f1b, one_f_one_b, routed
 from pipegrid.plans.generators.registry import find_schedule
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Actor, Routes
-from pipegrid.search.routed import reroute, schedule_routes
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.simulation import simulate
+from pipegrid.search.routed import reroute, schedule_routes
 from pipegrid.timeline.sources import timeline
 from pipegrid.timeline.svg import svg
 from pipegrid.timeline.timeline import Timeline

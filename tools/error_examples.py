@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
-from pipegrid.schedules import Costs, from_text, simulate, timeline, verify
 from pipegrid.plans.generators import one_f_one_b
+from pipegrid.schedules import Costs, from_text, simulate, timeline, verify
 from pipegrid.schedules.monitor import Epochs
 from pipegrid.testing import Fault
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline, Sampling, pipeline_stage
 from pipegrid.training.checkpoint import export_safetensors
 from pipegrid.transport import P2PConfig
-from pipegrid.core.graph import ModuleGraph
 
 _CROSSED = """
 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1

@@ -18,54 +18,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing", "fake_nccl")
-LATER = {
-    "routes": "schedules.plan.routes schedules.plan.routes_check schedules.plan.routes_text "
-    "schedules.generators.routed schedules.runtime.passages schedules.runtime.stages.shared_calls "
-    "schedules.megatron.units transport.control.replica_lanes bridges.multimodule.replicas",
-    "steps around dead ranks": "schedules.search.routed",
-    "sums by unit": "schedules.gradients.reduction.by_unit schedules.runtime.stages.statistics",
-    "epochs": "schedules.monitor.epochs",
-    "survive": "training.survive topology.job.job_store",
-    "slow ranks": "schedules.monitor.slow_ranks schedules.runtime.unit_times",
-    "orders": "schedules.orders.communicators schedules.orders.ends schedules.orders.of_plan schedules.orders.orders "
-    "schedules.orders.others schedules.orders.programs schedules.orders.prove schedules.orders.read "
-    "schedules.timeline.of_orders schedules.verify.models transport.order transport.sharing",
-    "goodput": "planner.failures",
-    "html": "schedules.timeline.html schedules.timeline.kinds",
-    "backends": "transport.backends.dry transport.backends.kinds",
-    "fake modes": "fake_nccl.capture fake_nccl.elapsed fake_nccl.frees "
-    "fake_nccl.groups.backend fake_nccl.groups.ending fake_nccl.groups.lazy "
-    "fake_nccl.groups.meeting fake_nccl.groups.nccl2 fake_nccl.groups.pairs "
-    "fake_nccl.lines fake_nccl.watchdog testing.clock",
-    "first failure": "schedules.runtime.flight_recorder schedules.monitor.first_failure transport.waits.aborts "
-    "topology.ending",
-    "hostile files": "layout.strict_json training.checkpoint.last_save training.checkpoint.stored.lock "
-    "training.checkpoint.stored.reading",
-    "warm-up": "schedules.runtime.warm_up",
-    "any model": "training.check training.pipeline training.safetensors_files training.stages.building.origins "
-    "training.stages.building.pretrained training.stages.building.values training.stages.comparison "
-    "training.stages.flow training.stages.proof training.stages.torch_compat transport.collectives.checksum",
-}
-"""Files and folders of features that are younger than the renovation, which is measured without them.
-
-Whole files: what these features added to files that were there counts as there.
-"""
-LATER_TESTS = (
-    "*survi* *epoch* *rout* *slow_ranks* *_units *by_unit *running_statistics *bridges_replicas "
-    "*prove_order* *order_models* *torch_schedules* *museum* test_communicators *fewest_communicators* "
-    "*goodput* *html* *_kinds *_sharing *nccl2* *testing_lazy *_legacy *watchdog* *clock* *forty_days* "
-    "*hostile* *warm_up* compatibility* *compatibility looped_models training_fuzz *cut_values "
-    "*cut_forward *cut_fuzz *training_proof *pretrained* *training_check"
-)
-"""Names of their files of tests."""
-
+PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
 
 # ---- Static figures: read from the source text.
 
@@ -79,15 +37,6 @@ def sources() -> dict[str, Path]:
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts).removesuffix(".__init__")] = path
     return found
-
-
-def later(name: str) -> str | None:
-    """The feature of `LATER` to which a module belongs; None of one that was there, or that came in its place."""
-    for feature, places in LATER.items():
-        for place in places.split():
-            if f"{name}.".startswith(f"pipegrid.{place}."):
-                return feature
-    return None
 
 
 def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
@@ -190,18 +139,15 @@ def static_figures() -> Iterator[tuple[str, str, str]]:
     """Name, figure and goal."""
     modules = sources()
     lines = dict.fromkeys(PACKAGES, 0)
-    added: dict[str, dict[str, int]] = {package: {} for package in PACKAGES}
     public = dict.fromkeys(PACKAGES, 0)
     folders: dict[Path, int] = {}
     long: list[tuple[str, str, int]] = []
-    errors: dict[str, str | None] = {}  # with the later feature
+    errors: set[str] = set()
     code = validation = raises = 0
     for name, path in modules.items():
         text, package = path.read_text(), name.split(".")[1]
         tree = ast.parse(text)
         lines[package] += text.count("\n")
-        if feature := later(name):
-            added[package][feature] = added[package].get(feature, 0) + text.count("\n")
         if path.name != "__init__.py":
             folders[path.parent] = folders.get(path.parent, 0) + 1
         elif name.count(".") == 1:
@@ -209,22 +155,16 @@ def static_figures() -> Iterator[tuple[str, str, str]]:
         long += _long(tree, path.name)
         nodes = list(ast.walk(tree))
         classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-        found_errors = {one for one in classes if one.endswith("Error") and not one.startswith("_")}
-        errors |= dict.fromkeys(found_errors, later(name))
+        errors |= {one for one in classes if one.endswith("Error") and not one.startswith("_")}
         code += len(_code_lines(tree))
         validation += len(_validating(tree) & _code_lines(tree))
         raises += sum(isinstance(node, ast.Raise) for node in nodes)
-    total, young = sum(lines.values()), sum(sum(of.values()) for of in added.values())
-    yield "lines of source", f"{total:,}", ""
-    yield "  without files of later features", f"{total - young:,} (49,389 at bb3a301)", "42,000"
+    yield "lines of source", f"{sum(lines.values()):,}", "64,000"
     for package, count in lines.items():
         inside = [(folder, files) for folder, files in folders.items() if f"packages/{package}/" in str(folder)]
         largest, files = max(inside, key=lambda pair: pair[1])
         cell = f"{count:,} in {sum(n for _, n in inside)} files, {len(inside)} folders; most in {largest.name}: {files}"
         yield f"  {package}", cell, "at most 15 files in a folder"
-        if of := added[package]:
-            each = ", ".join(f"{feature} {count:,}" for feature, count in of.items())
-            yield "", f"later {sum(of.values()):,}: {each}", ""
     found = circles(modules)
     yield "import circles inside packages", str(len(found)), "0"
     for circle in found:
@@ -234,7 +174,6 @@ def static_figures() -> Iterator[tuple[str, str, str]]:
         yield f"longer than {most} lines: {kind}", str(len(own)), "0"
         yield from (("", f"{name} {length}", "") for name, length in own)
     yield "error classes, without aliases", str(len(errors)), ""
-    yield "  without those of later features", str(list(errors.values()).count(None)), "about 45"
     yield "lines that only validate", f"{validation / code:.0%} of code ({raises} raise)", "under 10%"
     each = ", ".join(f"{name} {count}" for name, count in public.items())
     yield "public names", f"{sum(public.values())} ({each})", "about 110"
@@ -254,15 +193,12 @@ def test_figures() -> Iterator[tuple[str, str, str]]:
     """Name, figure and goal, of the tests."""
     folders = [*(ROOT / "packages" / package / "tests" for package in PACKAGES), ROOT / "integration_tests"]
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    young = {path for path in paths if any(fnmatch(path.stem, pattern) for pattern in LATER_TESTS.split())}
     helpers = {path: _helpers(path) for path in paths}
     lines = sum(path.read_text().count("\n") for path in paths)
     shared = sum(count for path, count in helpers.items() if not path.name.startswith("test_"))
     yield "lines of tests", f"{lines:,} in {len(paths)} files", ""
-    total, later = sum(helpers.values()), sum(helpers[path] for path in young)
-    cell = f"{total:,}, of which {shared:,} serve several files"
+    cell = f"{sum(helpers.values()):,}, of which {shared:,} serve several files"
     yield "  functions and classes that are no test", cell, ""
-    yield "  without files of later features", f"{total - later:,} (10,086 at bb3a301)", "9,000"
 
 
 # ---- Figures of a run: two ranks on gloo.

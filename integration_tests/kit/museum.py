@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.order import ORDER_MODELS
 from pipegrid.fake_nccl import FakeGroup
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders import Launch, Message, Orders, orders_from_json
 from pipegrid.plans.orders.prove import play_orders
-from pipegrid.core.order import ORDER_MODELS
 
 MUSEUM = Path(__file__).parents[2] / "docs" / "museum"
 # The columns of the page's table that ranks can show: a backend, and a mode of the fake NCCL.

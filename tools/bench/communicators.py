@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, verify
+from pipegrid.core.sharing import Communicators, LaneSharing
 from pipegrid.plans.generators import find_schedule
 from pipegrid.plans.orders import fewest_communicators
 from pipegrid.plans.plan import Plan
+from pipegrid.schedules import Forwarded, PipelineRuntime, lower, verify
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
-from pipegrid.core.sharing import Communicators, LaneSharing
 from runtime_parts.processes import on_ranks
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_v", "dualpipe_v")

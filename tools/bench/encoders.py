@@ -28,16 +28,16 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.core.tables import text_table
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network
 from pipegrid.planner.choice import Candidate
 from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
-from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, Plan, lower, search, simulate, verify
 from pipegrid.plans.plan import COMPUTES
+from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, Plan, lower, search, simulate, verify
 from pipegrid.search import Found
 from pipegrid.topology import HyperCommGrid
-from pipegrid.core.tables import text_table
 from pipegrid.transport import Edge, P2PConfig
 from runtime_parts.emulated import sleeping
 from runtime_parts.processes import on_ranks

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 
+from pipegrid.core.tables import text_table
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import (
     Choice,
@@ -50,7 +51,6 @@ from pipegrid.planner.model import CostModel
 from pipegrid.planner.script import training_script
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import simulate, stage_places
-from pipegrid.core.tables import text_table
 from pipegrid.training import Names, Pipeline
 from planner_parts.real import compare
 from runtime_parts.emulated import sleeping

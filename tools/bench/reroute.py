@@ -21,9 +21,9 @@ from itertools import pairwise
 
 from attrs import frozen
 
-from pipegrid.schedules import lower, verify
 from pipegrid.plans.generators import one_f_one_b
 from pipegrid.plans.plan import Actor, Routes
+from pipegrid.schedules import lower, verify
 from pipegrid.search.routed import RoutedStep, reroute, schedule_routes
 
 ROOMS = (0, 2, 4, None)

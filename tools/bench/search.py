@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules import Costs, search
 from pipegrid.plans.generators import looped_placement, v_placement
+from pipegrid.schedules import Costs, search
 from pipegrid.search.greedy import named, problems
 
 UNIT = Costs(F=1, I=1, W=1)

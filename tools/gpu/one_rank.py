@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from pipegrid.schedules import Forwarded, PipelineRuntime, clip_grad_norm_, lower, one_f_one_b, zero_bubble_h1
 from pipegrid.plans.plan import Plan
+from pipegrid.schedules import Forwarded, PipelineRuntime, clip_grad_norm_, lower, one_f_one_b, zero_bubble_h1
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 

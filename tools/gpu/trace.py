@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from pipegrid.schedules import Forwarded, PipelineRuntime, lower, one_f_one_b
 from pipegrid.plans.plan import Plan
+from pipegrid.schedules import Forwarded, PipelineRuntime, lower, one_f_one_b
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 
 RANKS, MICROBATCHES = 2, 8

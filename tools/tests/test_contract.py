@@ -5,17 +5,19 @@ One run sees all of them, each in a module of its own; a second one sees a circl
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("topology", "layout", "transport", "bridges", "schedules", "training", "planner", "testing", "fake_nccl")
+PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
 
 
 def lint_imports(sources: Path) -> subprocess.CompletedProcess[str]:
@@ -65,6 +67,10 @@ def test_the_contract_holds(copied):
 PLANTED = [
     ("topology", "", "import pipegrid.transport", "strictly downward"),
     ("topology", "", "import pipegrid.layout", "strictly downward"),
+    ("core", "", "import pipegrid.topology", "strictly downward"),
+    ("plans", "verify", "import pipegrid.search", "strictly downward"),
+    ("timeline", "", "import pipegrid.search", "strictly downward"),
+    ("search", "", "import pipegrid.schedules", "strictly downward"),
     ("layout", "", "import pipegrid.topology", "strictly downward"),
     ("transport", "", "from pipegrid.bridges import graph", "strictly downward"),
     ("bridges", "", "import pipegrid.schedules", "strictly downward"),
@@ -78,14 +84,15 @@ PLANTED = [
     ("transport", "", "import pipegrid.testing", "no package imports testing"),
     ("bridges", "bridge", "import pipegrid.fake_nccl", "no package imports testing"),
     ("training", "", "import pipegrid.testing", "no package imports testing"),
-    ("layout", "", "import torch", "layout has no torch and no numpy"),
+    ("layout", "", "import torch", "core, layout, plans, timeline and search have no torch"),
+    ("plans", "passes", "import torch", "core, layout, plans, timeline and search have no torch"),
     ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
     ("schedules", "gradients", "import pipegrid.schedules.runtime", "schedules: from the step functions down"),
     ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
     ("schedules", "gradients/reduction", "import pipegrid.schedules.gradients.clip", "gradients: from reduction"),
-    ("schedules", "verify", "import pipegrid.plans.simulate", "schedules: from a plan that runs down"),
-    ("schedules", "generators", "import pipegrid.plans.passes", "schedules: from a plan that runs down"),
-    ("schedules", "search", "import torch", "schedules: planning has no torch"),
+    ("plans", "verify", "import pipegrid.plans.simulate", "plans: from passes down"),
+    ("plans", "generators", "import pipegrid.plans.passes", "plans: from passes down"),
+    ("search", "", "import torch", "core, layout, plans, timeline and search have no torch"),
     ("transport", "backends", "import pipegrid.transport.lane", "transport: from the communicator down to an edge"),
     ("bridges", "reshard", "import pipegrid.bridges.bridge", "bridges: from many modules down to a graph"),
     ("bridges", "bridge", "import pipegrid.bridges.colocated", "bridges: from many modules down to a graph"),
@@ -138,3 +145,29 @@ def test_a_planted_circle_is_reported(of_circles, package, kind):
         text for text in of_circles.split("No cycles are allowed in ") if text.startswith(f"pipegrid.{package}.\n")
     ]
     assert f".planted_{kind}_b -> .planted_{kind}_a" in own
+
+
+def imported_by(package: str, sources: Path) -> set[str]:
+    """The packages of ours that a package imports, also in functions and for types."""
+    trees = (ast.parse(path.read_text()) for path in (sources / package / "src").rglob("*.py"))
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("pipegrid.")} - {package}
+
+
+def declared_by(package: str, sources: Path) -> set[str]:
+    """The packages of ours that the metadata of a package declares."""
+    project = tomllib.loads((sources / package / "pyproject.toml").read_text())["project"]
+    return {name for need in project["dependencies"] for name in re.findall(r"^pipegrid-(\w+)", need)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_metadata_declares_what_a_package_imports_and_no_more(package):
+    assert imported_by(package, ROOT / "packages") == declared_by(package, ROOT / "packages")
+
+
+def test_an_import_that_is_not_declared_is_found(copied):
+    sources = copied("undeclared")
+    plant(sources, "plans", "planted", "def later():\n    import pipegrid.layout\n", folder="verify")
+    assert imported_by("plans", sources) - declared_by("plans", sources) == {"layout"}

@@ -62,17 +62,6 @@ def test_the_report_runs():
     assert "frames from step() to the backend's send, bridge" in result.stdout
 
 
-def test_files_of_later_features_are_there_and_each_has_one(house):
-    modules = house.sources()
-    for places in house.LATER.values():
-        for place in places.split():
-            assert any(f"{name}.".startswith(f"pipegrid.{place}.") for name in modules), place
-    assert house.later("pipegrid.training.survive.kept") == "survive"
-    assert house.later("pipegrid.plans.orders.play") is None
-    places = [place for of in house.LATER.values() for place in of.split()]
-    assert not [(a, b) for a in places for b in places if a != b and f"{a}.".startswith(f"{b}.")]
-
-
 def test_helpers_are_what_is_no_test(house, tmp_path):
     path = tmp_path / "test_one.py"
     path.write_text("import os\n\n@mark\ndef made():\n    return 1\n\nclass Model: ...\n\ndef test_it():\n    made()\n")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pipegrid.layout.fields as copy
 import pipegrid.core.fields as original
+import pipegrid.layout.fields as copy
 from pipegrid.layout import LayoutError
 
 

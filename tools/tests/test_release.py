@@ -123,7 +123,7 @@ def test_a_tag_of_another_version_ends_the_check(tmp_path):
 def test_every_package_is_released_with_what_it_requires():
     assert set(release.FOLDERS) == {f"pipegrid-{path.name}" for path in ROOT.glob("packages/*")} | {"pipegrid"}
     assert set(release.SMOKE) <= set(release.FOLDERS)
-    assert release._required("pipegrid-transport") == ["pipegrid-transport", "pipegrid-topology"]
+    assert release._required("pipegrid-transport") == ["pipegrid-transport", "pipegrid-topology", "pipegrid-core"]
     assert set(release._required("pipegrid")) == set(release.FOLDERS)
 
 

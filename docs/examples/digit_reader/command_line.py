@@ -14,8 +14,8 @@ from pathlib import Path
 from digit_reader.fitting import require_fitting
 from digit_reader.modules import DECODERS, DEFAULTS, DIMS, ENCODERS, IMAGES, LANGUAGE, PLACEMENTS, SIGNAL
 from digit_reader.options import BACKENDS, SCHEDULE_NAMES, Options, OptionsError, num_stages
-from pipegrid.layout import even
 from pipegrid.core.fields import nearest
+from pipegrid.layout import even
 
 _FIELD = re.compile(r"""\s*([a-z]+)\s*=\s*("[^"]*"|'[^']*'|[^,"']*)\s*(?:,|$)""")
 

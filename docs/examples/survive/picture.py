@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attrs import define, evolve, field
 
+from pipegrid.plans.simulate.recording import Aside
 from pipegrid.schedules import (
     Recorder,
     Recording,
@@ -18,7 +19,6 @@ from pipegrid.schedules import (
     write_html,
     write_svg,
 )
-from pipegrid.plans.simulate.recording import Aside
 from pipegrid.timeline import recording_from_json
 from pipegrid.training.survive import PipelineWorld
 

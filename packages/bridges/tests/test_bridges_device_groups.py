@@ -16,9 +16,9 @@ from pipegrid.bridges import (
     VTPCommunicator,
     VTPTopology,
 )
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport import CollectiveFailedError
 from pipegrid.transport.config import P2PConfig
-from pipegrid.core.edge import Direction, Edge
 
 from .grids import grid
 

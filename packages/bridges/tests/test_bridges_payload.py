@@ -24,8 +24,8 @@ from pipegrid.bridges import (
     Whole,
 )
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.transport.config import P2PConfig
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PMismatchError
 
 from .grids import coords_of, grid, share

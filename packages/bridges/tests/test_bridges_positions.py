@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.bridges.multimodule import Positions, positions_of
 from pipegrid.bridges.multimodule.positions import collective_edges
 from pipegrid.bridges.reshard import Partial, boundary_side
 from pipegrid.core.edge import Edge
+from pipegrid.core.graph import ModuleGraph
 
 from .grids import grid, sizes_of
 

@@ -15,8 +15,8 @@ from pipegrid.bridges.bridge.structure import Axes, Whole
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.reshard import Partial, Replicate, Shard, axis_names, boundary_side, replica_side, routes
-from pipegrid.transport import P2PConfig, P2PLaneDeadError, P2PUsageError
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.transport import P2PConfig, P2PLaneDeadError, P2PUsageError
 
 from .grids import coords_of, grid
 

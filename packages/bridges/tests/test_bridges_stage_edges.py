@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
-from pipegrid.transport.config import P2PConfig
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.transport.config import P2PConfig
 
 from .grids import grid
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
+from pipegrid.core.edge import Edge
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
-from pipegrid.core.edge import Edge
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.protocol import Handle, PipelineCommunicator, ReceiveHandle
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
-from pipegrid.transport.config import P2PConfig
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.transport.config import P2PConfig
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 

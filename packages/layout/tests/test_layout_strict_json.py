@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
 from pipegrid.core.strict_json import read_json
+from pipegrid.layout import LayoutError, PipelineParallelLayerLayout
 
 BEYOND = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 310, "9" * 5000]
 

@@ -36,12 +36,7 @@ from pipegrid.planner.report import results_table, to_json, why_slower
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import _JobSearch
 from pipegrid.planner.stages import Shape
-from pipegrid.schedules import (
-    PlanError,
-    lower,
-    stage_places,
-    verify,
-)
+from pipegrid.plans import PlanError, lower, stage_places, verify
 from pipegrid.plans.generators import v_placement
 
 ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")

@@ -15,7 +15,7 @@ from pipegrid.planner import (
 )
 from pipegrid.planner.__main__ import main
 from pipegrid.planner.report import what_if_table
-from pipegrid.schedules import (
+from pipegrid.plans import (
     SCHEDULES,
     ActionKind,
     Costs,
@@ -27,8 +27,7 @@ from pipegrid.schedules import (
     stage_places,
     zero_bubble_h1,
 )
-from pipegrid.timeline import Recording, recording_from_json, recording_to_json
-from pipegrid.timeline import Recorded, Track
+from pipegrid.timeline import Recorded, Recording, Track, recording_from_json, recording_to_json
 
 
 def recorded(plan, costs, *, rank_of=1):

@@ -327,3 +327,7 @@ def test_a_plan_that_lacks_something_is_refused_before_anything_is_sent(what, ne
         PipelineRuntime(plan, stages, network.communicator(2, position))
     assert wants in str(refused.value)
     assert network.messages == 0
+
+
+def test_sizes_of_torch_become_integers():
+    assert public.gpipe(torch.tensor(2), torch.tensor(3)) == public.gpipe(2, 3)

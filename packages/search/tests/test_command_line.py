@@ -1,4 +1,4 @@
-"""``python -m pipegrid.schedules``: what a person types, and what they get to see."""
+"""``python -m pipegrid.search``: what a person types, and what they get to see."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from pipegrid.schedules import lower, one_f_one_b
-from pipegrid.schedules.__main__ import main
+from pipegrid.plans import lower, one_f_one_b
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.registry import SCHEDULES, find_schedule
 from pipegrid.plans.plan import from_csv, from_text
-from pipegrid.search.compare import compare, comparison_table
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.simulation import simulate
 from pipegrid.plans.verify.verify import verify
+from pipegrid.search.__main__ import main
+from pipegrid.search.compare import compare, comparison_table
 
 CROSSED = """\
 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1
@@ -294,7 +294,7 @@ def test_names_are_forgiving():
 def test_runs_as_a_module_without_torch(tmp_path):
     blocked = "import sys; sys.modules['torch'] = None; import runpy; "
     run = "sys.argv = ['x', 'show', '1f1b', '--pp', '2', '--microbatches', '2']; "
-    module = "runpy.run_module('pipegrid.schedules', run_name='__main__')"
+    module = "runpy.run_module('pipegrid.search', run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", blocked + run + module],
         capture_output=True,
@@ -311,7 +311,7 @@ def test_the_command_line_ends_quietly_where_nobody_reads_on():
     """As into ``head -1`` once it has its line; here it has none to begin with, so that time decides nothing."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "pipegrid.schedules", "show", "1f1b", "--pp", "2", "--microbatches", "2"]
+    command = [sys.executable, "-m", "pipegrid.search", "show", "1f1b", "--pp", "2", "--microbatches", "2"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
-from pipegrid.schedules import SCHEDULES, Costs, PlanError, lower, multi_module_1f1b, simulate, verify
-from pipegrid.search import search
+from pipegrid.plans import SCHEDULES, Costs, PlanError, lower, multi_module_1f1b, simulate, verify
 from pipegrid.plans.network.network import as_network
+from pipegrid.search import search
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.greedy import greedy, named, planned, problems
 from pipegrid.search.list_scheduler import list_schedule, policies
-
 from plan_kit.orders import least_makespan, split_passes
 from plan_kit.plans import examples
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Action,
     ActionKind,
     Costs,
@@ -31,8 +31,8 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_h1,
 )
-from pipegrid.timeline import TimelineError, ascii_timeline, scaled, timeline, write_svg
 from pipegrid.search import compare, greedy
+from pipegrid.timeline import TimelineError, ascii_timeline, scaled, timeline, write_svg
 
 PLAN = one_f_one_b(2, 3)
 GRAPH = ModuleGraph({"enc": 1, "llm": 2}, {"enc": ["llm"]})

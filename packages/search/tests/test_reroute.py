@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Costs,
     PlanError,
     interleaved_1f1b,
@@ -26,7 +26,6 @@ from pipegrid.schedules import (
 from pipegrid.plans.plan import ActionKind, Actor, Routes
 from pipegrid.search.routed import reroute, routed_bound, routed_problem, schedule_routes
 from pipegrid.search.routed.scheduler import list_routes
-
 from plan_kit.every_route import least_slots
 from plan_kit.plans import examples
 from plan_kit.player import play

@@ -20,11 +20,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import Actor, Costs, Routes, lower, routed, simulate
-from pipegrid.timeline import TimelineError, timeline, write_html
+from pipegrid.plans import Actor, Costs, Routes, lower, routed, simulate
 from pipegrid.plans.generators import interleaved_1f1b, one_f_one_b, seq1f1b, zero_bubble_v
 from pipegrid.plans.simulate.recording import Recorded, Recording, Track
-from pipegrid.timeline import Counter, Flow, Span, Timeline, amount, html, scaled, time_text
+from pipegrid.timeline import (
+    Counter,
+    Flow,
+    Span,
+    Timeline,
+    TimelineError,
+    amount,
+    html,
+    scaled,
+    time_text,
+    timeline,
+    write_html,
+)
 from pipegrid.timeline.html import NONE, SCRIPTS
 from pipegrid.timeline.kinds import COLOURS, OTHER, TRANSFER_KINDS, tint
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     ActionKind,
     Costs,
     CostsError,
@@ -17,11 +18,17 @@ from pipegrid.schedules import (
     simulate,
     zero_bubble_h1,
 )
-from pipegrid.timeline import Recorder, Recording, TimelineError, recording_from_json, recording_to_json
 from pipegrid.plans.plan import parse_action
-from pipegrid.timeline import Aside, Recorded, Track
-from pipegrid.core.edge import Edge
-
+from pipegrid.timeline import (
+    Aside,
+    Recorded,
+    Recorder,
+    Recording,
+    TimelineError,
+    Track,
+    recording_from_json,
+    recording_to_json,
+)
 from plan_kit.player import play
 
 HOP, HOST = 0.05, 0.002

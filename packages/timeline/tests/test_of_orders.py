@@ -6,12 +6,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import PlanError
+from pipegrid.plans import PlanError
 from pipegrid.plans.orders import prove_order
 from pipegrid.timeline import order_timeline
 from pipegrid.timeline.kinds import BEHIND, STUCK
-
-from ..orders.test_prove_order import MODELS, random_orders
+from plan_kit.launches import MODELS, random_orders
 
 
 @given(random_orders(), st.sampled_from(MODELS), st.booleans(), st.booleans())

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Actor,
     Costs,
     Routes,
@@ -40,7 +41,6 @@ from pipegrid.timeline.timeline import (
     summary,
     time_text,
 )
-from pipegrid.core.edge import Edge
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipegrid.bridges import ModuleGraph
-from pipegrid.schedules import Actor, Plan, schedule_for, stage_places
 from pipegrid.plans.plan import module_places
+from pipegrid.schedules import Actor, Plan, schedule_for, stage_places
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive import Living, PipelineJob, SurviveError
 from pipegrid.training.survive.pipelines import living_traffic, module_positions

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from pipegrid.core.spec import Tally
 from pipegrid.transport import P2PUsageError, is_single_shape
 from pipegrid.transport.messages.payload import (
     ExpectedShape,
@@ -19,7 +20,6 @@ from pipegrid.transport.messages.payload import (
     signature_of,
 )
 from pipegrid.transport.messages.trees import unflatten
-from pipegrid.core.spec import Tally
 
 CPU = torch.device("cpu")
 DTYPES = [

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport import (
     Direction,
     Edge,
@@ -17,7 +18,6 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.pipeline_lanes import pair_lanes, placed_stages, planned_lanes, require_edge
 
 from .stages import SHAPE, activation, assert_received, config, gradient, in_turn

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pipegrid.core.tables import text_table
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import Choice, Device, Job, Layers, ModuleCosts, Network, Training, layer_costs
 from pipegrid.planner.choice import Candidate
@@ -28,7 +29,6 @@ from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import Costs, Recording, position_of, stage_places
-from pipegrid.core.tables import text_table
 from runtime_parts.processes import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor, nn
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.schedules.runtime import Forwarded, Hook, PipelineRuntime
 from pipegrid.transport.communicator import P2PCommunicator
 from pipegrid.transport.config import P2PConfig
-from pipegrid.core.edge import Direction, Edge
 from runtime_parts.job import Job
 
 # A schedule of torch's that hangs on gloo is given up after this long; none of its steps takes a tenth of it.

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
-from pipegrid.schedules import PipelineRuntime, lower, multi_module_1f1b
 from pipegrid.plans.plan.actions import ActionKind
+from pipegrid.schedules import PipelineRuntime, lower, multi_module_1f1b
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, P2PConfig
 from runtime_parts.job import SAME, Job, difference

@@ -29,7 +29,6 @@ from pipegrid.plans.generators import (
 )
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.simulation import simulate
-
 from plan_kit.player import makespan, peak, play, play_plan
 
 

@@ -5,8 +5,9 @@ import random
 import pytest
 from attrs import evolve
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Actor,
     PlanError,
     Routes,
@@ -25,8 +26,6 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_h1,
 )
-from pipegrid.core.edge import Edge
-
 from plan_kit.routed_plans import lowered_routed, random_routed, random_routes, random_schedule
 
 ENCODER = ModuleGraph({"images": 1, "model": 2}, {"images": ["model"]})

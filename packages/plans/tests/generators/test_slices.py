@@ -10,8 +10,9 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Action,
     ActionKind,
     Costs,
@@ -36,12 +37,10 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_h1,
 )
-from pipegrid.timeline import ascii_timeline, timeline
-from pipegrid.search import compare
 from pipegrid.plans.plan import parse_action
+from pipegrid.search import compare
+from pipegrid.timeline import ascii_timeline, timeline
 from pipegrid.timeline.svg import svg
-from pipegrid.core.edge import Edge
-
 from plan_kit.player import makespan, play_plan
 
 F, B, I, W = (ActionKind[name] for name in "FBIW")

@@ -10,7 +10,8 @@ from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import (
+from pipegrid.core.edge import Edge
+from pipegrid.plans import (
     Costs,
     CostsError,
     PlanError,
@@ -22,11 +23,9 @@ from pipegrid.schedules import (
     u_shape_counts,
     verify,
 )
-from pipegrid.search import compare, greedy
 from pipegrid.plans.generators.registry import find_schedule
 from pipegrid.plans.generators.shapes import OrderBuilder
-from pipegrid.core.edge import Edge
-
+from pipegrid.search import compare, greedy
 from plan_kit.orders import every_order, least_makespan, makespan_of, split_passes, u_passes
 
 

@@ -8,8 +8,9 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Group,
     PlanError,
     actions_of,
@@ -25,8 +26,6 @@ from pipegrid.schedules import (
 )
 from pipegrid.plans.plan.actions import ActionKind, forward
 from pipegrid.plans.verify import dataflow_of
-from pipegrid.core.edge import Edge
-
 from plan_kit.plans import compute_plans, random_module_plan
 
 MODES = tuple(itertools.product((True, False), ("separate", "shared"), ("in_order", "simultaneous")))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Action,
     ActionKind,
     Costs,
@@ -32,9 +32,9 @@ from pipegrid.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.timeline import timeline, write_svg
 from pipegrid.plans.passes.sharding import _swaps
 from pipegrid.plans.plan import SHARDING, Group, actions_of
+from pipegrid.timeline import timeline, write_svg
 
 UNSHARD, RESHARD, REDUCE_GRAD = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD
 PLANS = {

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules import Lane, PlanError, from_text, lower, one_f_one_b, seq1f1b_interleaved, verify
-from pipegrid.plans.orders import fewest_communicators, prove_order
-from pipegrid.plans.orders.communicators import orders_on
-from pipegrid.plans.plan.dataflow import dataflow_of
 from pipegrid.core.edge import Direction
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.core.sharing import LaneSharing
-
+from pipegrid.plans import Lane, PlanError, from_text, lower, one_f_one_b, seq1f1b_interleaved, verify
+from pipegrid.plans.orders import fewest_communicators, prove_order
+from pipegrid.plans.orders.communicators import orders_on
+from pipegrid.plans.plan.dataflow import dataflow_of
 from plan_kit.plans import GENERATORS
+
 from ..verify.test_order_models import FACING, mutated_plans
 
 EVERY = GENERATORS | {"seq1f1b_interleaved": lambda p, m: seq1f1b_interleaved(p, m, num_slices=2)}

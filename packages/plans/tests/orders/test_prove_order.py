@@ -1,6 +1,5 @@
 """Orders of communication are proved, or their cycle is named; a slow player with rules of its own agrees."""
 
-import itertools
 import json
 
 import pytest
@@ -8,11 +7,12 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import Action, Group, Plan, PlanError, from_csv, verify
+from pipegrid.core.order import ORDER_MODELS
+from pipegrid.plans import Action, Group, Plan, PlanError, from_csv, verify
 from pipegrid.plans.orders import (
     Launch,
-    Message,
     Orders,
     orders_from_csv,
     orders_from_json,
@@ -20,12 +20,8 @@ from pipegrid.plans.orders import (
     prove_order,
 )
 from pipegrid.plans.plan import forward
-from pipegrid.core.edge import Edge
-from pipegrid.core.order import ORDER_MODELS
-
+from plan_kit.launches import MODELS, random_orders
 from plan_kit.plans import GENERATORS, lowered
-
-MODELS = tuple(ORDER_MODELS.values())
 
 
 def orders(*ranks, placement=None):
@@ -176,39 +172,6 @@ class Player:
             self.ended |= {one for one in parts if self.may_end(*one)}
             if size == len(self.launched) + len(self.started) + len(self.ended):
                 return len(self.ended) == len(parts)
-
-
-@st.composite
-def random_orders(draw, *, only_waits=False):
-    """Messages between two or three ranks, each in an order of its own; some batched, held, computed on, awaited."""
-    count, groups = draw(st.integers(2, 3)), draw(st.integers(1, 2))
-    held = st.just(False) if only_waits else st.booleans()
-    pairs = list(itertools.permutations(range(count), 2))
-    rows = [[] for _ in range(count)]
-    for number, (pair, group) in enumerate(
-        draw(st.lists(st.tuples(st.sampled_from(pairs), st.integers(0, groups - 1)), min_size=1, max_size=6))
-    ):
-        for way, rank, peer in (("send", *pair), ("receive", *pair[::-1])):
-            rows[rank].append(Message(way, peer, f"m{number}", f"g{number if only_waits else group}"))
-    ranks = []
-    for row in rows:
-        left, launches = draw(st.permutations(row)), []
-        while left:
-            size = draw(st.integers(1, min(3, len(left))))
-            own, left = left[:size], left[size:]
-            text = " ".join(f"{m.way} {m.label}" for m in own)
-            batched = size > 1 or draw(st.booleans())
-            launches.append(Launch(text, tuple(own), batched=batched, holds=draw(held)))
-            if draw(held):
-                seen = [m.label for one in launches for m in one.messages if m.way == "receive"]
-                needs = draw(st.sets(st.sampled_from(seen))) if seen else set()
-                launches.append(Launch("compute", needs=frozenset(needs)))
-            sent = [m.label for one in launches for m in one.messages if m.way == "send"]
-            if sent and draw(st.booleans()):
-                launches.append(Launch("wait", waits=frozenset(draw(st.sets(st.sampled_from(sent), min_size=1)))))
-        ranks.append(tuple(launches))
-    whole = (True,) * count
-    return Orders(tuple(ranks), begins=whole, ends=whole)
 
 
 @given(random_orders(), st.sampled_from(MODELS), st.booleans(), st.booleans())

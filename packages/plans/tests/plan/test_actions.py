@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, OFFLOADING, SHARDING, Action, ActionKind, parse_action
-from pipegrid.core.edge import Direction, Edge
 
 NUMBERS = st.integers(0, 10**9 - 1)
 NAMES = st.text(string.ascii_letters + string.digits + "_.:-", min_size=1, max_size=9)

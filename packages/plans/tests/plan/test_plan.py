@@ -3,11 +3,11 @@
 import pytest
 from attrs import evolve
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import Group, Lane, Plan, PlanError, chain, lower, multi_module_1f1b, one_f_one_b
+from pipegrid.plans import Group, Lane, Plan, PlanError, chain, lower, multi_module_1f1b, one_f_one_b
 from pipegrid.plans.plan.actions import Action, ActionKind, backward, forward
 from pipegrid.plans.verify import dataflow_of, default_creation
-from pipegrid.core.edge import Direction, Edge
 
 SEND = Action(ActionKind.SEND_F, 0, 0, Edge(0, 1))
 

@@ -9,7 +9,8 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipegrid.schedules import (
+from pipegrid.core.edge import Edge
+from pipegrid.plans import (
     Action,
     ActionKind,
     Group,
@@ -29,8 +30,6 @@ from pipegrid.schedules import (
     with_reduce,
 )
 from pipegrid.plans.plan import parse_action
-from pipegrid.core.edge import Edge
-
 from plan_kit.plans import examples, module_graphs
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]

@@ -21,8 +21,8 @@ import itertools
 from functools import cached_property
 from typing import NamedTuple
 
-from pipegrid.plans.plan import Lane
 from pipegrid.core.edge import Direction
+from pipegrid.plans.plan import Lane
 
 STUCK = "stuck"  # some order of events ends before every position has done all its steps
 WRONG = "wrong"  # all runs to the end, and something was done twice, never, with wrong data or for nothing

@@ -9,7 +9,7 @@ import functools
 
 from attrs import evolve
 
-from pipegrid.schedules import PlanError, actions_of, verify
+from pipegrid.plans import PlanError, actions_of, verify
 
 # The rules of lanes and batches, as `verify` takes them.
 MODES = (("separate", "in_order"), ("separate", "simultaneous"), ("shared", "simultaneous"))

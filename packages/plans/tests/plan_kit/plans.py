@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     ActionKind,
     dualpipe_v,
     forward_only,

@@ -5,9 +5,8 @@ import random
 from attrs import evolve
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import Actor, PlanError, Routes, lower, multi_module_1f1b, routed
+from pipegrid.plans import Actor, PlanError, Routes, lower, multi_module_1f1b, routed
 from pipegrid.plans.plan import check_routes
-
 from plan_kit.plans import GENERATORS
 
 CHAINS = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "u_shape", "forward_only")

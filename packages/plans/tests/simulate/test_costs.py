@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.plans.simulate.costs import Costs, CostsError, OtherCutError, costs_from_json, costs_to_json
 from pipegrid.core.edge import Edge
+from pipegrid.plans.simulate.costs import Costs, CostsError, OtherCutError, costs_from_json, costs_to_json
 
 
 def test_numbers_for_all_or_one_each():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import gpipe, multi_module_1f1b, one_f_one_b
@@ -18,8 +19,6 @@ from pipegrid.plans.plan.plan import compute_plan
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.simulation import simulate, unit_costs
 from pipegrid.plans.verify.verify import verify
-from pipegrid.core.edge import Edge
-
 from plan_kit.plans import module_graphs, random_module_plan
 from plan_kit.player import makespan, play_plan
 

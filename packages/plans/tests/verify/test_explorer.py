@@ -12,13 +12,12 @@ import random
 import pytest
 from attrs import evolve
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import from_text, parse_action
 from pipegrid.plans.verify import check_creation, default_creation, verify
-from pipegrid.core.edge import Edge
-
 from plan_kit.explorer import STUCK, explore, explore_creation
 from plan_kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from plan_kit.plans import GENERATORS, lowered, random_module_plan

@@ -30,7 +30,6 @@ from pipegrid.plans.verify.event_ids import EventIds
 from pipegrid.plans.verify.position import PositionVerifier
 from pipegrid.plans.verify.table import Blocking, PositionTable
 from pipegrid.plans.verify.verify import list_faults
-
 from plan_kit.explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
 from plan_kit.mutations import MODES, Alphabet, rules_broken, single_mutations
 from plan_kit.plans import GENERATORS

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import PlanError, from_text, lower, multi_module_1f1b, one_f_one_b, verify
-from pipegrid.plans.orders import orders_of_plan, prove_order
 from pipegrid.core.order import ORDER_MODELS, OrderModel
-
+from pipegrid.plans import PlanError, from_text, lower, multi_module_1f1b, one_f_one_b, verify
+from pipegrid.plans.orders import orders_of_plan, prove_order
+from plan_kit.collectives import APART, BRIDGE, COLOCATED, GRAPH
 from plan_kit.plans import GENERATORS
-from .test_collectives import APART, BRIDGE, COLOCATED, GRAPH
 
 CARRIED = {BRIDGE: "bridge"}
 SEVERAL = ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]})

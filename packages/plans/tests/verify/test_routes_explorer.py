@@ -5,15 +5,15 @@ import random
 import pytest
 from attrs import evolve
 
-from pipegrid.schedules import Actor, PlanError, Routes, from_text, lower, one_f_one_b, routed, verify
+from pipegrid.core.order import ORDER_MODELS
+from pipegrid.plans import Actor, PlanError, Routes, from_text, lower, one_f_one_b, routed, verify
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.timeline import order_timeline
 from pipegrid.timeline.timeline import STUCK as TIMELINE_STUCK
-from pipegrid.core.order import ORDER_MODELS
-
 from plan_kit.explorer import STUCK, explore
 from plan_kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from plan_kit.routed_plans import fits, lowered_routed, random_routed, random_routes, random_schedule
+
 from .test_explorer import assert_agree
 
 

@@ -3,8 +3,9 @@
 import pytest
 from attrs import evolve
 
+from pipegrid.core.edge import Direction
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     Costs,
     Group,
     Lane,
@@ -20,10 +21,9 @@ from pipegrid.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from pipegrid.search import compare, greedy
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.verify import check_creation, default_creation
-from pipegrid.core.edge import Direction
+from pipegrid.search import compare, greedy
 
 # 1F1B on two positions by hand, right; tests change it.
 RIGHT = """

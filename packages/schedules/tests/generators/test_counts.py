@@ -9,6 +9,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.schedules import forward_only, interleaved_1f1b, one_f_one_b
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.counts import (
@@ -18,8 +19,6 @@ from pipegrid.schedules.megatron.counts import (
     get_schedule_table,
     get_tensor_shapes,
 )
-from pipegrid.plans.plan.actions import ActionKind
-
 from plan_kit.groups import Group
 
 SMALL = st.integers(1, 8)

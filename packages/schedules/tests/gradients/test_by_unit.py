@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,
@@ -18,7 +19,6 @@ from pipegrid.schedules import (
 from pipegrid.schedules.gradients import accumulate_in_main_grad
 from pipegrid.schedules.gradients.reduction import GradientReduction, UnitGradients
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import P2PUsageError
 

@@ -30,9 +30,9 @@ from pipegrid.schedules.gradients import (
     reduce_gradients,
 )
 from pipegrid.schedules.gradients.dtensors import fsdp_divisors
+from plan_kit.groups import Groups
 
 from ..kit.gradients import gradients_of
-from plan_kit.groups import Groups
 from ..kit.models import in_one_process
 from ..kit.stages import stages_of
 

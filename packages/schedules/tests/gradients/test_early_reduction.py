@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.plans.plan import parse_action
 from pipegrid.schedules import PipelineConfig, compute_plan, get_forward_backward_func, zero_bubble_v
 from pipegrid.schedules.gradients.reduction import last_backwards
-from pipegrid.plans.plan import parse_action
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
 from ..kit.gradients import gradients_of

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import ActionKind
-from pipegrid.search.greedy import greedy
 from pipegrid.plans.simulate.costs import Costs
+from pipegrid.search.greedy import greedy
 
 from ..kit.gradients import difference, gradients_of
 from ..kit.models import WIDTH, Residual, uneven

@@ -13,7 +13,6 @@ from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.reduction.policy import gradient_policy
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.monitor.collectives import Waiting
-
 from plan_kit.groups import Group, Groups
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})

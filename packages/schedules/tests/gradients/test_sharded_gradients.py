@@ -26,8 +26,8 @@ from pipegrid.schedules.megatron import PipelineConfig
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import CollectiveFailedError
-
 from plan_kit.groups import Groups
+
 from ..kit.models import two_layers
 
 

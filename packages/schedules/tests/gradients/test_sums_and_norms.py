@@ -13,9 +13,9 @@ from pipegrid.schedules.gradients.clip import clip_grad_norm_
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
 from pipegrid.schedules.monitor.collectives import Waiting
+from plan_kit.groups import Groups
 
 from ..kit.gradients import assert_same_bits
-from plan_kit.groups import Groups
 from ..kit.models import two_layers
 
 

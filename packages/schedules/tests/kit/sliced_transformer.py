@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.schedules.runtime import Forwarded
 from pipegrid.core.edge import Edge
+from pipegrid.schedules.runtime import Forwarded
 
 from .models import Model
 

@@ -13,8 +13,8 @@ import torch
 from attrs import define, field
 from torch.utils._pytree import tree_map_only
 
-from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.schedules.runtime import PipelineRuntime
 
 DEADLINE = 20.0
 

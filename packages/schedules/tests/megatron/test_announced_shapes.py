@@ -19,8 +19,8 @@ from pipegrid.schedules.megatron.step_functions import (
     forward_backward_pipelining_without_interleaving,
 )
 from pipegrid.schedules.runtime import PipelineError
-
 from plan_kit.groups import Group
+
 from ..kit.models import Model, call, forward_step, mean_loss
 from ..kit.threads import in_threads
 

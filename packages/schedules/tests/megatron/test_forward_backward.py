@@ -11,8 +11,8 @@ from attrs import field, frozen
 from torch import nn
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.errors import StageOutputError
 from pipegrid.plans.generators import multi_module_1f1b
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes
 from pipegrid.schedules.megatron.step_functions import (

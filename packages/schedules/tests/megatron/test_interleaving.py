@@ -10,14 +10,14 @@ from torch import nn
 
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.plans.generators import interleaved_1f1b
+from pipegrid.plans.verify.verify import verify
+from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
 from pipegrid.schedules.megatron.place import PlanNeeds, interleaved_proof
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
-from pipegrid.plans.verify.verify import verify
 from pipegrid.transport.errors import P2PUsageError
 
 from ..kit.gradients import assert_same_gradients

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipegrid.plans.passes import lowering
+from pipegrid.plans.plan import Plan
+from pipegrid.plans.verify.verify import verify
 from pipegrid.schedules import (
     ActionKind,
     DisagreementError,
@@ -32,15 +35,12 @@ from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.schedules.megatron import place, prepared
 from pipegrid.schedules.megatron.checks import CHECKPOINTS
 from pipegrid.schedules.megatron.stage import MegatronStage
-from pipegrid.plans.passes import lowering
-from pipegrid.plans.plan import Plan
 from pipegrid.schedules.runtime import preflight
-from pipegrid.plans.verify.verify import verify
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
+from plan_kit.groups import Groups
 
 from ..kit.gradients import assert_same_gradients, gradients_of
-from plan_kit.groups import Groups
 from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch, step_on
 

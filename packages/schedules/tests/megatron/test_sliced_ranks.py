@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan import chain
 from pipegrid.schedules import (
     PipelineConfig,
     PipelineRuntime,
@@ -22,10 +24,8 @@ from pipegrid.schedules import (
     seq1f1b_interleaved,
     seq1f1b_zero_bubble,
 )
-from pipegrid.plans.errors import PlanError
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.place import step_plan
-from pipegrid.plans.plan import chain
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator

@@ -33,8 +33,8 @@ from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.adapted import AdaptedCommunicator
 from pipegrid.transport.job import JobTopology
-
 from plan_kit.groups import Group, Groups
+
 from ..kit.models import Part, call, forward_step, in_one_process, microbatch
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.schedules import Routes, UnitTimes, measured_speeds, reroute, slow_ranks
 from pipegrid.plans.errors import PlanError
-from pipegrid.schedules.monitor import UnitSeconds
 from pipegrid.plans.plan import Action, ActionKind, Actor
+from pipegrid.schedules import Routes, UnitTimes, measured_speeds, reroute, slow_ranks
+from pipegrid.schedules.monitor import UnitSeconds
 from pipegrid.transport import streams
 
 

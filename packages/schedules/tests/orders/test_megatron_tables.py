@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.plans.orders import plan_of_megatron
 from pipegrid.schedules import PlanError, forward_only, interleaved_1f1b, lower, one_f_one_b, verify
 from pipegrid.schedules.__main__ import main
 from pipegrid.schedules.megatron import convert_schedule_table_to_order, get_schedule_table
-from pipegrid.plans.orders import plan_of_megatron
 
 SMALL = st.integers(1, 4)
 

@@ -12,10 +12,10 @@ from attrs import evolve
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from pipegrid.schedules import PlanError, verify
-from pipegrid.schedules.__main__ import main
-from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
 from pipegrid.core.order import ORDER_MODELS
+from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
+from pipegrid.schedules import PlanError, interleaved_1f1b, to_csv, verify
+from pipegrid.schedules.__main__ import main
 
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -151,3 +151,8 @@ def test_a_schedule_of_one_stage_runs_a_loop_of_its_own(one_of_four, name):
 def test_an_object_that_tells_no_order_is_an_error():
     with pytest.raises(PlanError, match="object tells no order"):
         plan_of_torch(object())
+
+
+def test_torch_reads_every_cell_of_a_written_csv_as_it_stands():
+    for row in to_csv(interleaved_1f1b(2, 4)).splitlines():
+        assert [str(schedules._Action.from_str(cell)) for cell in row.split(",")] == row.split(",")

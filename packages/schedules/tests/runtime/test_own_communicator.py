@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.schedules import (
     PipelineConfig,
     PipelineError,
@@ -15,7 +16,6 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.transport import Communicator, JobTopology, P2PPeerError, Verbs
 
 from ..kit.gradients import assert_same_gradients

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import Actor, Routes, lower, reroute, routed, schedule_for
 from pipegrid.transport import P2PConfig
+from plan_kit.routed_plans import random_routes
 
 from ..kit.routed_bridges import BridgedReplicas
-from plan_kit.routed_plans import random_routes
 from ..kit.routed_runs import assert_gradients_of_one_process
 
 GRAPHS = {

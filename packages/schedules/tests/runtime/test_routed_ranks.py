@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import Actor, DisagreementError, PipelineRuntime, Routes, lower, multi_module_1f1b, routed
 from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.schedules import Actor, DisagreementError, PipelineRuntime, Routes, lower, multi_module_1f1b, routed
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig, P2PUsageError
-
 from plan_kit.routed_plans import random_routes
+
 from ..kit.routed_runs import Matrix, in_one_process
 
 IMAGES = ModuleGraph({"images": 2, "text": 2}, {"images": ["text"]})

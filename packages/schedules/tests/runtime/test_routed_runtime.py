@@ -9,6 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.plans.plan import parse_action
 from pipegrid.schedules import (
     Actor,
     Forwarded,
@@ -23,15 +25,13 @@ from pipegrid.schedules import (
     schedule_for,
     stage_places,
 )
-from pipegrid.plans.generators.registry import SCHEDULES
-from pipegrid.plans.plan import parse_action
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.transport import Communicator, Direction, Edge, Verbs
 from pipegrid.transport.adapted import as_communicator
-
 from plan_kit.plans import examples, in_halves
 from plan_kit.routed_plans import random_routed
+
 from ..kit.routed_runs import Matrix, Replicas, assert_gradients_of_one_process
 
 IMAGES = ModuleGraph({"images": 2, "text": 2}, {"images": ["text"]})

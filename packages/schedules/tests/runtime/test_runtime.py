@@ -9,22 +9,22 @@ import pytest
 import torch
 from attrs import define
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.plans.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import parse_action
-from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
-from pipegrid.search.greedy import greedy
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.recording import Recording
+from pipegrid.plans.verify import verify
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
+from pipegrid.search.greedy import greedy
 from pipegrid.timeline.recorder import Recorder
 from pipegrid.timeline.sources import timeline
 from pipegrid.timeline.timeline import TimelineError
-from pipegrid.plans.verify import verify
 from pipegrid.transport import streams
-from pipegrid.core.edge import Edge
 
 from ..kit.stages import Scale, expected_gradients, raising, scales
 from ..kit.threads import MemoryCommunicator, in_threads

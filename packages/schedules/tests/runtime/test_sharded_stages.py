@@ -26,9 +26,9 @@ from pipegrid.schedules import (
     zero_bubble_v,
 )
 from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
+from plan_kit.groups import Groups
 
 from ..kit.gradients import assert_same_gradients
-from plan_kit.groups import Groups
 from ..kit.hooks import Hook
 from ..kit.models import WIDTH, Residual
 from ..kit.operators import CountOps

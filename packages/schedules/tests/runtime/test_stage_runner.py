@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import (
     gpipe,
@@ -22,17 +23,16 @@ from pipegrid.plans.generators import (
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import Action, ActionKind
+from pipegrid.plans.verify.verify import verify
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
-from pipegrid.plans.verify.verify import verify
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.adapted import as_communicator
-from pipegrid.core.edge import Direction, Edge
+from plan_kit.plans import in_halves
 
 from ..kit.custom_functions import Scale
 from ..kit.live import WIDTH, Watch, weighty_stages
 from ..kit.models import Residual
-from plan_kit.plans import in_halves
 from ..kit.stages import Function
 from ..kit.threads import MemoryCommunicator, Network
 

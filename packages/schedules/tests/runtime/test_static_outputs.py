@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
 from pipegrid.plans.plan import compute_plan, parse_action
+from pipegrid.schedules import PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
 from pipegrid.schedules.runtime.stages.unread import Unread, is_shared
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 

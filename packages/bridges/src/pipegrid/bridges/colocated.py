@@ -30,8 +30,8 @@ from pipegrid.bridges.reshard import (
     plan_reshard,
 )
 from pipegrid.bridges.steps import Completing, pack, unpack
-from pipegrid.topology import GroupSpec
 from pipegrid.core.fields import Index, checked, checked_fields, shown
+from pipegrid.topology import GroupSpec
 from pipegrid.topology.grid import Grid, span_of
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat

@@ -7,8 +7,8 @@ from typing import Annotated, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.errors import P2PUsageError
 from pipegrid.core.fields import checked_fields, integer
-from pipegrid.transport.errors import P2PUsageError
 
 
 # The hash is cached: a runtime finds the lane of every message by its edge.

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.core.fields import Count, Name, checked, nearest, shown
 from pipegrid.core.edge import Edge
+from pipegrid.core.fields import Count, Name, checked, nearest, shown
 
 
 class ModuleGraphError(ValueError):

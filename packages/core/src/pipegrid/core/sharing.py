@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from attrs import field, frozen
 
-from pipegrid.core.fields import Index, Rule, checked_fields
 from pipegrid.core.edge import Direction
-from pipegrid.transport.errors import P2PUsageError
+from pipegrid.core.errors import P2PUsageError
+from pipegrid.core.fields import Index, Rule, checked_fields
 from pipegrid.core.spec import LaneSpec
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from attrs import define, frozen
 
+from pipegrid.core.errors import P2PUsageError
 from pipegrid.core.fields import Index, Rule, checked_fields
-from pipegrid.transport.errors import P2PUsageError
 
 _LABEL_BYTES = 4096
 
@@ -48,7 +48,7 @@ def opening_key(ranks: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
     """The place of a pair of ranks, or of the members of a communicator, in the one order in which all ranks open.
 
     A key of the ranks alone (ascending), and another for each set: every rank, whichever lanes it knows, connects its
-    own in a restriction of one total order, which cannot deadlock (`pipegrid.topology.groups.creation_order`).
+    own in a restriction of one total order, which cannot deadlock (`creation_order` of topology).
 
     Pairs come by distance, and those of one distance ``d`` in two rounds: ``a // d`` is even for one end of a pair
     and odd for the other, so no rank is in two pairs of a round. A chain of ranks, of any stride, opens in two rounds,

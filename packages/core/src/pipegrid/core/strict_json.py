@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from attrs import fields, has
 
-from pipegrid.layout.errors import nearest
-from pipegrid.layout.fields import shown
+from pipegrid.core.fields import nearest, shown
 
 if TYPE_CHECKING:
     from cattrs import BaseValidationError

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.core.strict_json import read_json
 from pipegrid.layout import (
     Balance,
     LayoutError,
@@ -26,7 +27,6 @@ from pipegrid.layout import (
     even,
     report,
 )
-from pipegrid.core.strict_json import read_json
 
 _COSTS = """\
 costs.json holds forward plus backward times: an object from kind of layer to a number (each layer of that kind) or a

@@ -1,37 +1,14 @@
-"""Whole numbers from a caller, in their one form: the part of `pipegrid.core.fields` that layouts need.
-
-This package imports no other one, so it has a copy; a test compares the two.
-"""
+"""Whole numbers from a caller, in their one form."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+from pipegrid.core.fields import index_of, shown
 from pipegrid.layout.errors import LayoutError
 
 MAX_LAYERS = 1_000_000
 """The most layers, and the most stages, of a layout."""
-
-_SHOWN = 80  # characters of a value that an error repeats
-
-
-def shown(value: object) -> str:
-    """The representation of a value for an error: one line, shortened, with the type where it is not obvious."""
-    text = " ".join(f"{value!r:.{_SHOWN}}".split())
-    return text if value is None or isinstance(value, (bool, int, float, str)) else f"{text} ({type(value).__name__})"
-
-
-def index_of(value: Any) -> int | None:
-    """``value`` as an int, None where it is none: integers of numpy and torch are integers, booleans are not."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # torch raises its own errors for tensors that are no index
-        return None
 
 
 def integer(value: Any, what: str, *, least: int, most: int | None = None) -> int:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from pipegrid.core.strict_json import read_json
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import integer
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.parser import parse
-from pipegrid.core.strict_json import read_json
 from pipegrid.layout.text import align, merge_equal, name_layers, write, write_stage
 
 _SHORT = 80  # characters of a layout that an error repeats

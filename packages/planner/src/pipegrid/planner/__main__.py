@@ -43,9 +43,16 @@ from pipegrid.planner.report import explanation, refinement, results_table, summ
 from pipegrid.planner.script import training_script
 from pipegrid.planner.search import plan
 from pipegrid.planner.what_if import what_if
-from pipegrid.schedules import CostsError, PlanError, find_schedule, lower
-from pipegrid.timeline import Timeline, TimelineError, recording_from_json, timeline, write_html, write_svg
-from pipegrid.timeline import terminal_timeline
+from pipegrid.plans import CostsError, PlanError, find_schedule, lower
+from pipegrid.timeline import (
+    Timeline,
+    TimelineError,
+    recording_from_json,
+    terminal_timeline,
+    timeline,
+    write_html,
+    write_svg,
+)
 
 USAGE = 2
 NO_FIT = 1

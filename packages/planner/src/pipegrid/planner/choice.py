@@ -10,11 +10,11 @@ from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import instance
 from pipegrid.planner.grids import Arrangement
 from pipegrid.planner.stages import Shape
-from pipegrid.schedules import SCHEDULES, ActionKind, Costs, Plan, PlanError, Simulation, schedule_for, simulate
+from pipegrid.plans import SCHEDULES, ActionKind, Costs, Plan, PlanError, Simulation, schedule_for, simulate
 from pipegrid.plans.verify import dataflow_of
-from pipegrid.core.fields import instance
 
 FEW = 16
 """Microbatches of the chains that tell memory before a plan is made, at most."""

@@ -13,12 +13,12 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from pipegrid.bridges import Side, Sizes, axis_names, check_plan, plan_reshard, positions_of, routes
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import checked_arguments
 from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
-from pipegrid.schedules import lower, verify
+from pipegrid.plans import lower, verify
 from pipegrid.plans.verify import Proof
-from pipegrid.core.fields import checked_arguments
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.pipeline_lanes import pipeline_lanes
 
 _AXES = axis_names(3)

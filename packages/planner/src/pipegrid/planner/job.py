@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.bridges import ModuleGraph, ModuleGraphError
+from pipegrid.core.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, instance, number
 from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
-from pipegrid.schedules import SCHEDULES
-from pipegrid.core.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, instance, number
+from pipegrid.plans import SCHEDULES
 
 UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))} | {
     unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)

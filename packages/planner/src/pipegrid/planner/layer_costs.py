@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Layers, Measured
-from pipegrid.schedules import Costs
+from pipegrid.plans import Costs
 from pipegrid.timeline import Recording
-from pipegrid.core.fields import Count, checked_arguments
 
 _PIVOT = 1e-9
 """Below this part of the largest entry, a pivot is zero: two kinds are in the same proportion on all stages."""

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
+from pipegrid.core.fields import checked, instance
 from pipegrid.core.strict_json import first_fault, read_json
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Job
-from pipegrid.core.fields import checked, instance
 
 if TYPE_CHECKING:
     from cattrs import Converter

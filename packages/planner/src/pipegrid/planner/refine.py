@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pipegrid.core.fields import Amount, Count, checked_arguments
 from pipegrid.planner.choice import Candidate, Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.search import search
-from pipegrid.core.fields import Amount, Count, checked_arguments
 
 SEARCHED = "search"
 """The schedule of a choice whose plan a search has found."""

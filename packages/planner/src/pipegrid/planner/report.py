@@ -8,12 +8,12 @@ from typing import Any
 
 from attrs import astuple, fields
 
+from pipegrid.core.tables import table, text_table
 from pipegrid.planner.choice import Choice, Memory, in_flight
 from pipegrid.planner.failures import count_survivable, survivable_table
 from pipegrid.planner.search import Planned
 from pipegrid.planner.what_if import WhatIf
 from pipegrid.timeline import position_name, time_text
-from pipegrid.core.tables import table, text_table
 
 _SAME = 1e-9  # a smaller share of a step is the rounding of a sum
 HEADINGS = ("GPUs", "schedule", "microbatch", "step", "bubble", "gradients", "memory")

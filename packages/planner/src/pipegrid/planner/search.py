@@ -15,15 +15,15 @@ from typing import Annotated, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
+from pipegrid.core.fields import Count, checked_arguments, instance
 from pipegrid.planner.choice import Candidate, Choice, in_flight
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.grids import Arrangement, Part, arrangements
 from pipegrid.planner.job import GivenBytes, Job
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import PlacedGraph, Shape
-from pipegrid.schedules import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
+from pipegrid.plans import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
 from pipegrid.plans.verify import Proof
-from pipegrid.core.fields import Count, checked_arguments, instance
 
 BEST = 10
 """Choices in the result."""

@@ -14,36 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.plans.errors import Fault as Fault, PlanError, PlanSyntaxError as PlanSyntaxError
-from pipegrid.plans.generators import (
-    SCHEDULES,
-    dualpipe_v as dualpipe_v,
-    find_schedule as find_schedule,
-    fitting_schedules as fitting_schedules,
-    forward_only as forward_only,
-    gpipe as gpipe,
-    interleaved_1f1b as interleaved_1f1b,
-    interleaved_zero_bubble as interleaved_zero_bubble,
-    looped_bfs as looped_bfs,
-    multi_module_1f1b as multi_module_1f1b,
-    one_f_one_b as one_f_one_b,
-    routed as routed,
-    schedule_for,
-    seq1f1b as seq1f1b,
-    seq1f1b_interleaved as seq1f1b_interleaved,
-    seq1f1b_zero_bubble as seq1f1b_zero_bubble,
-    stage_places,
-    u_shape as u_shape,
-    u_shape_counts as u_shape_counts,
-    v_half as v_half,
-    v_min as v_min,
-    zero_bubble_h1 as zero_bubble_h1,
-    zero_bubble_h2 as zero_bubble_h2,
-    zero_bubble_v as zero_bubble_v,
-)
+from pipegrid.plans import *
+from pipegrid.search import *
+from pipegrid.timeline import *
 from pipegrid.schedules.gradients import LossScale
-from pipegrid.plans.passes.lowering import lower, with_reduce as with_reduce
-from pipegrid.plans.passes.offloading import offload
 from pipegrid.schedules.megatron import PipelineConfig, UnitBatches as UnitBatches, step_plan
 from pipegrid.schedules.monitor import (
     JobFailedError,
@@ -52,54 +26,6 @@ from pipegrid.schedules.monitor import (
     measured_speeds as measured_speeds,
     slow_ranks as slow_ranks,
 )
-from pipegrid.plans.plan import (
-    Action,
-    ActionKind as ActionKind,
-    Actor as Actor,
-    Group as Group,
-    Plan,
-    Routes as Routes,
-    chain,
-    compute_plan as compute_plan,
-    from_csv as from_csv,
-    from_json,
-    from_text,
-    to_csv as to_csv,
-    to_json,
-    to_text,
-)
-from pipegrid.search import (
-    compare,
-    greedy,
-    least_room as least_room,
-    lost_rank_costs as lost_rank_costs,
-    lost_rank_table as lost_rank_table,
-    reroute as reroute,
-    schedule_routes as schedule_routes,
-    search,
-)
-from pipegrid.plans.simulate import (
-    Costs,
-    CostsError as CostsError,
-    Simulation as Simulation,
-    balanced_slices as balanced_slices,
-    simulate,
-    slice_times as slice_times,
-)
-from pipegrid.timeline import (
-    Recorder,
-    Recording as Recording,
-    Timeline as Timeline,
-    TimelineError as TimelineError,
-    ascii_timeline as ascii_timeline,
-    recording_from_json as recording_from_json,
-    recording_to_json as recording_to_json,
-    timeline,
-    write_html as write_html,
-    write_perfetto as write_perfetto,
-    write_svg as write_svg,
-)
-from pipegrid.plans.verify import Proof as Proof, verify
 from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -181,11 +107,6 @@ _LAZY = {
     "errors": "AnnouncedShapesError DataEndedError DeferralError GradientError LossError LossScaleError MainGradError "
     "PlanFieldError PlanMismatchError ReductionError ReductionFailedError ReductionPeerError ReductionTimeoutError "
     "RuntimeArgumentError StageInputError StageOutputError StepArgumentError TyingError",
-    "plan": "Lane Step actions_of",
-    "generators": "UShapeCounts",
-    "search": "Found Progress comparison_table",
-    "simulate": "costs_from_json costs_to_json unit_costs",
-    "timeline": "Aside Counter Flow Recorded Span Track scaled",
     "gradients": "LossScaler ReplicaError TiedParameters "
     "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "
     "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "

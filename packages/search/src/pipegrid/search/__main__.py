@@ -1,4 +1,4 @@
-"""Look at schedules: ``python -m pipegrid.schedules show | verify | compare``."""
+"""Look at schedules: ``python -m pipegrid.search show | verify | compare``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.core.fields import Count, checked
+from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.orders import (
@@ -22,8 +24,9 @@ from pipegrid.plans.orders import (
 )
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
-from pipegrid.search import COMPARED, Progress, compare, comparison_table, greedy, search
 from pipegrid.plans.simulate import Costs, CostsError, costs_from_json, simulate
+from pipegrid.plans.verify import as_limit, verify
+from pipegrid.search import COMPARED, Progress, compare, comparison_table, greedy, search
 from pipegrid.timeline import (
     Timeline,
     order_timeline,
@@ -33,9 +36,6 @@ from pipegrid.timeline import (
     write_perfetto,
     write_svg,
 )
-from pipegrid.plans.verify import as_limit, verify
-from pipegrid.core.fields import Count, checked
-from pipegrid.core.order import ORDER_MODELS
 
 USAGE = 2
 FAULTY = 1
@@ -228,7 +228,7 @@ def compare_all(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m pipegrid.schedules", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m pipegrid.search", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="show | verify | compare")
 
     draw = commands.add_parser("show", help="draw a named schedule, or the plan in a file")
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result: int = parsed.run(parsed)
     except (PlanError, CostsError, OSError) as error:
-        print(f"pipegrid.schedules: {error}", file=sys.stderr)
+        print(f"pipegrid.search: {error}", file=sys.stderr)
         return USAGE
     return result
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from pipegrid.core.fields import Count, Name, checked, checked_arguments, nearest
+from pipegrid.core.tables import table, text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import SCHEDULES
 from pipegrid.plans.plan import Plan
-from pipegrid.search.greedy import greedy
 from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
-from pipegrid.timeline import amount, time_text
 from pipegrid.plans.verify import as_limit
-from pipegrid.core.fields import Count, Name, checked, checked_arguments, nearest
-from pipegrid.core.tables import table, text_table
+from pipegrid.search.greedy import greedy
+from pipegrid.timeline import amount, time_text
 
 
 @frozen

@@ -9,6 +9,7 @@ from typing import Any
 
 from attrs import frozen
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import (
@@ -22,10 +23,9 @@ from pipegrid.plans.generators import (
 )
 from pipegrid.plans.network.problem import Entries, Problem, with_whole_backwards
 from pipegrid.plans.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
-from pipegrid.search.list_scheduler import list_schedule, policies
 from pipegrid.plans.simulate import Costs, GivenCosts, activation_sizes, simulate
 from pipegrid.plans.verify import as_limit
-from pipegrid.core.fields import Count, checked_arguments
+from pipegrid.search.list_scheduler import list_schedule, policies
 
 SPREAD = 29
 """A prime that divides no number of policies."""

@@ -20,9 +20,9 @@ from typing import Literal, TypeAlias
 
 from attrs import define, field, frozen
 
+from pipegrid.core.edge import Edge
 from pipegrid.plans.network.problem import Entries, Problem, memory_of_one
 from pipegrid.plans.plan import ActionKind
-from pipegrid.core.edge import Edge
 
 
 @frozen

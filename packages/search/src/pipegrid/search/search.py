@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 from attrs import define, evolve, field, frozen
 
+from pipegrid.core.fields import Amount, Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.network.network import Objective, Orders, as_network
 from pipegrid.plans.network.problem import Entries, Problem, with_whole_backwards
 from pipegrid.plans.network.squeeze import squeezed, squeezes
+from pipegrid.plans.simulate import GivenCosts
 from pipegrid.search.anneal import anneal
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.exact import has_equal_costs, shortest
 from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems
 from pipegrid.search.patterns import patterns
-from pipegrid.plans.simulate import GivenCosts
-from pipegrid.core.fields import Amount, Count, checked_arguments
 
 
 @frozen

@@ -6,10 +6,10 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.simulate.recording import TimelineError
 from pipegrid.timeline.kinds import COLOURS, OTHER, ink_on, tint
 from pipegrid.timeline.timeline import Span, Timeline, as_panels, summary
-from pipegrid.core.fields import Count, checked_arguments
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160

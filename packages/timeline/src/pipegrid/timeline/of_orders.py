@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from pipegrid.core.order import OrderModel
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Launch, Orders
 from pipegrid.plans.orders.programs import Track
@@ -17,7 +18,6 @@ from pipegrid.plans.orders.prove import model_named, play_orders
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.timeline.kinds import BEHIND, STUCK
 from pipegrid.timeline.timeline import Flow, Span, Timeline
-from pipegrid.core.order import OrderModel
 
 _COMPUTE, _MESSAGE = 2.0, 1.0
 

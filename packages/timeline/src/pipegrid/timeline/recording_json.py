@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipegrid.core.fields import shown
 from pipegrid.plans.plan import from_json, load_json, to_json
 from pipegrid.plans.simulate.recording import Aside, Recorded, Recording, TimelineError, Track
-from pipegrid.core.fields import shown
 
 
 def recording_to_json(recording: Recording) -> str:

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from attrs import evolve
 
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import shown
 from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.plans.simulate import Costs, Simulation, simulate
 from pipegrid.plans.simulate.engine import collector_paused
 from pipegrid.plans.simulate.recording import Recording, TimelineError
-from pipegrid.timeline.timeline import Counter, Flow, Span, Timeline, amount
 from pipegrid.plans.verify import dataflow_of
 from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
-from pipegrid.core.fields import shown
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.timeline.timeline import Counter, Flow, Span, Timeline, amount
 
 LIVE, ACTIVATIONS = "live microbatches", "activations"
 GATHERED = "gathered parameters and gradients"

@@ -14,8 +14,6 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.plans.simulate.recording import Time, TimelineError
-from pipegrid.timeline.kinds import BEHIND, COMPUTE_KINDS, STUCK, TRANSFER_KINDS
 from pipegrid.core.fields import (
     Amount,
     Index,
@@ -27,6 +25,8 @@ from pipegrid.core.fields import (
     checked_fields,
     shown,
 )
+from pipegrid.plans.simulate.recording import Time, TimelineError
+from pipegrid.timeline.kinds import BEHIND, COMPUTE_KINDS, STUCK, TRANSFER_KINDS
 
 Note: TypeAlias = Annotated[str, Rule(str, "a text")]
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias, cast
 
 from attrs import field, frozen
 
-from pipegrid.topology.errors import GridError
 from pipegrid.core.fields import Count, Index, Name, checked, checked_fields, index_of, shown
+from pipegrid.topology.errors import GridError
 
 Dims: TypeAlias = str | Iterable[str]
 """The name of a dim, or names of dims in any order."""

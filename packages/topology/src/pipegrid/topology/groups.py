@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.addresses import gloo_interface
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
-from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.topology.world import require_default_group
 

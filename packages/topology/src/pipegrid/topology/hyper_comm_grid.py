@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipegrid.topology.errors import GridError, GridKeyError, WorldError
 from pipegrid.core.fields import Name, checked
+from pipegrid.topology.errors import GridError, GridKeyError, WorldError
 from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view, span_of
 from pipegrid.topology.grid_groups import GridGroups, SharedGroup, create_held
 from pipegrid.topology.groups import GroupSpec, group_options, unconnected_group

@@ -9,8 +9,8 @@ import os
 import sys
 from typing import Any
 
-from pipegrid.topology.errors import GridError, WorldError
 from pipegrid.core.fields import Count, Index, checked
+from pipegrid.topology.errors import GridError, WorldError
 
 
 def _from_default_group(question: str) -> int | None:

@@ -19,8 +19,8 @@ from pipegrid.transport.job import JobTopology
 if TYPE_CHECKING:
     import torch
 
-    from pipegrid.transport.control.handshake import Handshake
     from pipegrid.core.edge import Crossing, Direction, Edge
+    from pipegrid.transport.control.handshake import Handshake
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
 

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.control.replica_lanes import ReplicaLanes
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
@@ -31,7 +32,6 @@ from pipegrid.transport.pipeline_lanes import (
     planned_lanes,
     require_edge,
 )
-from pipegrid.core.spec import LaneSpec
 
 
 class P2PCommunicator(NeighbourVerbs, LaneCommunicator):

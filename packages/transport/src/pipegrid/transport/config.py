@@ -9,8 +9,8 @@ import attrs
 from attrs import frozen
 
 from pipegrid.core.fields import Count, Rule, checked_fields, instance, integer
-from pipegrid.transport.errors import P2PUsageError
 from pipegrid.core.sharing import Communicators
+from pipegrid.transport.errors import P2PUsageError
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned", "manifest"]
 """How a receiver learns the shapes and dtypes of the next message.

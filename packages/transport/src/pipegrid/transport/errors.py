@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-
-class P2PError(RuntimeError):
-    """A failure of point-to-point traffic; the base of all errors of this package."""
-
-
-class P2PUsageError(P2PError, ValueError):
-    """A setting, a lane description, a call or a payload that is wrong, or not for this lane, edge, rank or moment.
-
-    Nothing was sent.
-    """
+from pipegrid.core.errors import P2PError, P2PUsageError
 
 
 class P2PMismatchError(P2PError):
@@ -92,3 +83,15 @@ def relayed(text: str, relay: str) -> str:
     """The text of an error that is passed on: the cause stays first, who passed it on follows in brackets."""
     first, newline, rest = text.partition("\n")
     return f"{first} ({relay}){newline}{rest}"
+
+
+__all__ = [
+    "CollectiveFailedError",
+    "LaneSpecError",
+    "P2PError",
+    "P2PLaneDeadError",
+    "P2PMismatchError",
+    "P2PPeerError",
+    "P2PTimeoutError",
+    "P2PUsageError",
+]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from pipegrid.core.edge import Crossing, Direction, Edge
 from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.replica_lanes import WaysAcross
-from pipegrid.core.edge import Crossing, Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from pipegrid.core.fields import Index, checked
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.transport.errors import P2PUsageError
+from pipegrid.core.fields import Index, checked
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.core.sharing import Communicators, LaneSharing, PositionLane
 from pipegrid.core.spec import LaneSpec
+from pipegrid.transport.errors import P2PUsageError
 
 
 def direction_lane(source_stage_rank: int, destination_stage_rank: int, direction: Direction) -> LaneSpec:

@@ -27,16 +27,16 @@ from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import (
     GridLike,
 )
-from pipegrid.topology import discard_groups
+from pipegrid.core.edge import Direction
 from pipegrid.core.fields import checked
+from pipegrid.core.sharing import LaneSharing
+from pipegrid.topology import discard_groups
 from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.core.edge import Direction
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.protocol import Handle, ReceiveHandle
-from pipegrid.core.sharing import LaneSharing
 from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]

@@ -12,9 +12,9 @@ from pipegrid.bridges.bridge.communicator import renew_lanes
 from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.collectives import abort_groups
 from pipegrid.bridges.errors import BridgeError
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.control.handshake import Handshake
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PLaneDeadError
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator

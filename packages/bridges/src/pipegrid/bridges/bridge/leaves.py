@@ -18,8 +18,8 @@ from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Struct
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
-from pipegrid.core.fields import Index, checked
 from pipegrid.core.edge import Direction
+from pipegrid.core.fields import Index, checked
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 

@@ -16,8 +16,8 @@ from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
 from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.bridges.steps import require_summed
-from pipegrid.topology import replica_bounds, replica_sizes
 from pipegrid.core.fields import Index, checked_fields, shown
+from pipegrid.topology import replica_bounds, replica_sizes
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back
 

@@ -19,13 +19,13 @@ from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
+from pipegrid.core.edge import Direction
+from pipegrid.core.spec import LaneSpec
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.core.edge import Direction
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.handle import Transfer
-from pipegrid.core.spec import LaneSpec
 
 _FORWARD = Direction.FORWARD
 

@@ -29,10 +29,10 @@ from pipegrid.bridges.reshard import (
     Placement,
     as_grid,
 )
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 

@@ -9,11 +9,11 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.bridges.multimodule.positions import alike, edge_between
 from pipegrid.bridges.reshard import REPLICAS, GridLike, Placement, Side, as_grid
-from pipegrid.core.fields import checked, instance
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import checked, instance
+from pipegrid.core.graph import ModuleGraph
 
 Ends = tuple[str, str]
 """The modules of an edge: source, destination."""

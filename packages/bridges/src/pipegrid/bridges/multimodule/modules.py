@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.bridges.reshard import (
     GridLike,
     as_grid,
 )
 from pipegrid.core.fields import Name, checked
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 
 
 def module_graph(

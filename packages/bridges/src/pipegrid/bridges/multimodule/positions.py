@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from attrs import frozen
 
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.bridges.reshard import GridLike, Side, as_grid
 from pipegrid.core.edge import Edge
+from pipegrid.core.graph import ModuleGraph
 
 
 @frozen

@@ -9,12 +9,12 @@ from attrs import define
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
-from pipegrid.core.spec import LaneSpec
 
 
 class ModuleChain(NeighbourVerbs):

@@ -16,10 +16,10 @@ from attrs import define, field
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
-from pipegrid.transport.control.replica_lanes import WaysAcross
 from pipegrid.core.edge import Crossing, Direction, Edge
-from pipegrid.transport.errors import P2PUsageError
 from pipegrid.core.spec import LaneSpec
+from pipegrid.transport.control.replica_lanes import WaysAcross
+from pipegrid.transport.errors import P2PUsageError
 
 _FORWARD = Direction.FORWARD
 

@@ -23,8 +23,8 @@ from attrs import Factory, field, frozen
 from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.reshard.box import Span, merge
 from pipegrid.bridges.reshard.side import BATCH, Interval, Side
-from pipegrid.topology import replica_bounds, replica_sizes
 from pipegrid.core.fields import Index, Name, checked, checked_fields, integer
+from pipegrid.topology import replica_bounds, replica_sizes
 
 AxisNames = tuple[tuple[str, ...], ...]
 """Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""

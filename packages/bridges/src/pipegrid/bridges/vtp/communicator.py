@@ -22,15 +22,15 @@ from pipegrid.bridges.bridge import (
 )
 from pipegrid.bridges.collectives import own_groups
 from pipegrid.bridges.errors import BridgeError
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
 from pipegrid.bridges.vtp.peers import Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import shown
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
 from pipegrid.transport.protocol import ReceiveHandle

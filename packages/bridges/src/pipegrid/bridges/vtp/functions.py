@@ -12,9 +12,9 @@ from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeCommunicator,
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import timed
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.payload import is_single_shape
 from pipegrid.transport.protocol import Handle

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipegrid.core.fields import shown
 from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.fields import integer, shown, sizes_of_pipeline
+from pipegrid.layout.fields import integer, sizes_of_pipeline
 
 Peaks = Sequence[Sequence[Sequence[int]]]
 """For each rank, combinations of in-flight microbatches per chunk that occur, as `in_flight_1f1b` returns them."""

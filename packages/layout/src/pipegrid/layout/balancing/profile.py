@@ -13,8 +13,8 @@ from typing import TypeGuard
 
 import attrs
 
+from pipegrid.core.fields import shown
 from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.fields import shown
 from pipegrid.layout.grammar import LayerType, LayoutGrammar
 from pipegrid.layout.parser import parse
 

@@ -6,11 +6,11 @@ from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import checked_arguments, instance
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.durations import GivenPositive
 from pipegrid.planner.failures.interval import best_interval, daly
 from pipegrid.planner.failures.simulate import POLICIES, Outcome, Policy, Scenario, simulate
-from pipegrid.core.fields import checked_arguments, instance
 
 
 @frozen

@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.durations import (
     Duration,
@@ -19,7 +20,6 @@ from pipegrid.planner.failures.durations import (
     GivenPositive,
     PositiveDuration,
 )
-from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
 
 MEAN_FAILURES = 1000
 """Failures of a run that is drawn at random, on average, unless its duration is given."""

@@ -9,12 +9,12 @@ from statistics import mean
 from attrs import asdict
 from attrs.filters import exclude
 
+from pipegrid.core.tables import table, text_table
 from pipegrid.planner.failures.durations import duration_text
 from pipegrid.planner.failures.goodput import Goodput
 from pipegrid.planner.failures.interval import daly_goodput
 from pipegrid.planner.failures.outages import Failures
 from pipegrid.planner.failures.simulate import CAUSES, Outcome, Scenario
-from pipegrid.core.tables import table, text_table
 
 
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:

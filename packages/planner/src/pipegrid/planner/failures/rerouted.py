@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TypeAlias
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.outages import Nodes
@@ -15,7 +16,6 @@ from pipegrid.planner.failures.throughput import Throughput
 from pipegrid.planner.job import GivenBytes
 from pipegrid.plans.plan.routes import Routes
 from pipegrid.search.routed import reroute, schedule_routes
-from pipegrid.core.fields import Count, checked_arguments
 
 Dead: TypeAlias = tuple[tuple[int, ...], ...]
 """Per replica with dead actors, their positions; replicas are alike, so the order of a sorted one is no matter."""

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from attrs import define, evolve, field, frozen
 
+from pipegrid.core.fields import Index, Rule, checked_fields, instance
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.failures.durations import DURATION, Duration, seconds_of
 from pipegrid.planner.failures.outages import Failures
 from pipegrid.planner.failures.stretch import Stretch, whole
 from pipegrid.planner.failures.throughput import Throughput, by_nodes
-from pipegrid.core.fields import Index, Rule, checked_fields, instance
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import frozen
 
-from pipegrid.planner.errors import JobError
 from pipegrid.core.fields import Index, checked_arguments, shown
-from pipegrid.topology.grid import Grid
 from pipegrid.core.tables import text_table
+from pipegrid.planner.errors import JobError
+from pipegrid.topology.grid import Grid
 
 Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
 """What the ranks of a dp x cp group divide among them: nothing, the optimizer's states, or these and the parameters."""

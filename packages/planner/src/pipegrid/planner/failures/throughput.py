@@ -8,12 +8,12 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.fields import Amount, Count, Rule, Seconds, checked, checked_arguments, checked_fields
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.failures.outages import Nodes
 from pipegrid.planner.job import GivenBytes
 from pipegrid.planner.reading import Form, parse_document
 from pipegrid.planner.search import GivenJob, plan
-from pipegrid.core.fields import Amount, Count, Rule, Seconds, checked, checked_arguments, checked_fields
 
 
 def by_nodes(value: Any, number: Callable[[Any], float]) -> tuple[tuple[int, float], ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import evolve
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.multi_module import frozen_stages, multi_module_1f1b
@@ -31,7 +32,6 @@ from pipegrid.plans.plan import (
 )
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import play
-from pipegrid.core.fields import Count, checked_arguments
 
 ANY_GRAPH = "1f1b"
 """The schedule that needs no chain, and takes any number of stages on a position."""

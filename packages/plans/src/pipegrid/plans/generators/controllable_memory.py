@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import chain_plan, v_placement
 from pipegrid.plans.network.network import as_network
@@ -21,7 +22,6 @@ from pipegrid.plans.network.problem import Problem
 from pipegrid.plans.network.squeeze import Squeeze, squeezed
 from pipegrid.plans.plan import Action, Plan, as_placement, chain, for_microbatches
 from pipegrid.plans.simulate import Costs
-from pipegrid.core.fields import Count, checked_arguments
 
 
 @checked_arguments(PlanError)

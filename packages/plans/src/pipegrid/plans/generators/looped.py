@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from pipegrid.core.fields import Count, Index, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order, chain_plan, looped_placement
 from pipegrid.plans.plan import Action, ActionKind, Plan, backward, forward, input_backward, weight_backward
-from pipegrid.core.fields import Count, Index, checked_arguments
 
 
 @checked_arguments(PlanError)

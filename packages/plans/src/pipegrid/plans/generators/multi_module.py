@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pipegrid.core.fields import Count, Name, checked, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order
@@ -18,7 +19,6 @@ from pipegrid.plans.plan import (
     require_placed,
     stages_on,
 )
-from pipegrid.core.fields import Count, Name, checked, checked_arguments
 
 
 @checked_arguments(PlanError)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order, chain_plan, looped_placement
 from pipegrid.plans.plan import Plan, backward, forward
-from pipegrid.core.fields import Count, checked_arguments
 
 
 @checked_arguments(PlanError)

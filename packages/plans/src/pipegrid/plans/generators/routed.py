@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from attrs import Factory, define, evolve
 
+from pipegrid.core.edge import Direction
+from pipegrid.core.fields import Amount, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, require_plan
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import play
-from pipegrid.core.fields import Amount, checked_arguments
-from pipegrid.core.edge import Direction
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 

@@ -12,11 +12,11 @@ Source: Sun et al. 2024, "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism
 
 from __future__ import annotations
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.looped import interleaved_1f1b
 from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement, split_order
 from pipegrid.plans.plan import Action, ActionKind, Plan, compute_plan
-from pipegrid.core.fields import Count, checked_arguments
 
 
 @checked_arguments(PlanError)

@@ -15,12 +15,12 @@ import math
 
 from attrs import frozen
 
+from pipegrid.core.edge import Edge
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.simulate.costs import Costs, CostsError, GivenCosts
-from pipegrid.core.fields import Count, checked_arguments
-from pipegrid.core.edge import Edge
 
 SLACK = 1e-9  # a quotient this close to a whole number is that number: measured costs are not exact
 

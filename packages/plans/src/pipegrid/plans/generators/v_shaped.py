@@ -6,10 +6,10 @@ a microbatch round without sending it.
 
 from __future__ import annotations
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, v_placement
 from pipegrid.plans.plan import Plan
-from pipegrid.core.fields import Count, checked_arguments
 
 
 @checked_arguments(PlanError)

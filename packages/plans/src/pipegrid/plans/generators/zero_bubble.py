@@ -6,10 +6,10 @@ which no stage depends, fills the bubbles.
 
 from __future__ import annotations
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import chain_plan, looped_placement, split_order
 from pipegrid.plans.plan import Plan
-from pipegrid.core.fields import Count, checked_arguments
 
 
 @checked_arguments(PlanError)

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.plan import ActionKind, stages_on
 from pipegrid.plans.simulate import Costs, with_slack
-from pipegrid.core.edge import Edge
 
 Entries: TypeAlias = list[tuple[ActionKind, int, int]]
 """The order of a position as kind, stage, microbatch."""

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.order import ORDER_MODELS, OrderModel
+from pipegrid.core.sharing import LaneSharing
 from pipegrid.plans.orders.ends import End, crossing, message_of, partners_of
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.plans.orders.orders import Orders
@@ -21,8 +23,6 @@ from pipegrid.plans.orders.play import Wait
 from pipegrid.plans.orders.prove import PlayedOrders, model_named, play_orders, prove_order
 from pipegrid.plans.plan import Lane, Plan
 from pipegrid.plans.plan.dataflow import dataflow_of
-from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.core.sharing import LaneSharing
 
 _STEPS = 200_000  # of one search for a placing; past them one more communicator is tried
 

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 
 from attrs import evolve
 
+from pipegrid.core.order import OrderModel
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.orders import Launch, Message, Orders
-from pipegrid.core.order import OrderModel
 
 End: TypeAlias = tuple[int, int, int]
 """One end of a message: rank, launch, number of the message in it."""

@@ -8,11 +8,11 @@ from typing import Literal, TypeAlias
 
 from attrs import evolve
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 from pipegrid.plans.plan import SHARDING, Action, ActionKind, Lane, Plan, actions_of, step_text
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, Dataflow, dataflow_of
-from pipegrid.core.edge import Direction, Edge
 
 _READS = {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: BACKWARD}
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Orders
 from pipegrid.plans.orders.read import orders_from_csv
 from pipegrid.plans.plan import Action, ActionKind, Plan, chain, from_csv, load_json
-from pipegrid.core.fields import Index, checked, shown
 
 
 def plan_of_torch(schedule: Any) -> Plan:

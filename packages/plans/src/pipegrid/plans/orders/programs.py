@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from attrs import Factory, define
 
+from pipegrid.core.order import OrderModel
 from pipegrid.plans.orders.ends import End, ends_of
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 from pipegrid.plans.orders.play import Program
-from pipegrid.core.order import OrderModel
 
 
 @define(eq=False)

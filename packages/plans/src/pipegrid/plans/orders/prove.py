@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+from pipegrid.core.fields import nearest, shown
+from pipegrid.core.order import ORDER_MODELS, OrderModel
 from pipegrid.plans.errors import Fault, PlanError
 from pipegrid.plans.orders.ends import (
     End,
@@ -26,8 +28,6 @@ from pipegrid.plans.orders.ends import (
 from pipegrid.plans.orders.orders import Orders
 from pipegrid.plans.orders.play import Wait, cycles, play
 from pipegrid.plans.orders.programs import Track, tracks_of
-from pipegrid.core.fields import nearest, shown
-from pipegrid.core.order import ORDER_MODELS, OrderModel
 
 
 @frozen

@@ -25,13 +25,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from pipegrid.core.fields import Index, Name, checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.of_plan import label_of, needs_of, ways_of
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 from pipegrid.plans.plan import Action, from_csv, load_json
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.plan.csv import awaited_by, with_peer
-from pipegrid.core.fields import Index, Name, checked
 
 _OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B", re.ASCII)
 _CELL = re.compile(r"\([^()]*\)\s*OVERLAP_F_B|\[[^\[\]]*\]|[^\s,]+", re.ASCII)

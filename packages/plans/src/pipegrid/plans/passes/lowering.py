@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from attrs import evolve, frozen
 
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import Amount, Count, Index, Rule, checked, checked_arguments, instance
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.passes.sharding import Shard, sharded_stages, with_gathers
 from pipegrid.plans.plan import (
@@ -28,8 +30,6 @@ from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import Times, collector_paused, play
 from pipegrid.plans.verify import verify
 from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
-from pipegrid.core.fields import Amount, Count, Index, Rule, checked, checked_arguments, instance
-from pipegrid.core.edge import Direction, Edge
 
 _Dates: TypeAlias = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
 Receives: TypeAlias = Literal["late", "early"]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from attrs import define, evolve, field
 
+from pipegrid.core.fields import Amount, Index, checked, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import OFFLOADING, Action, ActionKind, Plan, Step, require_plan
 from pipegrid.plans.simulate import with_slack
-from pipegrid.core.fields import Amount, Index, checked, checked_arguments
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 OFFLOAD, RELEASE, RELOAD = ActionKind.OFFLOAD, ActionKind.RELEASE, ActionKind.RELOAD

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
+from pipegrid.core.fields import checked, instance
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, ActionKind, Plan, Step
-from pipegrid.core.fields import checked, instance
 
 Reduce: TypeAlias = Literal["step", "microbatch"]
 Shard: TypeAlias = Reduce | Mapping[str, Reduce]

@@ -32,9 +32,9 @@ from typing import Annotated, TypeAlias
 
 from attrs import frozen
 
-from pipegrid.plans.errors import PlanError
-from pipegrid.core.fields import Index, Rule, checked, instance, shown
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import Index, Rule, checked, instance, shown
+from pipegrid.plans.errors import PlanError
 
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.:\-]+")
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
+from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.plans.plan.parts import Text, chain, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
 from pipegrid.plans.plan.tokens import Token
-from pipegrid.core.fields import Count, checked_arguments
 
 _PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
 _NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}

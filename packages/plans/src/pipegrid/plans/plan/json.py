@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from pipegrid.core.edge import Edge
+from pipegrid.core.fields import Count, checked, shown
 from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
@@ -24,8 +26,6 @@ from pipegrid.plans.plan.parts import Group, Step, Text, as_step
 from pipegrid.plans.plan.plan import Plan, require_placed, require_plan
 from pipegrid.plans.plan.routes_text import routes_document, routes_from_document
 from pipegrid.plans.plan.tokens import parse_edge
-from pipegrid.core.fields import Count, checked, shown
-from pipegrid.core.edge import Edge
 
 if TYPE_CHECKING:
     from cattrs import Converter

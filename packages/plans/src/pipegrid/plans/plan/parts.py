@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.edge import Edge
+from pipegrid.core.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import ALONE, Action, GroupName
-from pipegrid.core.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
-from pipegrid.core.edge import Edge
 
 Step: TypeAlias = Action | tuple[Action, ...]
 """One action, or a batch of at least two communications that are issued together."""

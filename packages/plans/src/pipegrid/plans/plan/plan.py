@@ -12,6 +12,8 @@ from functools import cached_property
 
 from attrs import field, frozen
 
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import Count, Index, checked_fields, shown
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import OFFLOADING, SHARDING, Action
@@ -28,8 +30,6 @@ from pipegrid.plans.plan.parts import (
 from pipegrid.plans.plan.routes import Routes
 from pipegrid.plans.plan.routes_check import check_routes
 from pipegrid.plans.plan.tokens import name_text
-from pipegrid.core.fields import Count, Index, checked_fields, shown
-from pipegrid.core.edge import Direction, Edge
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:

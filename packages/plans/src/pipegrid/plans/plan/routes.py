@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import Count, Index, Name, checked, checked_fields, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.tokens import name_text
-from pipegrid.core.fields import Count, Index, Name, checked, checked_fields, shown
 
 Units: TypeAlias = tuple[Index, ...]
 

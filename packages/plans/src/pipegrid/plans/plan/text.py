@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attrs import define, field
 
+from pipegrid.core.fields import checked
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import Action, ActionKind
@@ -32,7 +33,6 @@ from pipegrid.plans.plan.plan import Plan, require_placed
 from pipegrid.plans.plan.routes_text import LINES as ROUTE_LINES
 from pipegrid.plans.plan.routes_text import RoutesReader
 from pipegrid.plans.plan.tokens import QUOTED, Token, parse_edge, read_name
-from pipegrid.core.fields import checked
 
 _POSITION = re.compile(r"\s*(\d{1,9})\s*:", re.ASCII)
 

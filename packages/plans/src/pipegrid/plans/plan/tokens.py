@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
+from pipegrid.core.edge import Edge
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
-from pipegrid.core.edge import Edge
 
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"?|[^\s#"])+|#.*')
 _STEP = re.compile(r"\[[^\[\]]*\]|[^\s\[\]]+|[\[\]]")

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from attrs import evolve, fields, frozen
 
-from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan import load_json, parse_edge
-from pipegrid.plans.simulate.measured import measured_costs
+from pipegrid.core.edge import Edge
 from pipegrid.core.fields import (
     Amount,
     Count,
@@ -26,7 +24,9 @@ from pipegrid.core.fields import (
     number,
     shown,
 )
-from pipegrid.core.edge import Edge
+from pipegrid.plans.errors import PlanError
+from pipegrid.plans.plan import load_json, parse_edge
+from pipegrid.plans.simulate.measured import measured_costs
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan

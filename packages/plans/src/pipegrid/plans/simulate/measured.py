@@ -8,10 +8,10 @@ from itertools import cycle, product
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.plans.verify import dataflow_of
 from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
-from pipegrid.core.edge import Direction, Edge
 
 if TYPE_CHECKING:
     from pipegrid.plans.simulate.recording import Recorded, Recording, Track

@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.plans.plan import Plan, require_plan
 from pipegrid.core.fields import Index, Name, Rule, checked_fields, integer, number
+from pipegrid.plans.plan import Plan, require_plan
 
 
 class TimelineError(ValueError):

@@ -19,6 +19,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import (
     COMPUTES,
@@ -32,7 +33,6 @@ from pipegrid.plans.plan import (
 )
 from pipegrid.plans.simulate.costs import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.plans.simulate.engine import Times, play
-from pipegrid.core.fields import checked
 
 _F, _B, _I = ActionKind.F, ActionKind.B, ActionKind.I
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from pipegrid.plans.simulate.costs import CostsError, Share
 from pipegrid.core.fields import Count, checked, checked_arguments
+from pipegrid.plans.simulate.costs import CostsError, Share
 
 
 @checked_arguments(CostsError)

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from attrs import define, field
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.plans.plan.dataflow import EdgeFlow, dataflow_of
 from pipegrid.plans.simulate.costs import Costs, activation_sizes
 from pipegrid.plans.simulate.side_streams import CopyStreams, ShardStream, Slots
-from pipegrid.core.edge import Direction, Edge
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 

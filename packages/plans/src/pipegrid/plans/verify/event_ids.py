@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import Action, ActionKind, Lane, Plan, for_piece
 from pipegrid.plans.plan.dataflow import EdgeFlow, dataflow_of
-from pipegrid.core.edge import Direction, Edge
 
 MESSAGE_KINDS = {
     Direction.FORWARD: (ActionKind.SEND_F, ActionKind.RECV_F),

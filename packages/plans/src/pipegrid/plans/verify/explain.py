@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from pipegrid.core.edge import Direction
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.play import Wait
 from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, for_piece, step_text
 from pipegrid.plans.verify.table import ActionRule, PositionTable
-from pipegrid.core.edge import Direction
 
 
 def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from pipegrid.core.order import ORDER_MODELS, OrderModel
+from pipegrid.core.sharing import LaneSharing
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.communicators import orders_on
 from pipegrid.plans.orders.of_plan import orders_of_plan
@@ -12,8 +14,6 @@ from pipegrid.plans.orders.prove import prove_order
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.plan.dataflow import dataflow_of
 from pipegrid.plans.verify.table import Blocking
-from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.core.sharing import LaneSharing
 
 
 def models_covered(plan: Plan, blocking: Blocking) -> tuple[str, ...]:

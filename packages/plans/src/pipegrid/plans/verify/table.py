@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.sharing import Communicators
 from pipegrid.plans.plan import Action, ActionKind, Lane, for_piece
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, EdgeFlow
 from pipegrid.plans.verify.event_ids import MESSAGE_KINDS, EventIds, Route
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.sharing import Communicators
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 

@@ -8,6 +8,9 @@ from functools import cached_property
 
 from attrs import evolve, field, frozen
 
+from pipegrid.core.fields import Count, checked, shown
+from pipegrid.core.order import ORDER_MODELS, OrderModel
+from pipegrid.core.sharing import Communicators, LaneSharing
 from pipegrid.plans.errors import Fault, PlanError
 from pipegrid.plans.orders.communicators import strictest
 from pipegrid.plans.orders.play import cycles, play
@@ -23,9 +26,6 @@ from pipegrid.plans.verify.offloading import check_offloading
 from pipegrid.plans.verify.position import PositionVerifier
 from pipegrid.plans.verify.sharding import Gathering, check_sharding
 from pipegrid.plans.verify.table import Batches, Blocking, PositionTable
-from pipegrid.core.fields import Count, checked, shown
-from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.core.sharing import Communicators, LaneSharing
 
 
 @frozen(slots=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.fields import Rule, checked
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import all_reduce
@@ -16,7 +17,6 @@ from pipegrid.schedules.gradients.groups import device_of, ranks_of
 from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradient
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.core.fields import Rule, checked
 
 if TYPE_CHECKING:
     from pipegrid.schedules.monitor.monitor import Monitor

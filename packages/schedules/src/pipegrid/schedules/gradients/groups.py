@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.fields import shown
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
-from pipegrid.core.fields import shown
 from pipegrid.transport.control.opening import resolve_device
 
 

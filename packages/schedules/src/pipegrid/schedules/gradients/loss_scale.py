@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from attrs import evolve, frozen
 
-from pipegrid.schedules.errors import GradientError
 from pipegrid.core.fields import Count, Index, checked_fields, number
+from pipegrid.schedules.errors import GradientError
 
 Positive = Annotated[float, number(above=0.0)]
 Growth = Annotated[float, number(least=1.0)]

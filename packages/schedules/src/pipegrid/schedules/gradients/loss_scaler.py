@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from pipegrid.core.fields import Index, checked, checked_fields
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.all_reduce import all_reduce
@@ -17,7 +18,6 @@ from pipegrid.schedules.gradients.groups import device_of
 from pipegrid.schedules.gradients.loss_scale import LossScale, Positive, from_state, to_state, updated
 from pipegrid.schedules.gradients.main_grad import Modules, accumulated, parameters_of
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.core.fields import Index, checked, checked_fields
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from pipegrid.core.fields import checked, instance
 from pipegrid.schedules.errors import GradientError, StepArgumentError
 from pipegrid.schedules.gradients import foreach
 from pipegrid.schedules.gradients.dtensors import local_of, sharded_like
-from pipegrid.core.fields import checked, instance
 
 Module: TypeAlias = Annotated[torch.nn.Module, instance(torch.nn.Module, "a torch.nn.Module")]
 Stages: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define, field, frozen
 
+from pipegrid.plans.plan import Routes
 from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.gradients.reduction import observed
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.config import OF_MEGATRON, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
-from pipegrid.plans.plan import Routes
 from pipegrid.schedules.runtime import MessageHook
 
 

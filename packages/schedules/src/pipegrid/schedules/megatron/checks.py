@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from pipegrid.core.fields import shown
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.reduction.policy import Models
@@ -15,7 +16,6 @@ from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import numbered_modules
 from pipegrid.schedules.megatron.kinds import Interleaved, StepKind
-from pipegrid.core.fields import shown
 
 CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from pipegrid.plans.passes.lowering import Receives
+from pipegrid.plans.verify import Proof
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proof, one_module, place_of, step_proof
-from pipegrid.plans.passes.lowering import Receives
 from pipegrid.schedules.runtime import describe
-from pipegrid.plans.verify import Proof
 
 
 @frozen

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
-from pipegrid.plans.plan import Action, ActionKind, Plan
 
 _B, _W = ActionKind.B, ActionKind.W
 _FORWARDS, _BACKWARDS = frozenset({ActionKind.F}), frozenset({_B, ActionKind.I, _W})

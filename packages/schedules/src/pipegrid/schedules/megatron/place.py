@@ -8,17 +8,17 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.edge import Edge
+from pipegrid.core.fields import Count, Name, checked
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.plans.generators import find_schedule, interleaved_1f1b, looped_placement, routed, schedule_for
-from pipegrid.schedules.megatron.counts import require_job
 from pipegrid.plans.passes.lowering import Receives, lower
 from pipegrid.plans.passes.sharding import Shard
 from pipegrid.plans.plan import Plan, Routes, as_placement, require_graph
 from pipegrid.plans.verify.verify import Proof, verify
-from pipegrid.core.fields import Count, Name, checked
-from pipegrid.core.edge import Edge
+from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.schedules.megatron.counts import require_job
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""

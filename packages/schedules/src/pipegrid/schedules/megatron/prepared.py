@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from attrs import define
 
+from pipegrid.core.fields import Count, Index, checked
+from pipegrid.plans.plan import ActionKind
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.gradients.groups import group_of
 from pipegrid.schedules.gradients.reduction import (
@@ -52,9 +54,7 @@ from pipegrid.schedules.megatron.units.numbers import (
 )
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.plans.plan import ActionKind
 from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
-from pipegrid.core.fields import Count, Index, checked
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
 

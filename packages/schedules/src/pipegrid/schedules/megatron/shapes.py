@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.fields import Count, checked
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.runtime import flatten
-from pipegrid.core.fields import Count, checked
 
 Shape: TypeAlias = tuple[int, ...]
 

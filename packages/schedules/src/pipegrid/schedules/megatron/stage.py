@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError, StepArgumentError
 from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, aux_loss_scalers, grad_scale, one_like
@@ -26,7 +27,6 @@ from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
 from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import StageUnits
 from pipegrid.schedules.runtime import Forwarded, Slice, flatten
-from pipegrid.core.edge import Edge
 
 
 @frozen(eq=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
 from pipegrid.schedules.gradients.groups import group_of
@@ -27,7 +28,6 @@ from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.replica import require_equal_routes
-from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.runtime import Hook
 
 

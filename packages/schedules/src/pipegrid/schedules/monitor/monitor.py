@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, frozen
 
+from pipegrid.core.fields import Index, Seconds, checked, shown
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.monitor.control import (
     STORE_VERBS,
@@ -29,7 +30,6 @@ from pipegrid.schedules.monitor.device_progress import progress_of
 from pipegrid.schedules.monitor.heard import BEAT_SECONDS, Heard
 from pipegrid.topology.addresses import server_of
 from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.core.fields import Index, Seconds, checked, shown
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
 
 if TYPE_CHECKING:

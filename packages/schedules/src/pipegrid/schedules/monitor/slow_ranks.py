@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.fields import Amount, Index, Seconds, checked, checked_fields
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.routes import Actor
-from pipegrid.core.fields import Amount, Index, Seconds, checked, checked_fields
 
 Planned: TypeAlias = Mapping[int, float] | None
 """Per position, the seconds that one unit is planned to take there."""

@@ -20,11 +20,11 @@ from pipegrid.transport.collectives.differences import by_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pipegrid.core.edge import Edge
     from pipegrid.plans.plan import Plan
     from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.control.handshake import Handshake
-    from pipegrid.core.edge import Edge
 
 _LOOK_SECONDS = 0.2
 _DIFFERENT = "the ranks do not run the same step"

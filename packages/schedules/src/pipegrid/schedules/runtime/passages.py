@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import Action, Plan
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, EdgeFlow, dataflow_of
-from pipegrid.core.edge import Direction, Edge
 
 
 class Way(NamedTuple):

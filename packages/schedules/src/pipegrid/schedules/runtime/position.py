@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import OFFLOADING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
@@ -18,7 +19,6 @@ from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCall
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.transport import streams
-from pipegrid.core.edge import Direction, Edge
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan

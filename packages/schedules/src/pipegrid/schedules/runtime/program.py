@@ -10,12 +10,12 @@ from functools import partial
 
 from attrs import define, frozen
 
+from pipegrid.core.edge import Direction
 from pipegrid.plans.plan import Action, ActionKind, Actor, Plan, actions_of
 from pipegrid.schedules.runtime.actions import Bound, Call, Effect, batched, bind
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.stages.hooks import Hook, HostLead
 from pipegrid.schedules.runtime.stages.sharded import in_evaluation
-from pipegrid.core.edge import Direction
 
 
 @frozen(eq=False)

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from attrs import evolve
 
+from pipegrid.core.fields import Seconds, checked, instance
+from pipegrid.plans.plan import ActionKind
+from pipegrid.plans.simulate import simulate, unit_costs
+from pipegrid.plans.verify import Proof
 from pipegrid.schedules.autograd import compiled_modules
 from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.monitor import (
     FIRST_STEP_SECONDS,
     JobFailedError,
 )
-from pipegrid.plans.plan import ActionKind
 from pipegrid.schedules.runtime.actions import Call, Effect
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of
@@ -42,18 +45,15 @@ from pipegrid.schedules.runtime.program import Cursor, Program, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
-from pipegrid.plans.simulate import simulate, unit_costs
-from pipegrid.plans.verify import Proof
-from pipegrid.core.fields import Seconds, checked, instance
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor import Monitor
+    from pipegrid.core.edge import Edge
     from pipegrid.plans.plan import Action, Plan
+    from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.runtime.stages.stage import Stage
     from pipegrid.transport.base import Communicator
-    from pipegrid.core.edge import Edge
     from pipegrid.transport.protocol import Payload, PipelineCommunicator
 
 _Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]

@@ -20,8 +20,8 @@ from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.runtime.position import BoundPosition
     from pipegrid.core.edge import Edge
+    from pipegrid.schedules.runtime.position import BoundPosition
     from pipegrid.transport.protocol import Payload
 
 

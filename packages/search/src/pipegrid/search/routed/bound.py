@@ -11,9 +11,9 @@ from functools import cache, partial
 from attrs import frozen
 
 from pipegrid.plans.plan import Actor
+from pipegrid.plans.simulate import with_slack
 from pipegrid.search.bounds import preemptive
 from pipegrid.search.routed.problem import RoutedProblem
-from pipegrid.plans.simulate import with_slack
 
 
 def routed_bound(problem: RoutedProblem) -> float:

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import evolve, frozen
 
+from pipegrid.core.fields import Count, checked
+from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Actor, Plan, Routes
+from pipegrid.plans.simulate import Costs, simulate, unit_costs
 from pipegrid.search.routed.bound import routed_bound
 from pipegrid.search.routed.problem import RoutedProblem
 from pipegrid.search.routed.reroute import reroute
 from pipegrid.search.routed.schedule import improved, routed_problem
-from pipegrid.plans.simulate import Costs, simulate, unit_costs
-from pipegrid.core.fields import Count, checked
-from pipegrid.core.tables import text_table
 
 
 def least_room(

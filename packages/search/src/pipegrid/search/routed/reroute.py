@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve
 
+from pipegrid.core.fields import Seconds, checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Actor, Plan, Routes
-from pipegrid.core.fields import Seconds, checked
 
 
 def reroute(

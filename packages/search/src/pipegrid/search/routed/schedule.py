@@ -11,12 +11,12 @@ from attrs import field, frozen
 
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, Actor, Plan, Routes, check_routes, compute_plan, require_plan
+from pipegrid.plans.simulate import Costs, activation_sizes, unit_costs
+from pipegrid.plans.verify import as_limit
 from pipegrid.search.routed.bound import routed_bound
 from pipegrid.search.routed.problem import RoutedProblem
 from pipegrid.search.routed.reroute import as_speeds
 from pipegrid.search.routed.scheduler import First, Routed, list_routes
-from pipegrid.plans.simulate import Costs, activation_sizes, unit_costs
-from pipegrid.plans.verify import as_limit
 
 UNIT = 100_000
 """Operations scheduled at an effort of 1: about a third of a second."""

@@ -22,8 +22,8 @@ from attrs import frozen
 
 from pipegrid.plans.network.problem import Entries
 from pipegrid.plans.plan import ActionKind, Actor
-from pipegrid.search.routed.problem import RoutedProblem
 from pipegrid.plans.simulate import with_slack
+from pipegrid.search.routed.problem import RoutedProblem
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 

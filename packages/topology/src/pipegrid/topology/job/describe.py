@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from pipegrid.core.tables import table
 from pipegrid.topology.grid import runs_of, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.core.tables import table
 
 
 def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: bool = False) -> str:

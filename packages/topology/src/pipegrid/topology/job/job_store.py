@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pipegrid.core.fields import Name, checked
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.errors import GridError, GroupConnectionError
-from pipegrid.core.fields import Name, checked
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from pipegrid.topology.errors import PlacementError
 from pipegrid.core.fields import Index, checked, shown
+from pipegrid.core.tables import text_table
+from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.grid import Grid, Relation, relation, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
-from pipegrid.core.tables import text_table
 from pipegrid.topology.world import resolve_world_size
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from pipegrid.topology.errors import GridError
 from pipegrid.core.fields import Count, Index, checked
+from pipegrid.topology.errors import GridError
 from pipegrid.topology.grid import Dims, dims_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank

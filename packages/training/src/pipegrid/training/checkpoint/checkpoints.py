@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from pipegrid.topology import discard_groups
 from pipegrid.core.fields import Count, Index, Seconds, checked
+from pipegrid.topology import discard_groups
 from pipegrid.training.checkpoint import loading
 from pipegrid.training.checkpoint.job import Job
 from pipegrid.training.checkpoint.last_save import Pending, finish_at_exit

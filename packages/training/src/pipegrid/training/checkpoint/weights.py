@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pipegrid.core.strict_json import read_json
 from pipegrid.core.fields import shown
+from pipegrid.core.strict_json import read_json
 from pipegrid.training.checkpoint.state.names import Slot, TrainingState, known_state
 from pipegrid.training.checkpoint.stored import dcp, manifest, reading
 from pipegrid.training.checkpoint.stored.manifest import Manifest

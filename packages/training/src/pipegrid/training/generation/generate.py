@@ -11,9 +11,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from pipegrid.core.fields import Count, Index, checked
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.schedules.megatron.call import flat
-from pipegrid.core.fields import Count, Index, checked
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import kv_cache_of
 from pipegrid.training.generation.part import ModulePart
@@ -22,7 +23,6 @@ from pipegrid.training.generation.texts import Texts
 from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.base import Communicator
-from pipegrid.core.graph import ModuleGraph
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cached_property
 
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.plan import as_placement, module_places
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.control.handshake import Handshake
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.job import JobTopology
 
 

@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
 from pipegrid.schedules.errors import StepArgumentError
@@ -21,7 +22,6 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_gr
 from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.ending import destroy_groups
-from pipegrid.core.fields import Index, checked, shown
 from pipegrid.training.generators import seed_of
 from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.training.stages.assignment import as_layout, pp_size

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import (
     PipelineConfig,
     Plan,
@@ -43,7 +44,6 @@ from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.transport.streams import has_streams
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Final, Literal
 
 from attrs import asdict, define, evolve, frozen
 
-from pipegrid.core.strict_json import read_json
 from pipegrid.core.fields import Index, checked_fields, instance, integer
+from pipegrid.core.strict_json import read_json
 from pipegrid.training.errors import RestartError
 
 PREEMPTED: Final = 75

@@ -10,9 +10,9 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.topology import HyperCommGrid
-from pipegrid.core.fields import Index, checked, shown
 from pipegrid.topology.world import resolve_rank
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, as_layout, assign, places_on, require_no_shared_memory

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import positions_of
-from pipegrid.schedules import Actor, Plan
 from pipegrid.plans.plan import module_places
+from pipegrid.schedules import Actor, Plan
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive.errors import SurviveError
 from pipegrid.training.survive.living import Living

@@ -9,10 +9,10 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from pipegrid.core.fields import Name, checked
 from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.schedules.monitor.epochs import Epochs
 from pipegrid.topology.bounded_calls import giving_up
-from pipegrid.core.fields import Name, checked
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.survive.connections import require_no_watchdog

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch.distributed as dist
 from attrs import define, field, frozen
 
-from pipegrid.schedules import Actor, Plan, Proof, Routes, UnitTimes, lower, measured_speeds, reroute, verify
+from pipegrid.core.fields import shown
 from pipegrid.plans.generators.routed import routed
+from pipegrid.schedules import Actor, Plan, Proof, Routes, UnitTimes, lower, measured_speeds, reroute, verify
 from pipegrid.schedules.gradients.loss_scaler import LossScaler
 from pipegrid.schedules.gradients.main_grad import Modules, named_modules
 from pipegrid.schedules.gradients.reduction import ties_among
@@ -24,7 +25,6 @@ from pipegrid.topology import (
     destroy_groups,
     discard_groups,
 )
-from pipegrid.core.fields import shown
 from pipegrid.topology.torch_compat import set_timeout
 from pipegrid.training.checkpoint import Checkpoints
 from pipegrid.training.survive.connections import end_connections

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.topology.torch_compat import backend_of
 from pipegrid.core.order import ORDER_MODELS, OrderModel
+from pipegrid.topology.torch_compat import backend_of
 
 NCCL = "nccl"
 

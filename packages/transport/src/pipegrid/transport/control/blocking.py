@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.handle import Transfer
-from pipegrid.core.spec import LaneSpec
 
 _RECEIVES = ("recv_prev", "recv_next")
 # In the order in which they are started and waited for. Receives first: the other side, too, has posted everything

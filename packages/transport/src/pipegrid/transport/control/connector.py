@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from attrs import define, field
 
+from pipegrid.core.sharing import LaneSharing
+from pipegrid.core.spec import LaneSpec, opening_key
 from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,
@@ -48,8 +50,6 @@ from pipegrid.transport.errors import (
     P2PTimeoutError,
 )
 from pipegrid.transport.lane.connection import Connection
-from pipegrid.core.sharing import LaneSharing
-from pipegrid.core.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import new_stream
 
 _Bundle: TypeAlias = tuple[LaneSpec, ...]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
+from pipegrid.core.spec import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake, PeerHandshake
@@ -20,7 +21,6 @@ from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_a
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.lane.transfers import LaneTransfers
-from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _DROPPED = (

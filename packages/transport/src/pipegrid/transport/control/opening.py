@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.sharing import PositionLane, communicators_of
+from pipegrid.core.spec import LaneSpec, opening_key
 from pipegrid.topology import (
     discard_groups,
 )
@@ -35,8 +37,6 @@ from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.payload import flatten, signature_of
-from pipegrid.core.sharing import PositionLane, communicators_of
-from pipegrid.core.spec import LaneSpec, opening_key
 from pipegrid.transport.streams import current_device
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from attrs import field, frozen
 
+from pipegrid.core.spec import LaneSpec, Tally
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.messages.message import Signature
-from pipegrid.core.spec import LaneSpec, Tally
 
 
 @frozen(eq=False, kw_only=True)

@@ -16,9 +16,9 @@ from pipegrid.transport.errors import P2PUsageError
 if TYPE_CHECKING:
     import torch
 
+    from pipegrid.core.spec import LaneSpec
     from pipegrid.transport.messages.message import Signature
     from pipegrid.transport.messages.payload import ExpectedShape, ReceiveBuffers
-    from pipegrid.core.spec import LaneSpec
 
 
 class State(enum.Enum):

@@ -9,10 +9,10 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.messages.trees import Tree, describe
-from pipegrid.core.spec import LaneSpec
 
 
 def _as_shape(value: Iterable[int]) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pipegrid.core.spec import Tally
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages import trees
 from pipegrid.transport.messages.message import Signature, TensorSpec
 from pipegrid.transport.messages.trees import Tree, places, unflatten
-from pipegrid.core.spec import Tally
 from pipegrid.transport.streams import follow
 
 # Backends send these under their own dtype; the others travel as bytes.

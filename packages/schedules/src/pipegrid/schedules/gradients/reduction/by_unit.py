@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from attrs import define, field
 
+from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, take_gradient
 from pipegrid.schedules.gradients.reduction.buckets import Bucket
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
 from pipegrid.schedules.gradients.reduction.tied import TiedParameters
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.plans.plan import Action, ActionKind
 
 Unit: TypeAlias = tuple[int, int]
 """The home replica of a microbatch, and its number there; in this order units are added."""

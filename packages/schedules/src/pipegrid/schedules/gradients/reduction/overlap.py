@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.schedules.gradients.main_grad import has_foreign_buffer
 from pipegrid.schedules.gradients.reduction.reduce import GradientReduction
-from pipegrid.plans.plan import Action, ActionKind, Plan
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
+from pipegrid.core.fields import Amount, Count, checked
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.groups import collections_by_name, device_of, ranks_of, size_of
@@ -22,7 +23,6 @@ from pipegrid.schedules.gradients.layout import GradientLayout, ParameterGradien
 from pipegrid.schedules.gradients.main_grad import Modules
 from pipegrid.schedules.gradients.reduction.buckets import Bucket, Divisor, bucketed, used_in
 from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.core.fields import Amount, Count, checked
 from pipegrid.transport.streams import has_streams
 
 BUCKET_BYTES = 32 * 2**20

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from attrs import evolve, field, frozen
 
+from pipegrid.core.fields import Index, Name, checked, checked_fields
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.plans.plan import chain
 from pipegrid.schedules.errors import GradientError
 from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.gradients.dtensors import is_dtensor
@@ -25,9 +27,7 @@ from pipegrid.schedules.gradients.main_grad import accumulated, accumulation_dty
 from pipegrid.schedules.gradients.reduction.replicas import ReplicaError
 from pipegrid.schedules.gradients.reduction.tie_groups import shards_alike, stages_here, tie_groups
 from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
-from pipegrid.plans.plan import chain
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
-from pipegrid.core.fields import Index, Name, checked, checked_fields
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.differences import by_text, difference
 from pipegrid.transport.collectives.starting import start

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
-from pipegrid.schedules.megatron.units.batches import Unit
 from pipegrid.plans.plan import ActionKind, Plan, Routes
+from pipegrid.schedules.megatron.units.batches import Unit
 
 
 def units_per_replica(routes: Routes) -> float:

@@ -38,6 +38,7 @@ from typing import Any
 
 from attrs import evolve
 
+from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.schedules.errors import MonitorError
 from pipegrid.schedules.monitor.control import DisagreementError, Failure, bounded_store, silent
 from pipegrid.schedules.monitor.epochs.errors import FencedError, RankLostError
@@ -56,7 +57,6 @@ from pipegrid.schedules.monitor.epochs.records import (
 )
 from pipegrid.schedules.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
-from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.transport.collectives.differences import listed
 
 _OUTSIDE = Epoch(-1, ())  # of a process that has not joined yet

@@ -13,8 +13,8 @@ from pipegrid.schedules.errors import DataEndedError, StageOutputError, StepArgu
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.runtime.stages.slices import Slice
     from pipegrid.core.edge import Edge
+    from pipegrid.schedules.runtime.stages.slices import Slice
     from pipegrid.transport.protocol import Payload
 
 

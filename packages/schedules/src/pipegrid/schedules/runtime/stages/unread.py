@@ -21,9 +21,9 @@ import torch
 from attrs import define, field
 
 from pipegrid.bridges.reshard import SPLIT_SIZES
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import map_tensors, unpacked
-from pipegrid.core.edge import Direction, Edge
 
 # There is no public way to ask; without this one, all are copied. Pinned by `tests/runtime/test_static_outputs.py`.
 _holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001

@@ -17,8 +17,8 @@ from typing import Annotated, Any, get_args, get_origin
 import cattrs
 from cattrs import BaseValidationError
 
-from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.core.fields import checked, shown
+from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.training.checkpoint.stored import folder
 from pipegrid.training.checkpoint.stored.manifest import FORMAT, Chunk, FileName, Manifest, TensorEntry, checksum
 from pipegrid.training.checkpoint.stored.plain import dtype_of, from_plain

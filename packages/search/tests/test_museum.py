@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipegrid.schedules.__main__ import main
+from pipegrid.search.__main__ import main
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 MUSEUM = ROOT / "docs" / "museum"
 PAGE = (MUSEUM / "index.md").read_text()
 COMMANDS = re.findall(r"```console\n\$ python -m pipegrid\.schedules (.*)\n((?:.*\n)*?)```", PAGE)

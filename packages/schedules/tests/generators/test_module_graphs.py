@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import (
+from pipegrid.plans import (
     ActionKind,
     PlanError,
     find_schedule,
@@ -16,9 +16,9 @@ from pipegrid.schedules import (
     multi_module_1f1b,
     schedule_for,
     stage_places,
-    step_plan,
     verify,
 )
+from pipegrid.schedules import step_plan
 
 
 def encoders_before(places, *, encoders=(1, 2)):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.core.edge import Edge
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 
 OMNI = ModuleGraph(
     {"image": 2, "audio": 1, "llm": 2, "generator": 1},

@@ -1,0 +1,29 @@
+"""The words that all packages share: checked fields, edges, lanes, graphs of modules, order models. No torch."""
+
+from __future__ import annotations
+
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.errors import P2PError, P2PUsageError
+from pipegrid.core.fields import Count, Index, Name, checked, checked_arguments, checked_fields
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
+from pipegrid.core.order import ORDER_MODELS, OrderModel
+from pipegrid.core.spec import LaneSpec, LaneStats
+
+__all__ = [
+    "ORDER_MODELS",
+    "Count",
+    "Direction",
+    "Edge",
+    "Index",
+    "LaneSpec",
+    "LaneStats",
+    "ModuleGraph",
+    "ModuleGraphError",
+    "Name",
+    "OrderModel",
+    "P2PError",
+    "P2PUsageError",
+    "checked",
+    "checked_arguments",
+    "checked_fields",
+]

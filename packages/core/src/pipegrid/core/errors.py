@@ -1,0 +1,14 @@
+"""Errors of messages, edges and lanes as data: what, value and rule. No torch."""
+
+from __future__ import annotations
+
+
+class P2PError(RuntimeError):
+    """A failure of point-to-point traffic; the base of all errors of it."""
+
+
+class P2PUsageError(P2PError, ValueError):
+    """A setting, a lane description, a call or a payload that is wrong, or not for this lane, edge, rank or moment.
+
+    Nothing was sent.
+    """

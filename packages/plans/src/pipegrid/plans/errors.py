@@ -1,0 +1,52 @@
+"""The errors of planning: a plan is data, so they are `ValueError`s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+
+@frozen
+class Fault:
+    """One fault of a plan.
+
+    ``rule``: the short stable name of the broken rule (``"duplicate"``, ``"cycle"``, ...); ``position`` and ``step``:
+    its place (None: the plan as a whole); ``message``: what was found, the rule and the remedy.
+    """
+
+    rule: str
+    message: str
+    position: int | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.position is None else f"position {self.position}"
+        where += "" if self.step is None else f", step {self.step}"
+        return f"[{self.rule}] {where}{': ' if where else ''}{self.message}"
+
+
+class PlanError(ValueError):
+    """A plan breaks the rules, or its parts contradict each other.
+
+    Attributes:
+        faults: every fault of the plan that was found; empty where there is no plan yet.
+        path: to the part that contradicts another, such as ``groups[0].positions``; None where there is no such part.
+    """
+
+    def __init__(self, message: str, *, faults: Sequence[Fault] = (), path: str | None = None) -> None:
+        self.faults = tuple(faults)
+        self.path = path
+        listed = "".join(f"\n  {fault}" for fault in self.faults)
+        super().__init__(message + listed)
+
+
+class PlanSyntaxError(PlanError):
+    """Text that is not a plan: its place (``line`` and ``column``, from 1), what was found, what was expected."""
+
+    def __init__(self, *, line: int, column: int, found: str, expected: str) -> None:
+        self.line = line
+        self.column = column
+        self.found = found
+        self.expected = expected
+        super().__init__(f"line {line}, column {column}: found {found}; expected {expected}")

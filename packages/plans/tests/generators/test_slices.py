@@ -38,9 +38,6 @@ from pipegrid.plans import (
     zero_bubble_h1,
 )
 from pipegrid.plans.plan import parse_action
-from pipegrid.search import compare
-from pipegrid.timeline import ascii_timeline, timeline
-from pipegrid.timeline.svg import svg
 from plan_kit.player import makespan, play_plan
 
 F, B, I, W = (ActionKind[name] for name in "FBIW")
@@ -250,16 +247,6 @@ def test_the_table_of_schedules_knows_slices():
         find_schedule("gpipe").plan(4, 8, num_slices=2)
 
 
-def test_compare_puts_schedules_in_slices_beside_the_others():
-    rows = {row.name: row for row in compare(8, 8, num_slices=4, names=["1f1b", "seq1f1b", "seq1f1b_interleaved"])}
-    assert set(rows) == {"1f1b", "seq1f1b (4 slices)", "seq1f1b_interleaved (2 chunks, 4 slices)"}
-    whole, cut = rows["1f1b"], rows["seq1f1b (4 slices)"]
-    assert (whole.makespan, whole.peak_until_weight) == (24 + 21, 8)
-    assert (cut.makespan, cut.peak_until_weight) == (24 + 21 / 4, 2.75)
-    with pytest.raises(PlanError, match="there is no schedule 'seq1f1b' to compare"):
-        compare(8, 8, names=["seq1f1b"])
-
-
 # Lengths
 
 
@@ -298,17 +285,3 @@ def test_balanced_slices_keep_the_formula_that_equal_lengths_lose():
     assert spans["balanced"] < spans["equal"]
     assert spans["balanced"] == pytest.approx(formula, rel=0.02)
     assert spans["equal"] > 1.02 * formula
-
-
-# Drawn
-
-
-def test_a_drawing_has_the_slices():
-    plan = seq1f1b(2, 2, num_slices=2)
-    text = ascii_timeline(timeline(plan))
-    assert "2 positions, 2 microbatches of 2 slices" in text
-    assert "F0.0F0.1F1.0" in text.replace("-", "")
-    drawn = timeline(lower(plan))
-    assert {span.name for span in drawn.spans if span.is_compute} >= {"0F1.1", "1B0.1"}
-    assert len(drawn.flows) == 2 * 2 * 2  # an activation and a gradient of each slice
-    assert "after the dot, their slices" in svg(drawn)

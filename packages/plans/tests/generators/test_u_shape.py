@@ -25,7 +25,6 @@ from pipegrid.plans import (
 )
 from pipegrid.plans.generators.registry import find_schedule
 from pipegrid.plans.generators.shapes import OrderBuilder
-from pipegrid.search import compare, greedy
 from plan_kit.orders import every_order, least_makespan, makespan_of, split_passes, u_passes
 
 
@@ -267,17 +266,6 @@ def test_forwards_over_a_slow_link_keep_the_rate():
 
 def test_it_is_among_the_named_schedules():
     assert find_schedule("U-shape").plan(3, 4) == u_shape(3, 4)
-    (row,) = compare(4, 8, names=["u_shape"])
-    assert (row.makespan, row.peak_until_weight) == (3 * 8 + 3 * 4 - 4, 4)
-    # The model's cost is spread over the U, whatever the slices it is given in.
-    (row,) = compare(2, 4, costs=Costs(F=[1, 3], I=1, W=[2, 2]), names=["u_shape"])
-    assert simulate(row.plan, Costs(F=(0.5, 2, 1.5), I=(0.5, 1, 0.5), W=(1, 2, 1))).makespan == row.makespan
-
-
-def test_greedy_knows_it_where_the_stages_make_a_u():
-    costs = unit(3).costs
-    plan = greedy(costs, num_positions=3, num_microbatches=6)
-    assert simulate(plan, costs).makespan <= simulate(u_shape(3, 6), costs).makespan
 
 
 def test_bad_input_is_explained():

@@ -34,7 +34,6 @@ from pipegrid.plans import (
 )
 from pipegrid.plans.passes.sharding import _swaps
 from pipegrid.plans.plan import SHARDING, Group, actions_of
-from pipegrid.timeline import timeline, write_svg
 
 UNSHARD, RESHARD, REDUCE_GRAD = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD
 PLANS = {
@@ -251,14 +250,6 @@ def test_a_prefetched_gather_costs_no_time():
 def test_costs_are_cut_with_the_model():
     cut = Costs(UNSHARD=2.0, REDUCE_GRAD=4.0, parameters=8.0).cut_into(4, slices=2)
     assert (cut.UNSHARD, cut.REDUCE_GRAD, cut.parameters) == (1.0, 2.0, 4.0)
-
-
-def test_a_timeline_has_the_gathers_beside_the_work_and_counts_their_memory(tmp_path):
-    drawn = timeline(simulate(lower(zero_bubble_v(2, 2), shard="step"), Costs(UNSHARD=1, REDUCE_GRAD=1, parameters=5)))
-    assert {"UNSHARD", "RESHARD", "REDUCE_GRAD"} <= {span.kind for span in drawn.spans}
-    assert [counter.peak for counter in drawn.counters if "gathered" in counter.name] == [15.0, 20.0]
-    write_svg(drawn, tmp_path / "sharded.svg")
-    assert "UNSHARD parameters" in (tmp_path / "sharded.svg").read_text()
 
 
 def test_a_lowered_schedule_of_torch_is_read():

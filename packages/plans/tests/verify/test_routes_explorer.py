@@ -7,9 +7,6 @@ from attrs import evolve
 
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans import Actor, PlanError, Routes, from_text, lower, one_f_one_b, routed, verify
-from pipegrid.plans.orders.of_plan import orders_of_plan
-from pipegrid.timeline import order_timeline
-from pipegrid.timeline.timeline import STUCK as TIMELINE_STUCK
 from plan_kit.explorer import STUCK, explore
 from plan_kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from plan_kit.routed_plans import fits, lowered_routed, random_routed, random_routes, random_schedule
@@ -210,7 +207,7 @@ def test_a_reduction_before_the_last_backward_of_an_orphan():
 
 
 def test_two_orphans_that_cross_wait_for_each_other():
-    """Each replica sends its unit to the other before it receives: a cycle over replicas, drawn action by action."""
+    """Each replica sends its unit to the other before it receives: a cycle over replicas."""
     text = """
 microbatches 2
 modules model:2
@@ -227,9 +224,6 @@ move 1 0@0>1 0@1>0
     assert explore(plan) == {STUCK}
     with pytest.raises(PlanError, match="position 2, step 1: 0RECV_B1<1 waits for position 1, step 3"):
         verify(plan)
-    drawn = order_timeline(orders_of_plan(plan, lanes="separate"), "nccl-serial")
-    stuck = {(drawn.rows[span.row], span.name) for span in drawn.spans if span.kind == TIMELINE_STUCK}
-    assert {("rank 1: rank", "1RECV_F1<0"), ("rank 2: rank", "0RECV_B1<1")} <= stuck
 
 
 def test_memory_counts_orphans():

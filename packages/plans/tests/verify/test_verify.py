@@ -6,7 +6,6 @@ from attrs import evolve
 from pipegrid.core.edge import Direction
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
-    Costs,
     Group,
     Lane,
     PlanError,
@@ -23,7 +22,6 @@ from pipegrid.plans import (
 )
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.verify import check_creation, default_creation
-from pipegrid.search import compare, greedy
 
 # 1F1B on two positions by hand, right; tests change it.
 RIGHT = """
@@ -502,11 +500,6 @@ def test_a_limit_that_is_none_is_refused(limit):
     computes = one_f_one_b(3, 6)
     with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
         verify(computes, memory_limit=limit)
-    if not isinstance(limit, list):
-        with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
-            greedy(Costs(), limit, num_positions=3, num_microbatches=6)
-        with pytest.raises(PlanError, match=r"memory_limit is .*; give a number from 0, or None for no limit"):
-            compare(3, 6, memory_limit=limit)
 
 
 def test_lanes_are_separate_or_shared():

@@ -17,7 +17,7 @@ from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
 from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
@@ -168,7 +168,9 @@ class Pipeline:
             stage_placement=places,
             device=self.device,
         )
-        self._tied = tied = tied_parameters(described, self.stages, places, self.communicator.job.graph)
+        graph = self.communicator.job.graph
+        assert graph is not None  # a communicator of modules
+        self._tied = tied = tied_parameters(described, self.stages, places, graph)
         self.config = attrs.evolve(
             config,
             calculate_per_token_loss=True,
@@ -187,7 +189,7 @@ class Pipeline:
             OwnLoss() if loss is None else GivenLoss(loss),
             self.device,
             self.replica,
-            self.replicas,
+            all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
             self.generators,
             self._cut["rows"],
         )

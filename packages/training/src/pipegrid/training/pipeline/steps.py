@@ -61,8 +61,8 @@ class Steps:
         schedule: its name.
         loss: of a last stage's output, weighed among the microbatches of the step.
         device: of the stages.
-        replica: whose batch this rank reads, of ``replicas``.
-        replicas: batches that the job reads at a time.
+        replica: whose batch this rank reads.
+        is_one_batch: whether the losses of a step are all of one batch, in one replica; the same on all ranks.
         generators: by module; a draw seeds each forward.
         rows: how microbatches are shared among replicas.
     """
@@ -77,7 +77,7 @@ class Steps:
     loss: MicrobatchLoss
     device: torch.device
     replica: int
-    replicas: int
+    is_one_batch: bool
     generators: Mapping[str, torch.Generator]
     rows: Rows
     _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
@@ -124,8 +124,7 @@ class Steps:
     ) -> Tensor:
         """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
         given = self.arguments(parts, routes)
-        alone = routes is None and self.replicas == 1 and all(share.parts == 1 for share in self.shares.values())
-        counts = self._counts(given["data_iterator"], len(parts) if alone else None)
+        counts = self._counts(given["data_iterator"], len(parts) if self.is_one_batch and routes is None else None)
         step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._told, trained=not forward_only))
         told = step(

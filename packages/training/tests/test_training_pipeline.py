@@ -427,7 +427,7 @@ def test_modules_on_every_other_rank_beside_a_spare_one_are_those_of_one_process
         loaded = pipeline.load(folder)
         if pipeline.is_spare:
             assert norm.isnan()
-            assert (pipeline.stages, pipeline.parameters(), loaded) == ({}, [], None)
+            assert (pipeline.stages, sum(one.numel() for one in pipeline.parameters()), loaded) == ({}, 0, None)
             assert pipeline.generate(batch, 1) is None
             for call in (lambda: pipeline.plan(3), lambda: pipeline.checkpoints(folder)):
                 with pytest.raises(StepArgumentError, match="on a spare rank, which takes part in nothing"):

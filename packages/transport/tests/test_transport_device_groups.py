@@ -60,8 +60,8 @@ class OverForty:
 @pytest.mark.parametrize("shapes", ["agreed", "header"])
 @two_ranks
 def test_lanes_outlive_forty_days(ranks, monkeypatch, shapes):
-    receive = Wire._receive
-    monkeypatch.setattr(Wire, "_receive", lambda self, *given: OverForty(receive(self, *given)))
+    receive = Wire.receive
+    monkeypatch.setattr(Wire, "receive", lambda self, *given: OverForty(receive(self, *given)))
     with open_lanes([THERE], config=config(shapes=shapes)) as lanes:
         for n in range(3):
             if ranks.rank == 0:

@@ -166,7 +166,6 @@ def mean(output):
     [
         (torch.ones(2, 3), r"returned a tensor of shape \(2, 3\); it returns \(output, loss_func\)"),
         ((torch.ones(2, 3), torch.ones(1)), r"\(a tensor of shape \(2, 3\), a tensor of shape \(1,\)\)"),
-        ((torch.ones(2, 3), None), r"\(a tensor of shape \(2, 3\), None\)"),
         ((torch.ones(2, 3), mean, {}), "returned a tuple of 3"),
         ({"output": torch.ones(2), "loss": mean}, "returned {.*dict"),
         (None, "returned None; "),
@@ -175,6 +174,12 @@ def mean(output):
 def test_a_forward_step_returns_its_output_and_a_loss_function(result, text):
     with pytest.raises(StepArgumentError, match=text):
         forward_step(lambda *_: result, None, Part(0), 1, None, [], PipelineConfig(), 1)
+
+
+def test_without_a_loss_function_the_output_is_the_result():
+    output, found = torch.ones(2, 3), []
+    forward_step(lambda *_: (output, None), None, Part(0), 1, None, found, PipelineConfig(), 1)
+    assert found == [output]
 
 
 @pytest.mark.parametrize("result", [torch.ones(2, 3), (torch.ones(2, 3), torch.ones(1))], ids=["output", "two outputs"])

@@ -50,7 +50,7 @@ class PeerHandshake:
     heard: str | None = field(default=None, init=False)
     _known: dict[str, None] = field(factory=dict, init=False)
     _batch: str | None = field(default=None, init=False)  # of this step, while lanes follow it
-    _coming: PostedHeader = field(init=False)
+    _coming: PostedHeader | RuntimeError = field(init=False)  # an error: the peer had ended before
     _sent: deque[Any] = field(factory=lambda: deque(maxlen=_UNHEARD), init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -59,7 +59,10 @@ class PeerHandshake:
     def _expect(self) -> None:
         wire = self.lane.wire
         assert wire is not None  # `Lanes.neighbours` takes such lanes
-        self._coming = wire.receive_step(self.lane.index)
+        try:
+            self._coming = wire.receive_step(self.lane.index)
+        except RuntimeError as error:  # for `hear`: what the peer sent before its end may still be read
+            self._coming = error
 
     def say(self, what: str, batch: str | None = None) -> None:
         """Tell the peer that this rank is about to run ``what``, on a batch of that signature.
@@ -90,11 +93,13 @@ class PeerHandshake:
         """
         heard = self.heard
         if heard is None:
+            if isinstance(self._coming, RuntimeError):
+                self._lost(self._coming)
             try:
                 heard = self.heard = self._coming.take(timedelta(seconds=seconds)).decode()
-                self._expect()
             except RuntimeError as error:
                 self._lost(error)
+            self._expect()
         return None if self.agrees(heard) else heard
 
     def differs(self) -> bool:
@@ -126,7 +131,7 @@ class PeerHandshake:
 
     def look(self) -> str | None:
         """What the peer runs, as far as it has come; None before. Looks at memory alone: the lane may have ended."""
-        if self.heard is None and self._coming.has_come():
+        if self.heard is None and not isinstance(self._coming, RuntimeError) and self._coming.has_come():
             return self._coming.text().decode(errors="ignore")
         return self.heard
 

@@ -146,7 +146,7 @@ def two_lists():
         (llama(), "Et|tttL", 2, {}, r"stage is 2; layout 'Et\|t\*3,L' has the stages 0..1"),
         (llama(), "Et||tttL", 1, {}, "stage 1 of layout .* has no parameters; move a layer to it"),
         (llama(), "Ete|teL", 0, {}, "layers of the kinds decoder, encoder, and the model has one list of layers"),
-        (two_lists, "Et|ttL", 0, {}, r"Module has its layers under no name of Hugging Face's; .*: blocks \(2\), more \(2\)"),
+        (two_lists, "Et|ttL", 0, {}, r"its layers under no name of Hugging Face's; .*: blocks \(2\), more \(2\)"),
         (Plain, "Et|ttL", 0, {"names": Names("layer")}, "Plain has no list of modules 'layer'; its lists are blocks"),
         (Plain, "Et|ttL", 0, {"names": Names("blocks")}, "position is beside the layers; name it in"),
         (MAKERS["t5"], "Ett|tteeeeL", 0, {}, "layers run in the order encoder, decoder"),

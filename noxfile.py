@@ -231,7 +231,7 @@ def tests_torch(session: nox.Session) -> None:
 
 
 def _with_other_releases(session: nox.Session, kind: str, pinned: dict[str, str], *wanted: str) -> None:
-    """Install under ``pinned`` alone, run packages that declare what differs from constraints.txt, print the table."""
+    """Install under ``pinned`` alone, run what touches each release that is not constraints.txt's, print the table."""
     sys.path.insert(0, str(ROOT / "tools"))
     tool = importlib.import_module("constraints")
     parser = argparse.ArgumentParser(prog=f"nox -s {kind} --")
@@ -256,7 +256,7 @@ def _with_other_releases(session: nox.Session, kind: str, pinned: dict[str, str]
     )
     found = json.loads(str(session.run("python", "-c", listing, silent=True)))
     installed = {tool.name_of(name): version.partition("+")[0] for name, version in found}
-    tests = [str(PACKAGES / package / "tests") for package in tool.to_test(installed, held)]
+    tests = sorted({str(path) for paths in tool.to_test(installed, held).values() for path in paths})
     if tests:
         junit.unlink(missing_ok=True)
         run = ("pytest", "-m", "not nightly", "-o", PRELOAD, "--junit-xml", str(junit), *tests, *options)

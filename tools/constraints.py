@@ -1,4 +1,4 @@
-"""What sessions install, pinned: `python tools/constraints.py` writes constraints.txt and the table of docs/install.md.
+"""What sessions install, pinned: `python tools/constraints.py` writes constraints.txt and the tables of what is tested.
 
 pip resolves, for one environment, everything that a session of noxfile.py may install and what that needs in turn. Pins
 that are there stay; `--upgrade NAME ...` takes the newest release of some, `--upgrade-all` of all but torch. So a fresh
@@ -23,7 +23,33 @@ from xml.etree import ElementTree as ET
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "constraints.txt"
 PAGE = ROOT / "docs" / "install.md"
-BEGIN, END = "<!-- tested: begin -->", "<!-- tested: end -->"
+MODULE = ROOT / "packages" / "training" / "src" / "pipegrid" / "training" / "tested_versions.py"
+# What the tool writes is between these in each.
+MARKS = {
+    PAGE: ("<!-- tested: begin -->\n\n", "\n\n<!-- tested: end -->"),
+    MODULE: ("TESTED: Final = {", "}\n"),
+}
+# Releases newer than the pinned one that `nox -s tests-torch` runs with.
+NEWER = {"torch": "2.15"}
+# Of what a job is told when it runs with another release.
+TOLD = ("torch", "transformers")
+# What a release of a dependency may break: the names of files of tests, which are quick. For a dependency that is not
+# here: in each package that declares it, the smallest file that imports it.
+TOUCHING = {
+    "attrs": ("test_topology_fields", "test_topology_mistakes", "test_layout_mistakes", "test_arguments"),
+    "cattrs": ("test_layout_command_line", "test_command_line", "test_planner_goodput_inputs"),
+    "numpy": ("test_testing_ranks", "test_training_rows"),
+    "pytest": ("test_testing_options", "test_testing_failures"),
+    "rich": ("test_topology_placement", "test_command_line"),
+    "safetensors": ("test_training_checkpoint_weights", "test_training_pretrained"),
+    "torch": (
+        "test_topology_torch_compat",
+        "test_transport_torch_facts",
+        "test_torch_facts",
+        "test_training_cut_values",
+    ),
+    "transformers": ("test_training_generation", "test_training_slices", "test_training_cut"),
+}
 _INSTALLING = ("install", "_shared")
 _HEAD = """\
 # What the sessions of noxfile.py install, whole: `python tools/constraints.py` writes it, `--upgrade NAME` moves a pin.
@@ -99,51 +125,84 @@ def lowest() -> dict[str, str]:
     return bounds
 
 
-def to_test(installed: Mapping[str, str], held: Iterable[str]) -> dict[str, list[str]]:
-    """By package, its dependencies of which another version is installed than the pinned one, those held excepted."""
+def to_test(installed: Mapping[str, str], held: Iterable[str]) -> dict[str, list[Path]]:
+    """By dependency of which another version is installed than the pinned one, those held excepted: what touches it."""
     pinned = pins(FILE.read_text())
-    changed = {name for name, version in installed.items() if pinned.get(name, version) != version} - set(held)
-    by_package = {package: {*map(name_of, needs)} & changed for package, needs in declared().items()}
-    return {package: sorted(names) for package, names in by_package.items() if names and package != "meta"}
+    users: dict[str, set[str]] = {}
+    for package, needs in declared().items():
+        for need in needs:
+            users.setdefault(name_of(need), set()).add(package)
+    changed = {name for name in users if installed.get(name, pinned[name]) != pinned[name]} - set(held)
+    return {name: touching(name, users[name]) for name in sorted(changed)}
+
+
+def touching(name: str, packages: Iterable[str]) -> list[Path]:
+    """The files of tests for a dependency of ``packages``: those of `TOUCHING`, or the smallest of each."""
+    if name in TOUCHING:
+        return [path for stem in TOUCHING[name] for path in sorted(ROOT.glob(f"packages/*/tests/**/{stem}.py"))]
+    uses = re.compile(rf"^\s*(import|from) {name.replace('-', '_')}\b|importorskip\(.{name}.\)", re.MULTILINE)
+    found = []
+    for package in sorted(packages):
+        paths = [path for path in ROOT.glob(f"packages/{package}/tests/**/test_*.py") if uses.search(path.read_text())]
+        found += sorted(paths, key=lambda path: (path.stat().st_size, path))[:1]
+    return found
 
 
 def table(kind: str, installed: Mapping[str, str], held: Iterable[str], junit: Path | None) -> str:
     """Dependency, tested version, the version installed here, test cases that touch it, and failures among them."""
     cases = _cases(junit) if junit is not None else []
-    tested, users = pins(FILE.read_text()), to_test(installed, held)
+    pinned, files = pins(FILE.read_text()), to_test(installed, held)
     lines = [f"| dependency | tested | {kind} | cases | failures |", "| --- | --- | --- | --- | --- |"]
-    for name in sorted({name_of(one) for each in declared().values() for one in each}):
-        touching = tuple(f"packages.{package}." for package, names in users.items() if name in names)
-        own = [case for case in cases if touching and case.get("classname", "").startswith(touching)]
-        here = f"{installed.get(name, 'none')}{' (held back)' if name in held else ''}"
-        counts = (
-            f"{len(own)} | {sum(map(_failed, own))}"
-            if touching
-            else "as tested | 0"
-            if name not in held
-            else "not run | 0"
-        )
-        lines.append(f"| {name} | {tested.get(name, 'none')} | {here} | {counts} |")
+    for name in sorted({name_of(one) for each in declared().values() for one in each} & installed.keys()):
+        modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files.get(name, ())}
+        own = [case for case in cases if _module_of(case) in modules]
+        here = f"{installed[name]}{' (held back)' if name in held else ''}"
+        otherwise = "not run | 0" if name in held else "as tested | 0"
+        counts = f"{len(own)} | {sum(map(_failed, own))}" if name in files else otherwise
+        lines.append(f"| {name} | {pinned[name]} | {here} | {counts} |")
     return "\n".join(lines)
 
 
+def tested(name: str, pinned: Mapping[str, str]) -> tuple[str, str]:
+    """The oldest and the newest release of a dependency that tests run with, without the third number."""
+    at = ".".join(pinned[name].split(".")[:2])
+    return lowest().get(name, at), NEWER.get(name, at)
+
+
 def install_table(pinned: Mapping[str, str]) -> str:
-    """What the packages need at run time: the versions that they allow, and the one that every test runs with."""
+    """What the packages need at run time: the versions that they allow, those tested, and the one of every session."""
     projects = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
     lists = [[project["dependencies"], *project.get("optional-dependencies", {}).values()] for project in projects]
     needs = sorted({one for lists_of in lists for each in lists_of for one in each if not one.startswith("pipegrid-")})
-    rows = [f"| {name_of(one)} | {one[len(name_of(one)) :] or 'any'} | {pinned[name_of(one)]} |" for one in needs]
-    return "\n".join(["| dependency | allowed | tested |", "| --- | --- | --- |", *rows])
+    rows = []
+    for one in needs:
+        name = name_of(one)
+        ends = " to ".join(dict.fromkeys(tested(name, pinned)))
+        rows.append(f"| {name} | {one[len(name) :] or 'any'} | {ends} | {pinned[name]} |")
+    return "\n".join(["| dependency | allowed | tested | pinned |", "| --- | --- | --- | --- |", *rows])
 
 
-def write_page(page: Path, text: str) -> None:
-    """Replace the table between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+def module_table(pinned: Mapping[str, str]) -> str:
+    """The entries of the dict in `MODULE`."""
+    ends = {name: tested(name, pinned) for name in TOLD}
+    return ", ".join(f'"{name}": ("{oldest}", "{newest}")' for name, (oldest, newest) in ends.items())
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what is between the marks of a file."""
+    begin, end = MARKS[path]
+    before, _, rest = path.read_text().partition(begin)
+    path.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}")
 
 
 def _cases(junit: Path) -> list[ET.Element]:
     return list(ET.parse(junit).iter("testcase"))
+
+
+def _module_of(case: ET.Element) -> str:
+    """The module of a case, which a class in it follows; of an error of collection it is the name."""
+    place = case.get("classname") or case.get("name") or ""
+    return ".".join(part for part in place.split(".") if not part[:1].isupper())
 
 
 def _failed(case: ET.Element) -> bool:
@@ -156,7 +215,7 @@ def failures(junit: Path) -> int:
 
 
 def main() -> None:
-    """Write the pins and the page."""
+    """Write the pins, the page and the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upgrade", nargs="+", default=[], metavar="NAME", help="their newest releases")
     parser.add_argument("--upgrade-all", action="store_true", help="the newest release of all but torch")
@@ -166,7 +225,8 @@ def main() -> None:
     kept = {name: at for name, at in now.items() if name not in free and (name == "torch" or not given.upgrade_all)}
     found = resolve(requirements((ROOT / "noxfile.py").read_text()), kept)
     FILE.write_text(_HEAD + "".join(f"{name}=={found[name]}\n" for name in sorted(found)))
-    write_page(PAGE, install_table(found))
+    write_between(PAGE, install_table(found))
+    write_between(MODULE, module_table(found))
     for name in sorted({*now, *found}):
         if now.get(name) != found.get(name):
             print(f"{name}: {now.get(name, 'none')} -> {found.get(name, 'none')}")

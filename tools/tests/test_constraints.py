@@ -13,16 +13,21 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from constraints import (  # noqa: E402  -- a script beside this folder, not an installed package
     FILE,
+    MARKS,
+    MODULE,
     PAGE,
+    TOUCHING,
     declared,
     failures,
     install_table,
     lowest,
+    module_table,
     name_of,
     pins,
     requirements,
     table,
     to_test,
+    touching,
 )
 
 
@@ -36,9 +41,12 @@ def test_all_that_a_session_installs_is_pinned():
 
 
 def test_the_page_has_the_versions_that_are_pinned():
-    made = install_table(pins(FILE.read_text()))
-    assert re.search(r"^\| transformers \| >=5\.0 \| \d", made, re.MULTILINE)
-    assert made in PAGE.read_text(), "run python tools/constraints.py"
+    pinned = pins(FILE.read_text())
+    made = install_table(pinned)
+    assert re.search(r"^\| transformers \| >=5\.0 \| 5\.0 to 5\.\d+ \| 5\.\d", made, re.MULTILINE)
+    for path, text in ((PAGE, made), (MODULE, module_table(pinned))):
+        begin, end = MARKS[path]
+        assert f"{begin}{text}{end}" in path.read_text(), "run python tools/constraints.py"
 
 
 def test_a_new_requirement_of_a_session_is_seen():
@@ -54,22 +62,34 @@ def test_lowest_versions_are_those_of_the_metadata():
 
 def test_the_table_counts_the_cases_that_touch_a_dependency(tmp_path):
     pinned = pins(FILE.read_text())
-    installed = {**pinned, "rich": "99.0", "torch": "3.0"}
-    users = to_test(installed, {"torch"})
-    assert set(users) == {package for package, needs in declared().items() if "rich" in map(name_of, needs)}
+    installed = {**pinned, "rich": "99.0", "hypothesis": "99.0", "torch": "3.0"}
+    files = to_test(installed, {"torch"})
+    assert set(files) == {"rich", "hypothesis"}
+    smallest = next(path for path in files["hypothesis"] if "packages/layout/" in path.as_posix())
+    assert "hypothesis" in smallest.read_text()
+    (rich, *_) = files["rich"]
+    one, other = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (rich, smallest))
     junit = tmp_path / "cases.xml"
     junit.write_text(
         "<testsuites><testsuite>"
-        '<testcase classname="packages.planner.tests.test_a" name="a"/>'
-        '<testcase classname="packages.planner.tests.test_a" name="b"><failure/></testcase>'
-        '<testcase classname="packages.layout.tests.test_a" name="c"><error/></testcase>'
+        f'<testcase classname="{one}" name="a"/>'
+        f'<testcase classname="{one}.TestIt" name="b"><failure/></testcase>'
+        f'<testcase classname="" name="{other}"><error/></testcase>'
         "</testsuite></testsuites>"
     )
     rows = table("newest", installed, {"torch"}, junit).splitlines()
     assert f"| rich | {pinned['rich']} | 99.0 | 2 | 1 |" in rows
+    assert f"| hypothesis | {pinned['hypothesis']} | 99.0 | 1 | 1 |" in rows
     assert f"| torch | {pinned['torch']} | 3.0 (held back) | not run | 0 |" in rows
     assert f"| attrs | {pinned['attrs']} | {pinned['attrs']} | as tested | 0 |" in rows
     assert failures(junit) == 2
+
+
+def test_what_touches_a_dependency_is_there():
+    for name, stems in TOUCHING.items():
+        assert len(touching(name, ())) == len(stems), f"{name}: a file of tests was renamed, or two have one name"
+    needed = {name_of(one) for needs in declared().values() for one in needs}
+    assert TOUCHING.keys() <= needed
 
 
 @pytest.mark.parametrize(("given", "name"), [("PyYAML>=6", "pyyaml"), ("mkdocstrings[python]", "mkdocstrings")])

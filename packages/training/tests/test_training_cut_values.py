@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrid.training import CutError, Names, cut
@@ -262,6 +264,34 @@ def test_the_schemas_of_operations_tell_memory_and_writes():
     assert torch_compat.written_by(aten.add.Tensor, (one, one), {}) == []
     assert torch_compat.memory_of(one) == torch_compat.memory_of(one.view(1, 2))
     assert torch_compat.extent_of(torch.ones(3, 4).t()[1:]) == 4 * (12 - 1)
+
+
+class OlderOutput(OrderedDict):
+    """An output as transformers 5.0 registers them: torch knows its entries, and not their names."""
+
+
+_pytree.register_pytree_node(
+    OlderOutput,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: OlderOutput(zip(names, values, strict=True)),
+)
+
+
+@pytest.mark.parametrize("kind", [dict, OlderOutput])
+def test_leaves_of_outputs_have_places(kind):
+    inner = kind(loss=None, hidden=(2, [3]))
+    output = {"first": 1, "output": kind(logits=4, inner=inner)}
+    places = torch_compat.named_leaves(output)
+    assert places == [
+        ("['first']", 1),
+        ("['output']['logits']", 4),
+        ("['output']['inner']['loss']", None),
+        ("['output']['inner']['hidden'][0]", 2),
+        ("['output']['inner']['hidden'][1][0]", 3),
+    ]
+    mapped = torch_compat.mapped_by_place(lambda place, leaf: (place, leaf), output)
+    assert mapped["output"]["inner"]["hidden"] == (places[3], [places[4]])
+    assert type(mapped["output"]) is kind
 
 
 def test_an_adapted_model_in_stages_computes_what_it_computes_whole():

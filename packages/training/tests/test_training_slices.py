@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from torch.nn import functional as F
 
 from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineError
-from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
+from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tested_versions, tie
 from pipegrid.training.stages.transformers_compat import cache_name, require_known_names
 from pipegrid.transport import P2PCommunicator
 
@@ -323,3 +326,44 @@ def test_a_renamed_attribute_is_an_error_with_the_version(monkeypatch):
     monkeypatch.delattr(transformers.Qwen2VLModel, "get_rope_index")
     with pytest.raises(CutError, match=r"Qwen2VLModel of transformers \d.* has no get_rope_index"):
         require_known_names.__wrapped__()
+
+
+def log_a_deprecation():
+    logger = transformers.logging.get_logger("transformers.modeling_utils")
+    with pytest.raises(DeprecationWarning, match="`a` is deprecated"):
+        logger.warning_once("`a` is deprecated, use `b`")
+    logger.warning("a warning of another kind")
+
+
+def test_a_deprecation_that_transformers_logs_is_an_error_in_tests():
+    log_a_deprecation()
+
+
+@pytest.mark.ranks(2)
+def test_a_deprecation_that_transformers_logs_is_an_error_in_tests_on_ranks(ranks):
+    assert ranks.world_size == 2
+    log_a_deprecation()
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "version", "told"),
+    [
+        ("2.13.0+cpu", "5.24.1", ""),
+        (
+            "2.13.0+cpu",
+            "5.25.0.dev0",
+            r"not tested with transformers 5\.25\.0\.dev0 \(tested: 5\.0 to 5\.24\)",
+        ),
+        ("2.9.1", "4.57.0", r"tested with torch 2\.9\.1 \(tested: .*\) and transformers 4\.57\.0 \(tested: .*\)"),
+    ],
+)
+def test_a_version_outside_of_what_was_tested_is_one_line_when_a_stage_is_made(
+    torch_version, version, told, monkeypatch, capfd
+):
+    monkeypatch.setattr(tested_versions, "TESTED", {"torch": ("2.11", "2.13"), "transformers": ("5.0", "5.24")})
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # it replaces itself at an import
+    tested_versions.say_untested_versions.cache_clear()
+    for stage in (0, 1):
+        cut(llama(), "Et|tttL", stage)
+    assert re.fullmatch(rf".*{told}.*\n" if told else "", capfd.readouterr().err)

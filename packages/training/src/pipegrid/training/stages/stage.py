@@ -19,6 +19,7 @@ from pipegrid.training.stages.proof import Needs, Proofs, without
 from pipegrid.training.stages.shell import Run, first_tensor, shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.torch_compat import adopt, tree_map_only
+from pipegrid.training.tested_versions import say_untested_versions
 
 if TYPE_CHECKING:
     from pipegrid.schedules import Slice
@@ -60,6 +61,7 @@ class Stage(nn.Module):
         check: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
+        say_untested_versions()  # once in a process: generate() runs stages that were made here
         self._run = Run(needs=Needs(writes=assignment.num_stages > 1))
         whole = shell_of(model, assignment, number, self._run)
         self.__dict__["whole"] = whole  # no submodule: parameters keep their names

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_map_with_path
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_structure,
+    tree_unflatten,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only"]
@@ -102,13 +110,27 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def named_leaves(value: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its place, such as ``['hidden_states'][0]``."""
-    return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+    """The leaves of a tree in order, each with its place, such as ``['hidden_states'][0]``."""
+    leaves: list[tuple[str, Any]] = []
+    for path, leaf in tree_flatten_with_path(value, is_leaf=_without_keys)[0]:
+        place = "".join(map(str, path))
+        if not _without_keys(leaf):
+            leaves.append((place, leaf))
+            continue
+        for key, entry in leaf.items():
+            leaves += [(f"{place}[{key!r}]{below}", each) for below, each in named_leaves(entry)]
+    return leaves
+
+
+def _without_keys(value: Any) -> bool:
+    """Whether torch has no places for the entries of a mapping: transformers 5.0 registers its outputs so."""
+    node = SUPPORTED_NODES.get(type(value))
+    return isinstance(value, Mapping) and node is not None and node.flatten_with_keys_fn is None
 
 
 def mapped_by_place(function: Callable[[str, Any], Any], value: Any) -> Any:
     """A tree with ``function`` of each leaf and its place, as in `named_leaves`."""
-    return tree_map_with_path(lambda path, leaf: function("".join(map(str, path)), leaf), value)
+    return tree_unflatten([function(place, leaf) for place, leaf in named_leaves(value)], tree_structure(value))
 
 
 # ---- Copies of a tree of modules that share its tensors

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from attrs import frozen
@@ -14,6 +15,7 @@ from pipegrid.training.errors import CutError, few
 from pipegrid.training.generators import States, capture, generators_as_before, restore
 from pipegrid.training.stages.calls import accepted_by, by_name, without_cache
 from pipegrid.training.stages.comparison.chain import Turn, at_layers, forwards, gradients, trained
+from pipegrid.training.stages.host_state import HostState
 from pipegrid.training.stages.proof import CutProof
 from pipegrid.training.stages.torch_compat import named_leaves, tree_map_only
 
@@ -139,13 +141,13 @@ def compare(
     Raises:
         CutError: the cut is not proved, values of stages and model differ from the start, or nothing has a gradient.
     """
-    with torch.enable_grad(), generators_as_before():
+    with torch.enable_grad(), generators_as_before(), _Hosts(make) as hosts:
         start = capture()
-        whole = make()
+        whole = hosts.made(make)
         stages: list[Any] = []
         while not (stages and stages[-1].is_last):
             restore(start)
-            stages.append(stage_of(len(stages)))
+            stages.append(hosts.made(lambda: stage_of(len(stages))))
         _require_equal_values(whole, stages)
         for model in (whole, *stages) if dtype is not None else ():
             model.to(dtype)
@@ -158,9 +160,9 @@ def compare(
         proof, _ = stages[0].proofs.found(whole, args, kwargs)
         proof.require()
         states: dict[str, States] = {}
-        with at_layers(whole, stages[0].assignment.layers, lambda at: states.update({at: capture()})):
+        with hosts.of(whole), at_layers(whole, stages[0].assignment.layers, lambda at: states.update({at: capture()})):
             output = whole(*args, **without_cache(accepted_by(whole), kwargs))
-        turns = forwards(stages, args, kwargs, carry, states)
+        turns = forwards(stages, args, kwargs, carry, states, hosts.of)
         weigh = _loss_like(turns[-1].sent) if loss is None else loss
         losses = weigh(output), weigh(turns[-1].sent)
         if not (math.isfinite(losses[0].item()) and losses[0].requires_grad):
@@ -169,10 +171,49 @@ def compare(
             proof,
             losses[0].item(),
             losses[1].item(),
-            tuple(_gradients(whole, losses[0], turns, losses[1])),
+            tuple(_gradients(whole, losses[0], turns, losses[1], hosts)),
             tuple(one for stage in stages for one in _buffers(whole, stage)),
             max(torch.finfo(one.dtype).eps for one in whole.parameters() if one.is_floating_point()) ** 0.5,
         )
+
+
+class _Hosts:
+    """What Python shares, for the whole model and each stage as if each had a process of its own."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+        self._start = HostState(make)
+        self._states: dict[int, HostState] = {}
+        self._made: list[
+            HostState
+        ] = []  # which have what the function does not reach, such as classes that it looks up
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for state in (*self._made, self._start):
+            state.restore()
+
+    def made(self, make: Callable[[], Any]) -> Any:
+        """A model, made as the first one of its process."""
+        self._start.restore()
+        model = make()
+        self._states[id(model)] = self._held(model)
+        self._made.append(self._states[id(model)])
+        return model
+
+    def _held(self, model: Any) -> HostState:
+        return HostState(self._make, getattr(model, "whole", model))  # of a stage, what is the model's
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Code of ``model`` finds what it has left on the host, and not what others have."""
+        self._states[id(model)].restore()
+        try:
+            yield
+        finally:
+            self._states[id(model)] = self._held(model)
 
 
 def _require_equal_values(whole: nn.Module, stages: Sequence[Any]) -> None:
@@ -223,15 +264,18 @@ def _weights(leaf: Tensor) -> Tensor:
     return (numbers + 1).square().cos().reshape(leaf.shape).to(leaf.dtype)
 
 
-def _gradients(whole: nn.Module, loss: Tensor, turns: Sequence[Turn], loss_of_stages: Tensor) -> list[Compared]:
+def _gradients(
+    whole: nn.Module, loss: Tensor, turns: Sequence[Turn], loss_of_stages: Tensor, hosts: _Hosts
+) -> list[Compared]:
     """Of each trained parameter; copies on several stages are summed, as `tie_stage_parameters` sums them."""
     own = trained(whole)
-    right = dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
+    with hosts.of(whole):
+        right = dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
     first = {id(parameter): name for name, parameter in own.items()}
     names = {alias: first.get(id(one), alias) for alias, one in whole.named_parameters(remove_duplicate=False)}
     summed: dict[str, Tensor] = {}
     stages: dict[str, list[int]] = {}
-    for turn, found in zip(turns, gradients(turns, loss_of_stages), strict=True):
+    for turn, found in zip(turns, gradients(turns, loss_of_stages, hosts.of), strict=True):
         for alias in trained(turn.stage):
             stages.setdefault(names[alias], []).append(turn.stage.number)
         for alias, gradient in found.items():

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
@@ -16,13 +17,17 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign
 from pipegrid.training.stages.building.build import whole_of
 from pipegrid.training.stages.calls import PIXELS, accepted_by, called_with, without_cache
+from pipegrid.training.stages.host_state import HostState
 from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.proof.boundaries import Boundary, Crossing, CutProof, named
 from pipegrid.training.stages.proof.outline import Outline
+from pipegrid.training.stages.proof.segments import Call, difference
 from pipegrid.training.stages.proof.trace import Trace, trace
 from pipegrid.training.stages.proof.traced import Operation, Traced
 from pipegrid.training.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
+COMPARED = 100_000_000
+"""Parameters of the largest model whose stages are compared in numbers where their cut is not proved."""
 _NOTHING = Operation("", "", "", 0)
 
 
@@ -74,12 +79,26 @@ def proof_of(
         dropped: names of arguments that stages behind the first are not called with.
         loss: of what the model returns.
     """
-    assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
     kwargs = without_cache(accepted_by(outline.model), kwargs)
+    call, host = Call(args, kwargs, hidden, loss), HostState(outline.model)
+    try:
+        return _proof_of(outline, call, host, dropped)
+    finally:
+        host.restore()  # no trace of the runs is left
+
+
+def _proof_of(
+    outline: Outline, call: Call, host: HostState, dropped: Sequence[str]
+) -> tuple[CutProof, tuple[str, ...]]:
+    assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
+    args, kwargs, hidden, loss = call.args, call.kwargs, call.hidden, call.loss
     given = {name: value for name, value in kwargs.items() if name not in dropped}
     compared = len(given) < len(kwargs) and not outline.encoder
     try:
         forward = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
+        runs = call.of(outline, host, forward)
+        if compared:
+            host.restore()
         other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else forward
     except Exception as error:  # noqa: BLE001 -- the model's code met tensors without values: any kind
         text = next(iter(str(error).splitlines()), "")
@@ -101,13 +120,18 @@ def proof_of(
         tuple(boundaries),
         (
             *_parameters(forward, assignment),
+            *_drawn(forward),
             *_changed(forward, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
         ),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
         outline.asked(kwargs),
     )
-    return proof, tuple(_missing(forward, places[assignment.num_stages - 1])) if places else ()
+    missing = tuple(_missing(forward, places[assignment.num_stages - 1])) if places else ()
+    if places and not proof.faults and not any(one.crossing for one in boundaries):
+        other_way = difference(outline, call, runs, host, missing)
+        proof = evolve(proof, faults=(other_way,)) if other_way else proof
+    return proof, missing
 
 
 def place(operation: Operation) -> str:
@@ -147,6 +171,15 @@ def _missing(forward: Trace, boundary: int) -> Iterator[str]:
         early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
         if early and not any(leaf is one for one in sent):
             yield path
+
+
+def _drawn(forward: Trace) -> Iterator[str]:
+    """Random numbers of the host between layers."""
+    if forward.drawn:
+        yield (
+            f"the model draws from Python's or numpy's random generator between its layers ({forward.drawn}), and each "
+            "stage draws other numbers"
+        )
 
 
 def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
@@ -208,32 +241,51 @@ class Proofs:
         self._found: dict[object, tuple[CutProof, tuple[str, ...]]] = {}
 
     def require(
-        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None
+        self,
+        stage: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        hidden: Tensor | None,
+        compare: Callable[[], None] | None = None,
     ) -> tuple[str, ...]:
         """Prove a call, unless one like it has been.
+
+        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`).
 
         Args:
             stage: that is called.
             args: of the call of the whole model.
             kwargs: likewise.
             hidden: of a stage that is called without the ids, what stands for the result of the embedding.
+            compare: compares the loss and gradients of the call with those of the whole model; None: not on this stage.
 
         Returns:
             the places in the model's output of what the last stage cannot make.
 
         Raises:
-            CutError: more than what stages send crosses a boundary.
+            CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
+                the numbers differ.
         """
         known = len(self._found)
         proof, missing = self.found(stage, args, kwargs, hidden)
         if not proof.holds:
             proof.require()
             if len(self._found) > known:
-                warnings.warn(
-                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. check_stages compares "
-                    "its loss and gradients with those of the whole model",
-                    stacklevel=4,
+                size = sum(one.numel() for one in self.outline.model.parameters())
+                compared = compare is not None and size <= COMPARED
+                by_itself = f"{size:,} parameters; without being asked at most {COMPARED:,}"
+                what = (
+                    "Stage 0 compares loss and gradients of this microbatch with those of the whole model "
+                    f"({by_itself}); PipelineConfig(check=False) leaves that out"
+                    if compared
+                    else "check_stages, or PipelineConfig(check=True), compares loss and gradients with those of the "
+                    f"whole model ({by_itself})"
                 )
+                warnings.warn(
+                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. {what}", stacklevel=4
+                )
+                if compared and compare is not None:
+                    compare()
         return missing
 
     def found(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only", "without_modes"]
 
 WeakStorage: Any = reductions.StorageWeakRef
 

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -236,6 +237,43 @@ def test_the_first_forward_of_stage_0_finds_a_difference():
     with warnings.catch_warnings(), pytest.raises(CutError, match="do not compute what the model computes"):
         warnings.simplefilter("error")
         stage(**looped.batch())
+
+
+def test_a_cut_that_is_not_proved_is_compared_unless_that_is_left_out():
+    said = (
+        r"is not proved: .*Stage 0 compares .* of the whole model \(499 parameters; without being asked at most 100,0"
+    )
+    stage = cut(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig())
+    with pytest.warns(UserWarning, match=said), pytest.raises(CutError, match="do not compute what the model computes"):
+        stage(**looped.batch())
+    for left_out in (
+        cut(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=False)),
+        cut(reading(), LAYOUT, 0, names=looped.NAMES, config=PipelineConfig()),
+    ):
+        with pytest.warns(
+            UserWarning, match=r"is not proved: .*check_stages, or PipelineConfig\(check=True\), compares"
+        ):
+            left_out(**looped.batch())
+
+
+class Kept(looped.Looped):
+    """The first layer's result decides, on the host, what the last one does."""
+
+    kept: ClassVar = {}
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)[0]
+            if number == 0:
+                self.kept["norm"] = hidden.detach().abs().mean().item()
+        return (self.head(hidden) * self.kept["norm"]).square().mean()
+
+
+def test_each_stage_has_its_own_copy_of_what_a_class_holds():
+    with pytest.raises(CutError, match="do not compute what the model computes"):
+        check(lambda: Kept(PLAIN, "none").double())
+    assert Kept.kept == {}
 
 
 def test_a_difference_is_found_again_after_a_failed_step():

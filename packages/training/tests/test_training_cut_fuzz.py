@@ -6,13 +6,16 @@ import copy
 import os
 import random
 import time
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
+from pipegrid.schedules import PipelineConfig
 from pipegrid.training import CutError, Names, cut
 
+from . import host_models
 from .kit.chain import gradients, step
 from .training_fuzz import WORDS, random_case, random_streams
 
@@ -118,4 +121,68 @@ def test_many_random_models_are_right_or_a_cut_error(case):
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         require_judged(case, seed)
+        seed += 1
+
+
+# -- models that keep something on the host -------------------------------------------------------------------
+
+
+def host_batches(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (host_models.ROWS, host_models.TOKENS)
+    return [{"ids": torch.randint(0, host_models.WORDS, shape, generator=generator)} for _ in range(3)]
+
+
+def one_process_of(make, batches):
+    """The losses of three microbatches, and the gradients."""
+    whole, losses = make(), []
+    for batch in batches:
+        loss = loss_of(whole(**batch))
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+
+
+def judge_host(seed):
+    """Whether the stages of a model compute what it does, or what the error says."""
+    make, layout, _ = host_models.random_case(seed)
+    seeded_make, batches, names = (lambda: seeded(make, seed)), host_batches(seed), Names("blocks")
+    random.seed(seed)
+    losses, right = one_process_of(seeded_make, batches)
+    config = PipelineConfig()
+    try:
+        numbers = range(layout.count("|") + 1)
+        stages = [cut(seeded_make, layout, n, names=names, allow_empty=True, config=config) for n in numbers]
+        random.seed(seed + 1)  # a rank has a state of its own
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "layout .* is not proved")
+            found = [step(stages, batch, loss_of).item() for batch in batches]
+    except CutError as error:
+        return str(error)
+    assert found == pytest.approx(losses, rel=1e-9)
+    for stage in stages:
+        for name, one in stage.named_parameters():
+            torch.testing.assert_close(one.grad, right.get(name), rtol=1e-8, atol=1e-11, msg=name)
+    return "right"
+
+
+def require_host_judged(seed):
+    try:
+        return judge_host(seed)
+    except Exception as error:
+        error.add_note(f"seed {seed}: {host_models.random_case(seed)[1:]}")
+        raise
+
+
+def test_stages_of_models_that_keep_something_on_the_host_are_right_or_a_cut_error():
+    found = [require_host_judged(seed) for seed in range(20)]
+    assert 4 < sum(each == "right" for each in found) < 16
+
+
+@pytest.mark.nightly
+def test_many_models_that_keep_something_on_the_host_are_right_or_a_cut_error():
+    seed = int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time()))
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        require_host_judged(seed)
         seed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 
 import pytest
@@ -238,12 +239,9 @@ class Keeping(looped.Looped):
 
 def test_a_tensor_that_a_model_keeps_from_an_earlier_forward_is_said():
     model = Keeping(PLAIN, "none")
-    first, last = cut(model, "Ettt|ttL", [0, 1], names=looped.NAMES)
-    given = looped.batch()
-    last.set_input_tensor([first(**given)])
-    last(**given)
+    first, _ = cut(model, "Ettt|ttL", [0, 1], names=looped.NAMES)
     with pytest.warns(UserWarning, match="keeps a tensor of an earlier forward"):
-        first(**given | {"mask": given["mask"].long()})
+        first(**looped.batch())
 
 
 @pytest.mark.parametrize(
@@ -297,3 +295,118 @@ def test_tied_parameters_are_used_on_both_of_their_stages():
             self.head.weight = self.embed.weight
 
     assert prove_cut(Tied(), "Ettt|ttL", looped.batch(), names=looped.NAMES).holds
+
+
+# -- what layers tell each other through Python -------------------------------------------------------------------
+
+
+class Hosted(looped.Looped):
+    """Its layers and its own code share what is no tensor."""
+
+    depth, kept = 0, {}
+
+    def __init__(self, way):
+        super().__init__(PLAIN, "none")
+        self.way = way
+
+    def forward(self, ids, mask):
+        hidden, generator = self.embed(ids), torch.Generator().manual_seed(3)
+        for number, block in enumerate(self.blocks):
+            hidden = self.after(number, block(hidden)[0], generator)
+        if self.way == "size":
+            hidden = hidden / sum(one.numel() for one in self.parameters())
+        return self.head(hidden).square().mean()
+
+    def after(self, number, hidden, generator):
+        """What the model does with the result of a layer, which may be on any stage."""
+        return hidden
+
+
+class Telling(nn.Module):
+    """A layer that takes part in it."""
+
+    def __init__(self, model, number):
+        super().__init__()
+        self.__dict__["model"], self.number, self.cache = model, number, {}
+        self.linear = nn.Linear(looped.WIDTH, looped.WIDTH)
+
+    def forward(self, hidden):
+        model = self.model
+        if model.way == "class counter":
+            Hosted.depth += 1
+            hidden = hidden / Hosted.depth
+        elif model.way == "generator":
+            hidden = hidden + torch.randn(hidden.shape, generator=model.generator, dtype=hidden.dtype)
+        elif model.way == "number" and self.number == 0:
+            Hosted.kept["norm"] = hidden.abs().mean().item()
+        elif model.way == "number" and self.number == 4:
+            hidden = hidden * Hosted.kept.get("norm", 1.0)
+        elif model.way == "next forward":
+            hidden = hidden / (1 + Hosted.depth) if self.number == 0 else hidden
+            Hosted.depth += self.number == 4
+        elif model.way == "python random":
+            hidden = hidden * random.random()
+        elif model.way == "own cache":
+            hidden = hidden * self.cache.setdefault("table", torch.ones(looped.WIDTH, dtype=hidden.dtype))
+        return self.linear(hidden), hidden
+
+
+def hosted(way):
+    model = Hosted(way).double()
+    model.generator = torch.Generator().manual_seed(4)
+    model.blocks = nn.ModuleList(Telling(model, number) for number in range(looped.LAYERS)).double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("way", "stage", "whole"),
+    [
+        (
+            "class counter",
+            "stage 0 computes div(float64 (3, 4, 6), 4) in blocks.0",
+            "div(float64 (3, 4, 6), 6) in blocks.0",
+        ),
+        ("generator", "generator after 0 draws", "generator after 3 draws"),
+        ("number", "mul(float64 (3, 4, 6), 1.0) in blocks.4", "mul(float64 (3, 4, 6), 1.0"),
+        ("next forward", "div(float64 (3, 4, 6), 1) in blocks.0", "div(float64 (3, 4, 6), 2) in blocks.0"),
+        ("size", "div(float64 (3, 4, 6), 133) in the model", "div(float64 (3, 4, 6), "),
+    ],
+)
+def test_a_stage_that_runs_with_other_arguments_is_named_with_both_lines(way, stage, whole):
+    found = prove_cut(hosted(way), "Ettt|ttL", looped.batch(), names=looped.NAMES)
+    with pytest.raises(CutError, match="what layers share through Python") as error:
+        found.require()
+    line = next(line for line in str(error.value).splitlines() if " where the model computes " in line)
+    theirs, ours = line.split(" where the model computes ")
+    assert stage in theirs
+    assert whole in ours
+    assert theirs.count("(test_training_proof.py:") == ours.count("(test_training_proof.py:") == 1
+
+
+@pytest.mark.parametrize("way", ["none", "python random", "own cache"])
+def test_what_each_stage_does_alone_is_proved(way):
+    assert prove_cut(hosted(way), "Ettt|ttL", looped.batch(), names=looped.NAMES).holds
+
+
+def test_a_proof_leaves_no_trace_on_the_host():
+    for way in ("class counter", "own cache", "number", "next forward", "generator"):
+        model = hosted(way)
+        state = model.generator.get_state()
+        prove_cut(model, "Ettt|ttL", looped.batch(), names=looped.NAMES)
+        assert (Hosted.depth, Hosted.kept, model.blocks[0].cache) == (0, {}, {})
+        assert torch.equal(model.generator.get_state(), state)
+
+
+def test_random_numbers_of_the_host_between_layers_are_an_error():
+    class Dropping(looped.Looped):
+        def forward(self, ids, mask):
+            hidden = self.embed(ids)
+            for block in self.blocks:
+                if random.random() > 0.01:
+                    hidden = block(hidden)[0]
+            return self.head(hidden).square().mean()
+
+    random.seed(3)
+    found = prove_cut(Dropping(PLAIN, "none"), "Ettt|ttL", looped.batch(), names=looped.NAMES)
+    with pytest.raises(CutError, match="draws from Python's or numpy's random generator between its layers"):
+        found.require()

@@ -127,9 +127,10 @@ class PipelineConfig(P2PConfig):
         check_replicas: False compares the parameters of replicas by checksum before the first step. True compares the
             norms of parameters and gradients after each reduction as well (`require_equal_replicas`), and the copies
             of tied parameters by checksum, for debug runs. None compares no replicas: they differ on purpose.
-        check: before its first forward, stage 0 compares all stages with the whole model, in its own process and on its
-            first microbatch (`check_stages` of pipegrid-training): for stages of its ``pipeline_stage``,
-            made with a function that makes the model, and for models of which a rank can hold two.
+        check: True: before its first forward, stage 0 compares all stages with the whole model, in its own process and
+            on its first microbatch (`check_stages` of pipegrid-training): for stages of its ``pipeline_stage``,
+            made with a function that makes the model, and for models of which a rank can hold two. None: does so only
+            where the cut is not proved, for models of at most 100 million parameters, in training. False: never.
 
     Raises:
         P2PUsageError: a count outside its range, a value for a function; or as `P2PConfig`.
@@ -164,7 +165,7 @@ class PipelineConfig(P2PConfig):
     grad_add: Literal["as_computed", "by_unit"] = "as_computed"
     grad_bucket_bytes: Count = 32 * 2**20
     check_replicas: bool | None = False
-    check: bool = False
+    check: bool | None = None
 
 
 _DEFAULTS = {attribute.name: attribute.default for attribute in fields(PipelineConfig)}

@@ -122,7 +122,7 @@ def pipeline_stage(
             config=config,
             carry=carry,
             proofs=proofs,
-            check=chosen.check,
+            check=chosen,
         )
         for number in numbers
     ]
@@ -199,8 +199,13 @@ class _Cut:
             proofs.require(whole, *called_with(batch), None)
         return proofs
 
-    def check(self, batch: Any) -> None:
-        """`check_stages` for the first call of a stage whose ``config.check`` is set."""
+    @property
+    def can_make(self) -> bool:
+        """Whether there is a function that makes the whole model."""
+        return self.make is not None
+
+    def __call__(self, batch: Any) -> None:
+        """`check_stages` of a call of stage 0."""
         if self.make is None:
             raise CutError(
                 "config.check compares the stages with the whole model, which is not kept; give pipeline_stage a "

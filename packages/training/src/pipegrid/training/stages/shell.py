@@ -12,12 +12,11 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, is_container, joined
-from pipegrid.training.stages.proof import Needs
 from pipegrid.training.stages.torch_compat import (
     TABLES,
     blank,
@@ -34,6 +33,25 @@ from pipegrid.training.stages.torch_compat import (
 
 class Leave(Exception):  # noqa: N818 -- no error: the own part is done
     """Ends the forward of a stage after its last part."""
+
+
+@frozen
+class Needs:
+    """What the stages need to know of a call, from the trace of the whole model.
+
+    Attributes:
+        absent: places in the model's output of what the last stage cannot make.
+        writes: the model writes in place to what its parts return, or to its batch; also where no trace has shown it.
+        dicts: the stages that receive a dict; None where no trace has shown it.
+        encoder: where the encoder returns a dict, its type and the key of the encoder's output.
+        longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
+    """
+
+    absent: tuple[str, ...] = ()
+    writes: bool = True
+    dicts: frozenset[int] | None = None
+    encoder: tuple[type, str] | None = None
+    longer: bool = False
 
 
 @define(eq=False)

@@ -15,8 +15,8 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie
 from pipegrid.training.stages.calls import by_name
 from pipegrid.training.stages.flow import Flow
-from pipegrid.training.stages.proof import Needs, Proofs, without
-from pipegrid.training.stages.shell import Run, first_tensor, shell_of
+from pipegrid.training.stages.proof import Proofs, without
+from pipegrid.training.stages.shell import Needs, Run, first_tensor, shell_of
 from pipegrid.training.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.training.stages.torch_compat import adopt, tree_map_only
 from pipegrid.training.tested_versions import say_untested_versions
@@ -36,7 +36,8 @@ class Stage(nn.Module):
         placement: the pp rank of each stage of the layout, where `pipeline_stage` was given the grid.
         whole: the model's tree with foreign parts replaced.
         ties: the parameters of the model that are on several stages, of this one or not.
-        config: read by the step functions; with ``check`` set, the first forward of stage 0 compares the stages.
+        config: read by the step functions; with ``check`` True, the first forward of stage 0 compares the stages, with
+            None one whose cut is not proved.
         proofs: of the calls of this cut; None: calls are not proved.
         received: what arrived for the running microbatch: a payload, or payloads by source module.
         kv_caches: while tokens are generated, the KV cache of each microbatch.
@@ -58,7 +59,7 @@ class Stage(nn.Module):
         config: Any = None,
         carry: Sequence[str] = (),
         proofs: Proofs | None = None,
-        check: Callable[[Any], None] | None = None,
+        check: Any = None,
     ) -> None:
         super().__init__()
         say_untested_versions()  # once in a process: generate() runs stages that were made here
@@ -143,13 +144,14 @@ class Stage(nn.Module):
             received, *carried = received
             given = zip(self._carry, carried, strict=True)
             kwargs |= {name: value for name, value in given if value is not None}
-        if received is None and self._check is not None and getattr(self.config, "check", False):
-            self._check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
-            self._check = None
+        compare = self._comparison(args, kwargs) if received is None else None
+        if compare is not None and getattr(self.config, "check", None):
+            compare()
+            self._check = compare = None
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
-            self._run.needs = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs))
+            self._run.needs = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs), compare)
         needs = self._run.needs
         if isinstance(received, Mapping) and needs.dicts is not None and self.number not in needs.dicts:
             raise self._no_module(received)
@@ -171,6 +173,13 @@ class Stage(nn.Module):
         if self.is_last and needs.absent and not further:
             result = without(result, needs.absent)
         return self._sent(result, carried)
+
+    def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
+        """What compares a call in numbers, of a stage whose config asks for it or leaves it open."""
+        check, asked = self._check, getattr(self.config, "check", None)
+        if check is None or asked is False or (asked is None and not (self.training and check.can_make)):
+            return None
+        return lambda: check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
 
     def _to_carry(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         if name not in kwargs and self.kv_caches is None:

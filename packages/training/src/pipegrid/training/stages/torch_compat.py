@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     tree_flatten_with_path,
@@ -22,7 +23,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only", "without_modes"]
 
 WeakStorage: Any = reductions.StorageWeakRef
 

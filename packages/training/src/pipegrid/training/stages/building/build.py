@@ -25,6 +25,7 @@ from pipegrid.training.safetensors_files import Stored
 from pipegrid.training.stages.building.origins import REMEDY, Plan
 from pipegrid.training.stages.building.pretrained import files_read_by, loads, misfits, stored_twice
 from pipegrid.training.stages.building.values import Values
+from pipegrid.training.stages.host_state import HostState
 
 
 @frozen(eq=False)
@@ -66,9 +67,17 @@ class Planned:
 
 
 def planned(factory: Callable[[], nn.Module]) -> Planned:
-    """Run ``factory`` on the meta device; no generator advances."""
+    """Run ``factory`` on the meta device; no generator advances, and classes hold what they held before."""
     if not callable(factory):
         raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
+    host = HostState(factory, only=type)  # layers may be numbered by a class
+    try:
+        return _planned(factory)
+    finally:
+        host.restore()
+
+
+def _planned(factory: Callable[[], nn.Module]) -> Planned:
     loaded = loads()
     model, plan = _planned_once(factory, set())
     if loads() and not loaded:  # the function has imported it, and its files were not watched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,10 +57,11 @@ def forwards(
     kwargs: Mapping[str, Any],
     carry: Sequence[str],
     states: Mapping[str, States],
+    own: Callable[[Any], AbstractContextManager[None]],
 ) -> list[Turn]:
     """Run the stages in turn, with the random generators set to ``states`` at the places of `at_layers`.
 
-    Those behind the first are called without the arguments that ``carry`` names.
+    Those behind the first are called without the arguments that ``carry`` names. Each runs in a context of ``own``.
     """
     turns: list[Turn] = []
     for stage in stages:
@@ -68,7 +69,7 @@ def forwards(
         if turns:
             stage.set_input_tensor([received])
         given = {name: value for name, value in kwargs.items() if not turns or name not in carry}
-        with at_layers(stage.whole, stage.assignment.layers, lambda at: restore(states[at])):
+        with own(stage), at_layers(stage.whole, stage.assignment.layers, lambda at: restore(states[at])):
             sent = stage(*args, **given)
         turns.append(Turn(stage, sent, _with_gradients(received), _with_gradients(sent)))
     return turns
@@ -78,23 +79,27 @@ def _with_gradients(value: Any) -> list[Tensor]:
     return [one for one in tensors_in(value) if one.requires_grad]
 
 
-def gradients(turns: Sequence[Turn], loss: Tensor) -> list[dict[str, Tensor]]:
+def gradients(
+    turns: Sequence[Turn], loss: Tensor, own: Callable[[Any], AbstractContextManager[None]]
+) -> list[dict[str, Tensor]]:
     """The gradients of ``loss``, by stage and by name. No ``.grad`` is touched.
 
     Args:
         turns: of all stages.
         loss: made of what the last one returned.
+        own: gives the context in which the backward of a stage runs.
     """
     found: list[dict[str, Tensor]] = []
     roots: list[tuple[Tensor, Tensor | None]] = [(loss, None)] if loss.requires_grad else []
     for turn in reversed(turns):
-        own, inputs = trained(turn.stage), turn.inputs
-        made: Sequence[Tensor | None] = [None] * (len(own) + len(inputs))
+        parameters, inputs = trained(turn.stage), turn.inputs
+        made: Sequence[Tensor | None] = [None] * (len(parameters) + len(inputs))
         if roots and made:
             outputs, weights = zip(*roots, strict=True)
-            made = torch.autograd.grad(outputs, [*own.values(), *inputs], weights, allow_unused=True)
-        found.append({name: grad for name, grad in zip(own, made, strict=False) if grad is not None})
-        arrived = made[len(own) :]
+            with own(turn.stage):  # checkpoints run forwards again
+                made = torch.autograd.grad(outputs, [*parameters.values(), *inputs], weights, allow_unused=True)
+        found.append({name: grad for name, grad in zip(parameters, made, strict=False) if grad is not None})
+        arrived = made[len(parameters) :]
         before = turns[len(turns) - len(found) - 1].outputs if inputs else []
         roots = [(one, grad) for one, grad in zip(before, arrived, strict=True) if grad is not None]
     return found[::-1]

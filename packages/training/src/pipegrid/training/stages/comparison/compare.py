@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from attrs import frozen
@@ -15,6 +15,7 @@ from pipegrid.training.errors import CutError, few
 from pipegrid.training.generators import States, capture, generators_as_before, restore
 from pipegrid.training.stages.calls import accepted_by, by_name, without_cache
 from pipegrid.training.stages.comparison.chain import Turn, at_layers, forwards, gradients, trained
+from pipegrid.training.stages.host_state import HostState
 from pipegrid.training.stages.proof import CutProof
 from pipegrid.training.stages.torch_compat import named_leaves, tree_map_only
 
@@ -146,16 +147,17 @@ def compare(
     Raises:
         CutError: the cut is not proved, values of stages and model differ from the start, or nothing has a gradient.
     """
-    with torch.enable_grad(), generators_as_before():
+    with torch.enable_grad(), generators_as_before(), _Hosts(make) as hosts:
         start = capture()
-        whole = make()
+        whole = hosts.made(make)
         stages: list[Any] = []
         while not (stages and stages[-1].is_last):
             restore(start)
-            stages.append(stage_of(len(stages)))
+            stages.append(hosts.made(lambda: stage_of(len(stages))))
         _require_equal_values(whole, stages)
         for model in (whole, *stages) if dtype is not None else ():
-            model.to(dtype)
+            with hosts.of(model):
+                model.to(dtype)
         args, kwargs = _placed(whole, (tuple(args), dict(kwargs)), dtype)
         carry = (carry,) if isinstance(carry, str) else carry
         if carry:
@@ -165,14 +167,14 @@ def compare(
         proof, _ = stages[0].proofs.found(whole, args, kwargs)
         proof.require()
         states: dict[str, States] = {}
-        with at_layers(whole, stages[0].assignment.layers, lambda at: states.update({at: capture()})):
+        with hosts.of(whole), at_layers(whole, stages[0].assignment.layers, lambda at: states.update({at: capture()})):
             output = _called(whole, args, kwargs)
-        turns = forwards(stages, args, kwargs, carry, states)
+        turns = forwards(stages, args, kwargs, carry, states, hosts.of)
         weigh = _loss_like(turns[-1].sent) if loss is None else loss
         losses = weigh(output), weigh(turns[-1].sent)
         if not (math.isfinite(losses[0].item()) and losses[0].requires_grad):
             raise CutError(f"the loss of the whole model is {losses[0]}; there is nothing to compare with")
-        summed, holders = _of_stages(whole, turns, losses[1])
+        summed, holders = _of_stages(whole, turns, losses[1], hosts)
         limit = max(torch.finfo(one.dtype).eps for one in whole.parameters() if one.is_floating_point()) ** 0.5
 
         def against(model: nn.Module, loss: float, right: Gradients, strides: float = 0.0) -> StageComparison:
@@ -180,20 +182,59 @@ def compare(
             buffers = tuple(one for stage in stages for one in _buffers(model, stage))
             return StageComparison(proof, loss, losses[1].item(), gradients, buffers, limit, strides)
 
-        right = _gradients(whole, losses[0])
+        right = _gradients(whole, losses[0], hosts)
         found = against(whole, losses[0].item(), right)
         if found.holds:
             return found
         # Rounding, of a model that computes in a lower precision than its parameters have? Then strides show it.
         restore(start)
-        other = make().to(dtype)
-        with at_layers(other, stages[0].assignment.layers, lambda at: restore(states[at])), _contiguous(other, stages):
+        other = hosts.made(lambda: make().to(dtype))
+        drawn_as = at_layers(other, stages[0].assignment.layers, lambda at: restore(states[at]))
+        with hosts.of(other), drawn_as, _contiguous(other, stages):
             loss_of_other = weigh(_called(other, args, kwargs))
-        gradients_of_other = _gradients(other, loss_of_other)
+        gradients_of_other = _gradients(other, loss_of_other, hosts)
         every = range(len(stages))
         strides = max(one.error for one in _compared_gradients(right, gradients_of_other, dict.fromkeys(right, every)))
         contiguous = against(other, loss_of_other.item(), gradients_of_other, strides)
         return contiguous if contiguous.holds and strides <= torch.finfo(torch.float32).eps ** 0.5 else found
+
+
+class _Hosts:
+    """What Python shares, for the whole model and each stage as if each had a process of its own."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+        self._start = HostState(make)
+        self._states: dict[int, HostState] = {}
+        # Which have what the function does not reach, such as classes that it looks up:
+        self._made: list[HostState] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for state in (*self._made, self._start):
+            state.restore()
+
+    def made(self, make: Callable[[], Any]) -> Any:
+        """A model, made as the first one of its process."""
+        self._start.restore()
+        model = make()
+        self._states[id(model)] = self._held(model)
+        self._made.append(self._states[id(model)])
+        return model
+
+    def _held(self, model: Any) -> HostState:
+        return HostState(self._make, getattr(model, "whole", model))  # of a stage, what is the model's
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Code of ``model`` finds what it has left on the host, and not what others have."""
+        self._states[id(model)].restore()
+        try:
+            yield
+        finally:
+            self._states[id(model)] = self._held(model)
 
 
 def _require_equal_values(whole: nn.Module, stages: Sequence[Any]) -> None:
@@ -261,21 +302,22 @@ def _contiguous(whole: nn.Module, stages: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _gradients(whole: nn.Module, loss: Tensor) -> Gradients:
+def _gradients(whole: nn.Module, loss: Tensor, hosts: _Hosts) -> Gradients:
     """The gradients of the whole model's trained parameters."""
     own = trained(whole)
-    return dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
+    with hosts.of(whole):
+        return dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
 
 
 def _of_stages(
-    whole: nn.Module, turns: Sequence[Turn], loss: Tensor
+    whole: nn.Module, turns: Sequence[Turn], loss: Tensor, hosts: _Hosts
 ) -> tuple[dict[str, Tensor], dict[str, Sequence[int]]]:
     """Gradients and stages of parameters; copies on several are summed, as `tie_stage_parameters` sums them."""
     first = {id(parameter): name for name, parameter in trained(whole).items()}
     names = {alias: first.get(id(one), alias) for alias, one in whole.named_parameters(remove_duplicate=False)}
     summed: dict[str, Tensor] = {}
     stages: dict[str, Sequence[int]] = {}
-    for turn, found in zip(turns, gradients(turns, loss), strict=True):
+    for turn, found in zip(turns, gradients(turns, loss, hosts.of), strict=True):
         for alias in trained(turn.stage):
             stages[names[alias]] = (*stages.get(names[alias], ()), turn.stage.number)
         for alias, gradient in found.items():

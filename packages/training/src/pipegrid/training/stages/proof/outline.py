@@ -36,6 +36,13 @@ class Outline:
         return tuple(_parts(self.model, "", self.assignment))
 
     @cached_property
+    def first_names(self) -> dict[str, str]:
+        """Of each name of a parameter, the first of its names."""
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(one), name) for name, one in named}
+
+    @cached_property
     def encoder(self) -> tuple[str, int] | None:
         """The dotted name of the encoder and its number of layers, of a model with a decoder as well."""
         if len(self.assignment.lists) < 2:

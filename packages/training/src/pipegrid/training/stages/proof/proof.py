@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve
 from torch import Tensor, nn
 
 from pipegrid.layout import PipelineParallelLayerLayout
@@ -18,33 +18,19 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import ELSEWHERE, Assignment, as_layout, assign
 from pipegrid.training.stages.building.build import whole_of
 from pipegrid.training.stages.calls import PIXELS, accepted_by, called_with, without_cache
+from pipegrid.training.stages.host_state import HostState
 from pipegrid.training.stages.names import Names
 from pipegrid.training.stages.proof.boundaries import Boundary, Crossing, CutProof, named
 from pipegrid.training.stages.proof.outline import Outline
+from pipegrid.training.stages.proof.segments import Call, difference
 from pipegrid.training.stages.proof.trace import Trace, trace
 from pipegrid.training.stages.proof.traced import Operation, Traced
+from pipegrid.training.stages.shell import Needs
 from pipegrid.training.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
+COMPARED = 100_000_000
+"""Parameters of the largest model whose stages are compared in numbers where their cut is not proved."""
 _NOTHING = Operation("", "", "", 0)
-
-
-@frozen
-class Needs:
-    """What the stages need to know of a call, from the trace of the whole model.
-
-    Attributes:
-        absent: places in the model's output of what the last stage cannot make.
-        writes: the model writes in place to what its parts return, or to its batch; also where no trace has shown it.
-        dicts: the stages that receive a dict; None where no trace has shown it.
-        encoder: where the encoder returns a dict, its type and the key of the encoder's output.
-        longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
-    """
-
-    absent: tuple[str, ...] = ()
-    writes: bool = True
-    dicts: frozenset[int] | None = None
-    encoder: tuple[type, str] | None = None
-    longer: bool = False
 
 
 def prove_cut(
@@ -95,17 +81,28 @@ def proof_of(
         dropped: names of arguments that stages behind the first are not called with.
         loss: of what the model returns.
     """
-    assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
     kwargs = without_cache(accepted_by(outline.model), kwargs)
+    call, host = Call(args, kwargs, hidden, loss), HostState(outline.model)
+    try:
+        return _proof_of(outline, call, host, dropped)
+    finally:
+        host.restore()  # no trace of the runs is left
+
+
+def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
+    assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
+    args, kwargs, hidden, loss = call.args, call.kwargs, call.hidden, call.loss
     given = {name: value for name, value in kwargs.items() if name not in dropped}
     compared = len(given) < len(kwargs) and not outline.encoder
     try:
-        forward = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
-        if any(
-            one.cell.known for one in forward.crossing
-        ):  # what a module keeps, such as a table, a stage makes itself
-            forward = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
-        other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else forward
+        first = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
+        runs = call.of(outline, host, first)
+        forward = first
+        if any(one.cell.known for one in first.crossing):  # what a module keeps, such as a table, a stage makes itself
+            forward = runs[1] if runs[1:] else trace(outline, args, kwargs, hidden=hidden, loss=loss)
+        if compared:
+            host.restore()
+        other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else first
     except Exception as error:  # noqa: BLE001 -- the model's code met tensors without values: any kind
         text = next(iter(str(error).splitlines()), "")
         return CutProof(
@@ -130,19 +127,24 @@ def proof_of(
         (
             *_parameters(forward, assignment),
             *_split(forward),
-            *_changed(forward, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
+            *_drawn_by_host(forward),
+            *_changed(first, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
         ),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
         outline.asked(kwargs),
     )
-    return proof, Needs(
+    needs = Needs(
         tuple(_missing(forward, outline, places[assignment.num_stages - 1])) if places else (),
-        forward.writes,
+        any(one.writes for one in runs),
         frozenset(stage for stage, at in places.items() if at in forward.dicts),
         forward.encoder,
         _longer(forward, kwargs.get("input_ids")),
     )
+    if places and not proof.faults and not any(one.crossing for one in boundaries):
+        other_way = difference(outline, call, runs, host, needs)
+        proof = evolve(proof, faults=(other_way,)) if other_way else proof
+    return proof, needs
 
 
 def place(operation: Operation) -> str:
@@ -199,6 +201,15 @@ def _split(forward: Trace) -> Iterator[str]:
         if id(operation) in forward.live:
             yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
             return
+
+
+def _drawn_by_host(forward: Trace) -> Iterator[str]:
+    """Random numbers of the host between layers."""
+    if forward.host_drew:
+        yield (
+            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
+            "each stage draws other numbers"
+        )
 
 
 def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
@@ -270,28 +281,49 @@ class Proofs:
         self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
         self._found: dict[object, tuple[CutProof, Needs]] = {}
 
-    def require(self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None) -> Needs:
+    def require(
+        self,
+        stage: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        hidden: Tensor | None,
+        compare: Callable[[], None] | None = None,
+    ) -> Needs:
         """Prove a call, unless one like it has been.
+
+        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`).
 
         Args:
             stage: that is called.
             args: of the call of the whole model.
             kwargs: likewise.
             hidden: of a stage that is called without the ids, what stands for the result of the embedding.
+            compare: compares the loss and gradients of the call with those of the whole model; None: not on this stage.
 
         Raises:
-            CutError: more than what stages send crosses a boundary.
+            CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
+                the numbers differ.
         """
         known = len(self._found)
         proof, needs = self.found(stage, args, kwargs, hidden)
         if not proof.holds:
             proof.require()
             if len(self._found) > known:
-                warnings.warn(
-                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. check_stages compares "
-                    "its loss and gradients with those of the whole model",
-                    stacklevel=4,
+                size = sum(one.numel() for one in self.outline.model.parameters())
+                compared = compare is not None and size <= COMPARED
+                by_itself = f"{size:,} parameters; without being asked at most {COMPARED:,}"
+                what = (
+                    "Stage 0 compares loss and gradients of this microbatch with those of the whole model "
+                    f"({by_itself}); PipelineConfig(check=False) leaves that out"
+                    if compared
+                    else "check_stages, or PipelineConfig(check=True), compares loss and gradients with those of the "
+                    f"whole model ({by_itself})"
                 )
+                warnings.warn(
+                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. {what}", stacklevel=4
+                )
+                if compared and compare is not None:
+                    compare()
         return needs
 
     def found(

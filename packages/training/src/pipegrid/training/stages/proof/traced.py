@@ -36,6 +36,9 @@ class Operation:
         line: the line of the model's code, ``file.py:12``.
         passed: number of boundaries passed.
         after: the operations that made its inputs.
+        text: the operation with its arguments; tensors by their shapes, parameters by their names.
+        signature: of the operation, its arguments and all that these were made of; "" where the batch determines it.
+        number: of operations before it.
     """
 
     name: str
@@ -43,6 +46,9 @@ class Operation:
     line: str
     passed: int
     after: list[Operation] = field(factory=list, repr=False)
+    text: str = ""
+    signature: str = field(default="", repr=False)
+    number: int = 0
 
 
 @define(eq=False)
@@ -79,6 +85,8 @@ class Traced(Tensor):
         placed: a stage needed a parameter, a random number or a part of another stage to make this view.
         uses: pairs of operations, the one that made its value and one that used it behind a boundary.
         parameter: its name, if it is one.
+        nth: among the results of its origin.
+        arrived: its place in what is sent at a boundary, and the operation that had written it last; None elsewhere.
     """
 
     owner: Any
@@ -88,6 +96,8 @@ class Traced(Tensor):
     placed: bool
     uses: list[tuple[Operation, Operation]]
     parameter: str
+    nth: int
+    arrived: tuple[str, Operation] | None
 
     @staticmethod
     def of(
@@ -106,7 +116,7 @@ class Traced(Tensor):
             requires_grad=False,
         )
         self.owner, self.behind, self.cell, self.origin = owner, behind, cell, origin
-        self.placed, self.uses, self.parameter = placed, [], parameter
+        self.placed, self.uses, self.parameter, self.nth, self.arrived = placed, [], parameter, 0, None
         return self
 
     @property
@@ -151,15 +161,15 @@ def traced_in(value: Any) -> list[Traced]:
     return [one for one in tensors_in(value) if isinstance(one, Traced)]
 
 
-def read(func: Any, args: tuple[Any, ...]) -> Any:
+def read(func: Any, args: tuple[Any, ...], number: Callable[[torch.dtype], Any]) -> Any:
     """A stand-in for what ``func`` tells the host of values that are not there; NotImplemented for other operators.
 
-    A number is 1 or True; of a mask, every place is set.
+    ``number`` gives a stand-in of a dtype; of a mask, every place is set.
     """
     if func is _aten._local_scalar_dense.default:  # noqa: SLF001
-        return torch.ones((), dtype=args[0].dtype).item()
+        return number(args[0].dtype)
     if func in (_aten.equal.default, _aten.is_nonzero.default):
-        return False
+        return not number(torch.bool)
     if func is _aten.nonzero.default:
         return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.long, device="meta")
     if func is _aten.masked_select.default:

@@ -49,7 +49,17 @@ def _siblings(requirements: list[str]) -> tuple[str, ...]:
 
 # A new package needs no line here: its sessions follow from its metadata. What it does not declare, its session lacks.
 ALL = tuple(path.parent.name for path in sorted(PACKAGES.glob("*/pyproject.toml")))
-DEPENDENCIES = {name: _siblings(_metadata(name)["project"]["dependencies"]) for name in ALL}
+DECLARED = {name: _siblings(_metadata(name)["project"]["dependencies"]) for name in ALL}
+
+
+def _with_needs(*names: str) -> tuple[str, ...]:
+    """``names`` and the packages that they declare, those that these declare, and so on."""
+    found = dict.fromkeys(names)
+    for name in names:
+        found |= dict.fromkeys(_with_needs(*DECLARED[name]))
+    return tuple(sorted(found))
+
+
 # What a package's tests need, from its dependency group `test`.
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
@@ -139,8 +149,7 @@ def install(
 def _test_package(session: nox.Session, name: str) -> None:
     needs = TEST_NEEDS[name]
     others = [need for need in needs if not _siblings([need])]
-    siblings = {each for need in _siblings(needs) for each in (*DEPENDENCIES[need], need)}
-    install(session, tuple(sorted({*DEPENDENCIES[name], *siblings, name})), *others)
+    install(session, _with_needs(name, *_siblings(needs)), *others)
     preload = ("-o", PRELOAD) if "pipegrid-testing" in needs else ()
     session.run("pytest", "-m", "not nightly", *preload, str(PACKAGES / name / "tests"), *session.posargs)
 
@@ -292,7 +301,7 @@ def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[
     for path in lines[0].split():  # as in a shell, * is every package
         paths += sorted(map(str, PACKAGES.glob("*"))) if path.endswith("*") else [path]
     given = {Path(path.partition("[")[0]).name for path in paths}
-    missing = needed.union(*(DEPENDENCIES[name] for name in given)) - given
+    missing = needed.union(_with_needs(*given)) - given
     if missing:
         session.error(f"the install line of {readme.relative_to(ROOT)} lacks {sorted(missing)}")
     return paths

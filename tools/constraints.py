@@ -36,7 +36,7 @@ TOLD = ("torch", "transformers")
 # What a release of a dependency may break: the names of files of tests, which are quick. For a dependency that is not
 # here: in each package that declares it, the smallest file that imports it.
 TOUCHING = {
-    "attrs": ("test_topology_fields", "test_topology_mistakes", "test_layout_mistakes", "test_arguments"),
+    "attrs": ("test_core_fields", "test_topology_mistakes", "test_layout_mistakes", "test_arguments"),
     "cattrs": ("test_layout_command_line", "test_command_line", "test_planner_goodput_inputs"),
     "numpy": ("test_testing_ranks", "test_training_rows"),
     "pytest": ("test_testing_options", "test_testing_failures"),

@@ -131,6 +131,12 @@ def test_a_function_makes_the_parameters_of_its_stage_only():
     assert sum(parameter.numel() for parameter in stage.parameters()) == 2 * 72
 
 
+def two_lists():
+    model = Plain()
+    model.others = Plain().blocks
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "layout", "stage", "options", "text"),
     [
@@ -138,7 +144,7 @@ def test_a_function_makes_the_parameters_of_its_stage_only():
         (llama(), "Et|tttL", 2, {}, r"stage is 2; layout 'Et\|t\*3,L' has the stages 0..1"),
         (llama(), "Et||tttL", 1, {}, "stage 1 of layout .* has no parameters; move a layer to it"),
         (llama(), "Ete|teL", 0, {}, "layers of the kinds decoder, encoder, and the model has one list of layers"),
-        (Plain, "Et|ttL", 0, {}, r"Plain has its layers under no name of Hugging Face's; .* are: blocks \(3\)"),
+        (two_lists, "Et|ttL", 0, {}, r"Plain has its layers under no name of Hugging Face's; .* are: blocks \(3\), "),
         (Plain, "Et|ttL", 0, {"names": Names("layer")}, "Plain has no list of modules 'layer'; its lists are blocks"),
         (Plain, "Et|ttL", 0, {"names": Names("blocks")}, "position is beside the layers; name it in"),
         (MAKERS["t5"], "Ett|tteeeeL", 0, {}, "layers run in the order encoder, decoder"),

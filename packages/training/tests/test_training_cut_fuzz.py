@@ -175,8 +175,8 @@ def require_host_judged(seed):
 
 
 def test_stages_of_models_that_keep_something_on_the_host_are_right_or_a_cut_error():
-    found = [require_host_judged(seed) for seed in range(20)]
-    assert 4 < sum(each == "right" for each in found) < 16
+    found = [require_host_judged(seed) for seed in range(5, 15)]
+    assert 2 < sum(each == "right" for each in found) < 8
 
 
 @pytest.mark.nightly

@@ -143,7 +143,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reference(self, tensor: Traced) -> str:
         """What a tensor is: its values, its place in what was sent, its name, or a signature of all it was made of."""
         written = tensor.cell.written
-        if tensor.cell.known:
+        if tensor.cell.known and not tensor.behind.is_meta:
             return self._digest(tensor)
         if tensor.arrived is not None:
             base, since = tensor.arrived[0], tensor.arrived[1].number
@@ -274,6 +274,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operations.append(operation)
         for one in () if known else targets:
             self._forget(one)
+        for one in replaced if known else ():
+            self._hold(one)
         outs = self._run(func, args, kwargs, operation, known=known)
         if placed and known and not tensors_in(outs):
             self.guess(operation)
@@ -329,6 +331,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Drop the values behind a tensor; it goes on sharing its cell."""
         if not tensor.behind.is_meta:
             tensor.behind = on_meta(tensor.behind)
+            self._cell(tensor.behind, tensor.cell)
+
+    def _hold(self, tensor: Traced) -> None:
+        """Give a tensor memory for values that replace all of those that it has not."""
+        if tensor.behind.is_meta:
+            like = tensor.behind
+            tensor.behind = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
             self._cell(tensor.behind, tensor.cell)
 
     def _shape(self, value: Any) -> Any:

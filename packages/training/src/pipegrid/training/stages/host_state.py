@@ -22,6 +22,7 @@ import types
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 
 _PLAIN = {"builtins", "types", "collections", "argparse", "functools", "random"}
 _OPAQUE = (sys.stdlib_module_names - _PLAIN - {"__main__"}) | {"torch", "numpy", "pipegrid", "attr"}
-_INSTALLED = ("site-packages", "dist-packages")
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType)
 _UNSET = ("__dict__", "__weakref__", "__doc__")
 _MISSING: Any = object()
@@ -217,8 +217,15 @@ def _is_opaque(module: str | None) -> bool:
 
 
 def _is_installed(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return any(folder in file for folder in _INSTALLED)
+    """Whether it is of a distribution: beside its package lies the metadata of what an installer has put there."""
+    top = sys.modules.get(module.partition(".")[0])
+    places = [*getattr(top, "__path__", ())] or [getattr(top, "__file__", None)]
+    return any(_has_metadata(Path(place).parent) for place in places if place)
+
+
+@functools.lru_cache(4096)
+def _has_metadata(folder: Path) -> bool:
+    return next(folder.glob("*.dist-info"), None) is not None
 
 
 def _values(contents: _Contents) -> Iterable[Any]:

@@ -46,7 +46,8 @@ def watched(script, losses):
 
     def loss_of(output, microbatch):
         loss = script_loss(output, microbatch)
-        losses.append(loss.item())
+        if loss.requires_grad:  # else asked what it is a mean over
+            losses.append(loss.item())
         return loss
 
     script_loss = names["loss_of"]

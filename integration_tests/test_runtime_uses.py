@@ -120,7 +120,7 @@ def test_a_step_on_a_closed_communicator_says_so_at_once(ranks):
     dist.barrier()
     communicator.close()
     start = time.monotonic()
-    with pytest.raises(PipelineError, match="P2PLaneDeadError: the communicator was closed on this rank"):
+    with pytest.raises(PipelineError, match=r"P2PLaneDeadError: lane .* was closed on rank"):
         runtime.step()
     assert time.monotonic() - start < 5
 

@@ -200,7 +200,7 @@ class VTPCommunicator(VTPFunctions):
 
     # -- along edges ----------------------------------------------------------------------------------------
 
-    def _receive(self, exchange: Exchange, direction: Direction, shapes: Any) -> ReceiveHandle:
+    def _receive(self, exchange: Exchange, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         return exchange.irecv_forward(self._shape(shapes, ARRIVES[direction]))
 
     def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:

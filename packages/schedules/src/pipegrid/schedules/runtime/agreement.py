@@ -55,6 +55,7 @@ class StepAgreement:
     _of_queues: list[tuple[RecvQueue, Handshake]] = field(factory=list, init=False)
     _connected: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
+    _batch: str | None = field(default=None, init=False)
 
     def begin(self, kind: str, agree: str = "", batch: str | None = None) -> None:
         """Tell the neighbours of a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else is compared.
@@ -68,6 +69,7 @@ class StepAgreement:
         self._what = (
             f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
         )
+        self._batch = batch
         if not self._connected:
             self._connected = True
             self._connect()
@@ -116,7 +118,9 @@ class StepAgreement:
         """
         if told is not None and told.startswith(_DIFFERENT):
             return told
-        others = None if self._handshake is None else self._handshake.look(_LOOK_SECONDS)
+        others = {} if self._handshake is None else self._handshake.look(_LOOK_SECONDS)
+        if self._batch is None:  # a step that ended before all were told differs from none of what they tell
+            others = {peer: what for peer, what in others.items() if what.partition("\n")[0] != self._what}
         return self._difference(others) if others else None
 
     def _difference(self, others: dict[int, str]) -> str:

@@ -149,13 +149,15 @@ def text_of(page: Path) -> str:
 
 
 def undocumented() -> list[str]:
-    """Public names of the packages without an entry in the reference."""
+    """Public names of the packages without an entry in the reference: their own, or of a package offered whole."""
     lost = []
     for face in sorted(ROOT.glob("packages/*/src/pipegrid/*/__init__.py")):
-        package = face.parent.name
-        html = page_html(Path("reference") / f"{package}.md").read_text(encoding="utf-8")
-        entries = set(re.findall(rf'id="pipegrid\.{package}\.(?:\w+\.)*(\w+)"', html))
-        for node in ast.parse(face.read_text(encoding="utf-8")).body:
+        package, text = face.parent.name, face.read_text(encoding="utf-8")
+        entries: set[str] = set()
+        for name in (package, *re.findall(r"^from pipegrid\.(\w+) import \*", text, re.MULTILINE)):
+            html = page_html(Path("reference") / f"{name}.md").read_text(encoding="utf-8")
+            entries |= set(re.findall(rf'id="pipegrid\.{name}\.(?:\w+\.)*(\w+)"', html))
+        for node in ast.parse(text).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 names = ast.literal_eval(node.value)
                 lost += [f"pipegrid.{package}.{name}" for name in names if name not in entries]

@@ -18,7 +18,6 @@ Candidate = Found  # the older name
 
 __all__ = [
     "COMPARED",
-    "Candidate",
     "Found",
     "LostRank",
     "Objective",

@@ -93,9 +93,10 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
         )
         return lambda: job.step({"x": x, "y": x})
 
+    target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
     watched = Monitor(control_store(f"trips {microbatches}"), rank=rank, ranks=range(ranks), deadline=60.0)
     return {
-        "torch": lambda: torchs.step(*([x] if rank == 0 else []), **({"target": x} if rank == ranks - 1 else {})),
+        "torch": lambda: torchs.step(*([x] if rank == 0 else []), **target),
         "runtime": runtime.step,
         "Pipeline": pipeline(False),
         "Pipeline, monitor": pipeline(watched),

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 WIDTH, ROWS, WARMUP = 64, 2, 4
 ADDRESSES, PORT = ("10.9.0.1", "10.9.0.2"), 29555

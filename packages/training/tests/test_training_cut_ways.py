@@ -502,6 +502,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # of PEFT's own call
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
 @pytest.mark.filterwarnings("ignore:Unsupported layer type .*LlamaRMSNorm:UserWarning")
 @pytest.mark.parametrize("kind", ADAPTERS)

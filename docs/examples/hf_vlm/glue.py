@@ -6,12 +6,12 @@ All the glue there is; a test counts its lines, and apart the ones that are pipe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from hf_vlm.data import Batch
 from hf_vlm.model import make_model
@@ -47,7 +47,7 @@ TEXT = Names("model.language_model.layers", elsewhere=("model.vision_tower", "mo
 
 def read(stage: Any, batch: Batch) -> Any:
     """The language model, with what the vision module has sent in place of the images."""
-    seen = {"image": SimpleNamespace(pooler_output=[stage.received["vision"]])} if stage.is_first else None
+    seen = {"image": BaseModelOutputWithPooling(pooler_output=[stage.received["vision"]])} if stage.is_first else None
     return stage(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], mm_encoder_outputs=seen)
 
 

@@ -232,6 +232,23 @@ def test_what_is_counted_gives_an_attached_loss_the_mean_over_microbatches(name,
             weighed([of_sum(count)], logits, labels, sizes, beside)
 
 
+def test_a_count_by_the_mask_is_the_same_on_a_replica_without_padding():
+    """In its first microbatch such a count is also that of all places, which another replica's is not."""
+    labels = torch.tensor([[1, 2, 3, 0]] * 2 + [[1, 2, -100, -100], [3, 1, 2, -100]])
+    parts = [
+        microbatch({"labels": some, "attention_mask": (some != -100).long()}, Share(), CPU) for some in labels.split(2)
+    ]
+    counts = StepCounts.start(parts, CPU, None, Waiting())
+
+    def loss(output, batch):
+        return output.logits.sum(), batch["attention_mask"][:, 1:].sum()
+
+    outputs = [SimpleNamespace(logits=torch.ones(2, 4, CLASSES)) for _ in parts]
+    replicas = [GivenLoss(loss)(output, part, counts) for output, part in zip(outputs, parts, strict=True)]
+    weights = [weight.item() for _, weight, _ in replicas]
+    assert weights == pytest.approx([2 * 6 / 9, 2 * 3 / 9])
+
+
 def test_a_loss_that_is_asked_leaves_no_trace():
     calls = []
 

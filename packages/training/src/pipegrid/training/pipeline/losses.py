@@ -318,10 +318,10 @@ class GivenLoss:
         number = torch.as_tensor(count, device=total.device).detach().double().reshape(())
         own = counts_of(microbatch)
         if self._counted is None or not counts.alike(own, self._counted):
+            first, value = self._counted is None, number.item()
             kept = range(len(NAMES)) if self._counted is None else self._counted
-            value = number.item()
             self._counted = tuple([rule for rule in kept if own[rule] == value])
-            if not counts.alike(own, self._counted):
+            if self._counted and (first or not counts.alike(own, self._counted)):
                 self._counted = self._counting(output, microbatch, counts)
         one = counts.weight(self._counted[0], 1.0) if self._counted else torch.ones_like(number)
         weight = counts.weight(self._counted[0], number) if self._counted else number
@@ -369,7 +369,7 @@ class GivenLoss:
             )
 
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
-        """What is counted, where several things have the same number in a microbatch, and not in the step."""
+        """What is counted, of what has the same number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
         if parts is None:
             return ()

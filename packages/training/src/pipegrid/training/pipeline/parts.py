@@ -50,12 +50,14 @@ def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Par
 def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Part, Part] | None:
     """A microbatch with a few labels, the same with fewer, and both as one; None of an output without rows.
 
-    By rows they are alike; by labels the first has twice as many, and by those that follow three times. Random numbers
-    are added to what the last stage has returned, since all means of equal numbers are equal.
+    By rows they are alike; by labels the first has twice as many, and by those that follow three times. An
+    ``attention_mask`` of the labels' shape masks what has no label, since some losses count by it. Random numbers are
+    added to what the last stage has returned, since all means of equal numbers are equal.
     """
     if not _has_rows(output, rows):
         return None
-    labels = inputs["labels"]
+    labels, mask = inputs["labels"], inputs.get("attention_mask")
+    masked = isinstance(mask, Tensor) and mask.shape == labels.shape
     whole = labels.masked_fill(labels == IGNORED, 0)
     given = []
     for most in (_MORE, _FEWER):
@@ -64,10 +66,10 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
             some[:, min(most, whole.shape[1] - (most == _FEWER)) :] = IGNORED
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
-        given.append({**inputs, "labels": some})
+        given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
     outputs = [_shaken(_wide(output)), _shaken(_wide(output))]
     one, other = (Part(out, some, _counts(some, rows)) for out, some in zip(outputs, given, strict=True))
-    joined = {**_twice(inputs, inputs, rows), "labels": torch.cat([each["labels"] for each in given])}
+    joined = _twice(given[0], given[1], rows)
     return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, _counts(joined, 2 * rows))
 
 

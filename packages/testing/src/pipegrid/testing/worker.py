@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import itertools
 import os
 import queue
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.config import create_terminal_writer
 
 from pipegrid.testing.messages import (
     AskStacks,
@@ -90,6 +92,9 @@ def main(channel: Channel, stacks_file: int) -> None:
     }
     blocked = [part for name in _BLOCKED for part in ("-p", f"no:{name}")]
     config = pytest.Config.fromdictargs(options, [*blocked, *hello.args])
+    # Before 9.1, pytest asks the blocked plugin for it where it explains a failed comparison.
+    writer = create_terminal_writer(config, io.StringIO())
+    config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
     config.pluginmanager.register(RankSession(channel, inbox), "pipegrid-testing-worker")
     status = config.hook.pytest_cmdline_main(config=config)
     raise RuntimeError(f"this rank's pytest session ended by itself, with status {status!r}")

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Final
 
-TESTED: Final = {"torch": ("2.11", "2.15"), "transformers": ("5.0", "5.24")}
+TESTED: Final = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24")}
 
 
 @functools.cache

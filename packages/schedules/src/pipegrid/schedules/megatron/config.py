@@ -131,6 +131,7 @@ class PipelineConfig(P2PConfig):
             on its first microbatch (`check_stages` of pipegrid-training): for stages of its ``pipeline_stage``,
             made with a function that makes the model, and for models of which a rank can hold two. None: does so only
             where the cut is not proved, for models of at most 100 million parameters, in training. False: never.
+            `Pipeline` compares its whole first step as well: True of a model of any size, None of at most 20 million.
 
     Raises:
         P2PUsageError: a count outside its range, a value for a function; or as `P2PConfig`.

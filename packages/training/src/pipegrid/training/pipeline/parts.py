@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from pipegrid.training.generators import generators_as_before
 from pipegrid.training.pipeline.counts import counts_of_labels
+from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
 from pipegrid.training.stages.torch_compat import tree_map, tree_map_only
 
@@ -71,6 +73,73 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
     one, other = (Part(out, some, _counts(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
     return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, _counts(joined, 2 * rows))
+
+
+def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
+    """The outputs of microbatches as the output of one; what has no rows, and is not the same in all, is NaN there.
+
+    None: they have not one form.
+    """
+    rows = [each.rows for each in microbatches]
+    columns = [_tensors(output) for output in outputs]
+    if len({len(each) for each in columns}) != 1:
+        return None
+    joined: list[Tensor] = []
+    for tensors in zip(*columns, strict=True):
+        by_row = all(tensor.dim() and len(tensor) == number for tensor, number in zip(tensors, rows, strict=True))
+        if by_row and len({tensor.shape[1:] for tensor in tensors}) == 1:
+            joined.append(torch.cat(tensors))
+        elif all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+            joined.append(tensors[0])
+        elif tensors[0].is_floating_point():
+            joined.append(torch.full_like(tensors[0], torch.nan))
+        else:
+            return None
+    following = iter(joined)
+    return _mapped(outputs[0], lambda _: next(following))
+
+
+def largest_difference(one: Any, other: Any, rows: int) -> float | None:
+    """Of two outputs of as many rows, of what has rows; relative to its norm. None: they have not one form."""
+    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
+    if len(_tensors(one)) != len(_tensors(other)) or any(first.shape != second.shape for first, second in pairs):
+        return None
+    by_row = [(a.double(), b.double()) for a, b in pairs if a.dim() and len(a) == rows and a.is_floating_point()]
+    return max((float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in by_row), default=None)
+
+
+def as_plain(value: Any) -> tuple[Any, list[Tensor]]:
+    """Plain data for ``value``, a batch, and its tensors, which `of_plain` takes; None for what is not plain data."""
+    tensors: list[Tensor] = []
+
+    def plain(each: Any) -> Any:
+        if isinstance(each, (Tensor, np.ndarray)):
+            tensors.append(torch.as_tensor(each).detach())
+            return {"tensor": len(tensors) - 1, "array": not isinstance(each, Tensor)}
+        if isinstance(each, Mapping) and all(isinstance(name, str) for name in each):
+            return {"dict": [[name, plain(inner)] for name, inner in each.items()]}
+        if type(each) in (list, tuple):
+            return {type(each).__name__: [plain(inner) for inner in each]}
+        if type(each) in (str, int, float, bool, type(None)):
+            return {"value": each}
+        raise TypeError(type(each).__name__)
+
+    try:
+        return plain(value), tensors
+    except TypeError:
+        return None, []
+
+
+def of_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
+    """What `as_plain` was called with; mappings are dicts."""
+    ((kind, held),) = [(kind, held) for kind, held in plain.items() if kind != "array"]
+    if kind == "tensor":
+        return tensors[held].cpu().numpy() if plain["array"] else tensors[held]
+    if kind == "dict":
+        return {name: of_plain(each, tensors) for name, each in held}
+    if kind == "value":
+        return held
+    return {"list": list, "tuple": tuple}[kind]([of_plain(each, tensors) for each in held])
 
 
 @contextmanager

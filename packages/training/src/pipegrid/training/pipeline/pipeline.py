@@ -23,6 +23,7 @@ from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.generators import states_as_before
+from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
@@ -60,6 +61,11 @@ class Pipeline:
     checkpoint has them; ``pipeline.generators["model"].manual_seed(1)`` seeds anew. For the masks of one process,
     apply `DropoutMasks` to `stages`.
 
+    The first `step` of one model over dp and pp, of at most 20 million parameters, is compared with one process: the
+    first rank runs the whole model on the batch of all replicas, with the script's own loss, and a loss, gradient or
+    buffer of a stage that is not that of one process is a `CutError` on every rank. It takes as long as that process
+    does. ``PipelineConfig(check=True)`` compares a model of any size that a rank can hold, and False none.
+
     Args:
         model: a function that makes the model, such as ``lambda: LlamaForCausalLM(config)``; or modules by name.
         layout: of its layers, such as ``"Et*8|t*8L"``, with one stage on each pp rank, or as many as the schedule has.
@@ -94,7 +100,7 @@ class Pipeline:
     Raises:
         StepArgumentError: ranks without a grid, a layout that does not divide over the pp ranks, or arguments that
             exclude each other.
-        CutError: as `pipeline_stage`.
+        CutError: as `pipeline_stage`; in the first step also where it is not that of one process.
     """
 
     def __init__(
@@ -192,6 +198,9 @@ class Pipeline:
             all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
             self.generators,
             self._cut["rows"],
+            None
+            if parallelize is not None
+            else FirstStep.of(described, self.stages, self.config, loss, self._cut["rows"], self.device, self.replica),
         )
 
     @property
@@ -229,7 +238,9 @@ class Pipeline:
         if routes is not None and self._recording is not None:
             raise StepArgumentError("record() is of a step in which replicas act alike; this one has routes")
         path, self._recording = self._recording, None
-        return self._steps.run(parts, routes) if path is None else self._steps.recorded(parts, path)
+        if path is not None:
+            return self._steps.recorded(parts, path, batch=batch)
+        return self._steps.run(parts, routes, batch=batch)
 
     def evaluate(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """The mean loss of a batch, as of `step`, without gradients and in evaluation mode; on every rank."""

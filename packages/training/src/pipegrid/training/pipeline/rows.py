@@ -103,6 +103,29 @@ class Rows:
 
         return [part(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
 
+    def joined(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The batch that is cut into ``parts``; None where they are not of one."""
+        rows = [self.number_or_first(part) for part in parts]
+        entries = [dict(_entries(part)) for part in parts]
+        if any(each.keys() != entries[0].keys() for each in entries):
+            return None
+        made: dict[str, Any] = {}
+        for path, first in entries[0].items():
+            values = [each[path] for each in entries]
+            axis = self._used.get(path, self.axes.get(path, None if self._is_whole(path) else 0))
+            if axis is None or not all(
+                _length(v, max(axis, 0)) == n or axis < 0 for v, n in zip(values, rows, strict=True)
+            ):
+                if not all(_same(value, first) for value in values):
+                    return None
+                made[path] = first
+                continue
+            try:
+                made[path] = _cat(values, axis)
+            except (RuntimeError, TypeError, ValueError):  # of other lengths
+                return None
+        return _mapped(parts[0], lambda path, _: made[path])
+
     def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
         """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
         entries = [(path, value) for path, value in _entries(batch) if not self._is_whole(path)]
@@ -268,6 +291,27 @@ def _part(value: Any, axis: Axis, start: int, stop: int) -> Any:
         return value[start:stop]
     made = [_part(each, axis if axis == INSIDE else axis - 1, start, stop) for each in value]
     return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+
+def _cat(values: Sequence[Any], axis: int) -> Any:
+    """Values of `_part` as one."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(values), dim=max(axis, 0))
+    if _is_array(first):
+        return sys.modules["numpy"].concatenate(values, axis=max(axis, 0))
+    if axis == 0:
+        return type(first)([each for value in values for each in value])
+    inner = [_cat(each, axis if axis == INSIDE else axis - 1) for each in zip(*values, strict=True)]
+    return type(first)(*inner) if hasattr(first, "_fields") else type(first)(inner)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if _is_array(one) and _is_array(other):
+        return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _described(value: Any) -> str:

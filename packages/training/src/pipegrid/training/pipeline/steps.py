@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from pipegrid.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.generators import seeded_by
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
+from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch, signature
 from pipegrid.training.pipeline.modules import PipelineModule
@@ -65,6 +67,7 @@ class Steps:
         is_one_batch: whether the losses of a step are all of one batch, in one replica; the same on all ranks.
         generators: by module; a draw seeds each forward.
         rows: how microbatches are shared among replicas.
+        first: what compares the first step that trains with one process; None afterwards.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -80,6 +83,8 @@ class Steps:
     is_one_batch: bool
     generators: Mapping[str, torch.Generator]
     rows: Rows
+    first: FirstStep | None = None
+    _comparing: FirstStep | None = field(default=None, init=False)
     _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
 
@@ -120,10 +125,21 @@ class Steps:
         }
 
     def run(
-        self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None, *, forward_only: bool = False
+        self,
+        parts: Sequence[Mapping[str, Any]],
+        routes: Routes | None = None,
+        *,
+        forward_only: bool = False,
+        batch: Any = None,
     ) -> Tensor:
-        """A step of microbatches; the mean loss over what the whole job counts, on every rank."""
+        """A step of microbatches; the mean loss over what the whole job counts, on every rank.
+
+        ``batch``: what the script gave, of which they are parts.
+        """
         given = self.arguments(parts, routes)
+        first = None if forward_only or routes is not None else self.first
+        if first is not None and first.begin(parts, batch):
+            self._comparing = first
         counts = self._counts(given["data_iterator"], len(parts) if self.is_one_batch and routes is None else None)
         step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._told, trained=not forward_only))
@@ -138,7 +154,11 @@ class Steps:
             total = self._told(told, trained=not forward_only)
             waiting = attrs.evolve(self._waiting, what=f"the mean loss of {'evaluate' if forward_only else 'step'}()")
             all_reduce(total, self.config.job_group)(waiting)
-        return self._mean(total, counts)
+        mean = self._mean(total, counts)
+        if first is not None:
+            self.first = self._comparing = None
+            first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
+        return mean
 
     def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None) -> StepCounts:
         """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them."""
@@ -182,7 +202,7 @@ class Steps:
         tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
         return not any(group is not None and group.rank() for group in tp)
 
-    def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path) -> Tensor:
+    def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path, *, batch: Any = None) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
         cuda = self.device.type == "cuda"
         recorder = Recorder(memory=(lambda: int(torch.cuda.memory_allocated(self.device))) if cuda else None)
@@ -192,7 +212,7 @@ class Steps:
         try:
             wait_for_all(everyone, self.device, waiting=waiting)
             recorder.start()
-            loss = self.run(parts)
+            loss = self.run(parts, batch=batch)
         finally:
             self._set_config(self.config)
         plan, rank = self.plan(len(parts)), dist.get_rank()
@@ -224,7 +244,8 @@ class Steps:
     ) -> tuple[Any, Any]:
         part = next(parts)
         name, forward, has_loss = self._roles[stage]
-        with seeded_by(self.generators[name], self.device):
+        as_one_process = nullcontext() if self._comparing is None else self._comparing.forward(stage)
+        with seeded_by(self.generators[name], self.device), as_one_process:
             output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
         if not has_loss:
             if isinstance(stage, Stage):

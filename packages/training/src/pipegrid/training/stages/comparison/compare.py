@@ -178,7 +178,7 @@ def compare(
         limit = max(torch.finfo(one.dtype).eps for one in whole.parameters() if one.is_floating_point()) ** 0.5
 
         def against(model: nn.Module, loss: float, right: Gradients, strides: float = 0.0) -> StageComparison:
-            gradients = tuple(_compared_gradients(right, summed, holders))
+            gradients = tuple(compared_gradients(right, summed, holders))
             buffers = tuple(one for stage in stages for one in _buffers(model, stage))
             return StageComparison(proof, loss, losses[1].item(), gradients, buffers, limit, strides)
 
@@ -194,7 +194,7 @@ def compare(
             loss_of_other = weigh(_called(other, args, kwargs))
         gradients_of_other = _gradients(other, loss_of_other, hosts)
         every = range(len(stages))
-        strides = max(one.error for one in _compared_gradients(right, gradients_of_other, dict.fromkeys(right, every)))
+        strides = max(one.error for one in compared_gradients(right, gradients_of_other, dict.fromkeys(right, every)))
         contiguous = against(other, loss_of_other.item(), gradients_of_other, strides)
         return contiguous if contiguous.holds and strides <= torch.finfo(torch.float32).eps ** 0.5 else found
 
@@ -325,30 +325,33 @@ def _of_stages(
     return summed, stages
 
 
-def _compared_gradients(right: Gradients, found: Gradients, stages: Mapping[str, Sequence[int]]) -> Iterator[Compared]:
+def compared_gradients(right: Gradients, found: Gradients, stages: Mapping[str, Sequence[int]]) -> Iterator[Compared]:
+    """The gradients ``found`` on ``stages`` beside those of the whole model, by name."""
     total = sum(_norm(one) ** 2 for one in right.values()) ** 0.5
     least = 1e-3 * total / len(right) ** 0.5  # some gradients are zero in exact arithmetic
     for name, gradient in right.items():
         if name in stages:  # parts that other modules run are on none
-            yield _compared(f"gradient of {name}", stages[name], found.get(name), gradient, least)
+            yield compared(f"gradient of {name}", stages[name], found.get(name), gradient, least)
 
 
 def _buffers(whole: nn.Module, stage: Any) -> list[Compared]:
     right, parameters = whole.state_dict(), dict(whole.named_parameters(remove_duplicate=False))
     return [
-        _compared(f"buffer {name}", [stage.number], value, right[name], 0.0)
+        compared(f"buffer {name}", [stage.number], value, right[name], 0.0)
         for name, value in stage.state_dict().items()
         if name in right and name not in parameters
     ]
 
 
-def _compared(name: str, stages: Sequence[int], value: Tensor | None, right: Tensor | None, least: float) -> Compared:
+def compared(name: str, stages: Sequence[int], value: Tensor | None, right: Tensor | None, least: float) -> Compared:
+    """A value beside that of the whole model, whose norm is taken as ``least`` at least."""
     norm = _norm(right)
     if value is None or right is None:
         difference = _norm(value) + norm
     else:
         difference = 0.0 if torch.equal(value, right) else _norm(value.double() - right.double())
-    return Compared(name, tuple(stages), difference / max(norm, least) if difference else 0.0, norm)
+    of = max(norm, least)
+    return Compared(name, tuple(stages), (difference / of if of else math.inf) if difference else 0.0, norm)
 
 
 def _norm(tensor: Tensor | None) -> float:

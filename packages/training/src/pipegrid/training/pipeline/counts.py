@@ -36,6 +36,7 @@ class StepCounts:
     totals: Tensor
     _wait: Callable[[], None] | None
     _numbers: list[float] | None = field(default=None, init=False)
+    _weights: dict[tuple[int, float], Tensor] = field(factory=dict, init=False)
 
     @classmethod
     def start(
@@ -60,10 +61,15 @@ class StepCounts:
 
     def weight(self, rule: int, count: Tensor | float) -> Tensor:
         """What a microbatch of ``count`` weighs; the weights of a step add up to its microbatches."""
-        if self._wait is not None:
-            self.wait()
+        known = None if isinstance(count, Tensor) else self._weights.get((rule, count))
+        if known is not None:
+            return known
+        self.wait()
         total = self.totals[rule]
-        return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
+        weight = torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
+        if not isinstance(count, Tensor):  # most microbatches of a step count the same
+            self._weights[rule, count] = weight
+        return weight
 
     def numbers(self) -> list[float]:
         """`totals` on the host, which waits for them."""

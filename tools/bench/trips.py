@@ -1,6 +1,7 @@
 """What a step of two ranks waits for: torch's 1F1B, `PipelineRuntime` and `Pipeline` as a script types it.
 
     python tools/bench/trips.py [--microbatches 4 16] [--steps 12] [--quick]
+    python tools/bench/trips.py --calls [--list SIDE]
 
 One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's. Then over
 a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before the
@@ -9,6 +10,9 @@ wire needs user namespaces and /dev/net/tun, but not root. Where they are not al
 that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
 
 Sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
+
+With ``--calls``, in place of times: the Python functions that a step of the last stage enters, by sys.setprofile, for
+each number of microbatches; what one microbatch more adds; and with ``--list``, which functions these are.
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 WIDTH, ROWS, WARMUP = 64, 2, 4
@@ -130,11 +136,47 @@ def run_rank(options: argparse.Namespace) -> None:
     os._exit(0)  # the sides are not closed one by one
 
 
+def run_calls(options: argparse.Namespace) -> None:
+    """Count the Python calls of a step of each side on this rank; the last one prints them by side, as JSON."""
+    import torch.distributed as dist
+
+    where = f"tcp://{options.address}:{options.port}"
+    dist.init_process_group("gloo", where, timedelta(seconds=120), rank=options.rank, world_size=2)
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for microbatches in options.microbatches:
+        for name, step in sides(microbatches).items():
+            for _ in range(WARMUP):
+                step()
+            found.setdefault(str(microbatches), {})[name] = calls_of(step)
+    dist.barrier()
+    if options.rank == 1:
+        print(json.dumps(found), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # the sides are not closed one by one
+
+
+def calls_of(step: Callable[[], object]) -> dict[str, int]:
+    """How often each Python function is entered (a generator: each time), by the end of its path and its name."""
+    entered: Counter[str] = Counter()
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            path = frame.f_code.co_filename.replace("site-packages", "src").rpartition("/src/")[2]
+            entered[f"{path}:{frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(enter)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return dict(entered)
+
+
 def rank_command(options: argparse.Namespace, rank: int, address: str, port: int) -> list[str]:
     """Starts a rank."""
     counts = [str(count) for count in options.microbatches]
     given = ["--rank", str(rank), "--address", address, "--port", str(port), "--steps", str(options.steps)]
-    return [sys.executable, __file__, *given, "--microbatches", *counts]
+    return [sys.executable, __file__, *given, *(["--calls"] if options.calls else []), "--microbatches", *counts]
 
 
 # ---- A wire between two network namespaces
@@ -190,17 +232,19 @@ def run_wired(options: argparse.Namespace) -> None:
 # ---- The tables
 
 
-def loopback(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds over loopback."""
+def loopback(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Milliseconds over loopback, or the calls of a step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     commands = [rank_command(options, rank, "127.0.0.1", port) for rank in range(2)]
-    second = subprocess.Popen(commands[1], env=environment)
-    first = subprocess.run(commands[0], env=environment, stdout=subprocess.PIPE, check=True, timeout=options.limit)
-    second.wait(options.limit)
-    return _read(first.stdout)
+    first = subprocess.Popen(commands[0], env=environment, stdout=subprocess.PIPE)
+    second = subprocess.Popen(commands[1], env=environment, stdout=subprocess.PIPE)
+    printed = [process.communicate(timeout=options.limit)[0] for process in (first, second)]
+    if first.returncode or second.returncode:
+        raise SystemExit(f"ranks ended with {first.returncode} and {second.returncode}")
+    return _read(printed[0] or printed[1])
 
 
 def wired(options: argparse.Namespace, delay: float) -> dict[str, dict[str, float]]:
@@ -215,17 +259,36 @@ def wired(options: argparse.Namespace, delay: float) -> dict[str, dict[str, floa
     return _read(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=options.limit).stdout)
 
 
-def _read(output: bytes) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(output.splitlines()[-1])
+def _read(output: bytes) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
     return found
 
 
+def print_calls(options: argparse.Namespace) -> None:
+    """Calls of a step for the fewest and the most microbatches, and what each microbatch between them has added."""
+    found = loopback(options)
+    few, most = min(map(int, found)), max(map(int, found))
+    print(f"Python calls of a step on the last stage: M = {few}, M = {most}, for each microbatch (of pipegrid's own)")
+    for name in found[str(few)]:
+        least, largest = found[str(few)][name], found[str(most)][name]
+        added = {each: (largest.get(each, 0) - least.get(each, 0)) / (most - few) for each in least | largest}
+        own = sum(count for each, count in added.items() if each.startswith("pipegrid/"))
+        total = f"{sum(least.values())}, {sum(largest.values())}, {sum(added.values()):.1f} ({own:.1f})"
+        print(f"  {name}: {total}", flush=True)
+        if name == options.list:
+            for each, count in sorted(added.items(), key=lambda one: (-one[1], one[0])):
+                once = least.get(each, 0) - few * count
+                print(f"    {count:6.2f} a microbatch, {once:7.1f} a step  {each}")
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print both tables, or the calls."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="few steps of few microbatches; the figures say little")
+    parser.add_argument("--calls", action="store_true", help="count Python calls in place of times")
+    parser.add_argument("--list", metavar="SIDE", help="with --calls: the functions of a side, such as Pipeline")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each table")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
@@ -233,11 +296,14 @@ def main() -> None:
     parser.add_argument("--wire", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        run_rank(options)
+        (run_calls if options.calls else run_rank)(options)
     if options.wire is not None:
         run_wired(options)
     if options.quick:
         options.microbatches, options.steps = options.microbatches[:1], 3
+    if options.calls:
+        print_calls(options)
+        return
     print("loopback, milliseconds a step (over torch's)")
     for count, times in loopback(options).items():
         row = "  ".join(f"{name} {each:.1f} ({each / times['torch']:.2f})" for name, each in times.items())

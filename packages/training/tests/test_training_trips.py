@@ -1,5 +1,6 @@
-"""What a step of a `Pipeline` costs beside its computes, in counts: headers, calls of the store, collectives."""
+"""What a step of a `Pipeline` costs beside its computes, in counts: headers, store calls, collectives, Python calls."""
 
+import sys
 import threading
 
 import pytest
@@ -7,10 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules import DisagreementError, PipelineConfig, PipelineError
+from pipegrid.schedules import (
+    DisagreementError,
+    Forwarded,
+    PipelineConfig,
+    PipelineError,
+    PipelineRuntime,
+    lower,
+    one_f_one_b,
+)
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.training import Names, Pipeline
+from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 
 WIDTH = 8
 
@@ -187,3 +197,48 @@ def test_a_step_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monk
         for run in (job.step, job.evaluate, job.step):
             run(batch(8, seed=1))
         assert counted == {"collectives": 3, "store": 0}
+
+
+class BareStage:
+    """A layer of `Model`, as `PipelineRuntime` takes stages."""
+
+    def __init__(self, number, x, microbatches):
+        self.number, self.layer = number, nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        self.parts = x.chunk(microbatches)
+
+    def forward(self, microbatch, inputs):
+        if not self.number:
+            return Forwarded({Edge(0, 1): self.layer(self.parts[microbatch])})
+        output = self.layer(next(iter(inputs.values())))
+        return Forwarded({}, (output - self.parts[microbatch]).square().mean() / len(self.parts))
+
+
+def calls(step):
+    """How many Python functions a step enters on this thread, once it has run a few times."""
+    for _ in range(4):
+        step()
+    entered, before = [], sys.getprofile()
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code) if event == "call" else None)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return len(entered)
+
+
+@pytest.mark.ranks(2)
+def test_a_microbatch_more_has_hardly_more_python_calls_than_in_the_runtime(ranks):
+    """On the last stage; what is the same for all microbatches of a step is not found out in each."""
+    few, most, added = 4, 16, []
+    for number in (few, most):
+        x = batch(2 * number)["x"]
+        plan = lower(one_f_one_b(2, number))
+        stages = {ranks.rank: BareStage(ranks.rank, x, number)}
+        with P2PCommunicator(None, P2PConfig(pipeline_dtype=torch.float64)) as communicator:
+            runtime = calls(PipelineRuntime(plan, stages, communicator).step)
+        with pipeline(ranks, num_microbatches=number) as job:
+            added.append((runtime, calls(lambda job=job, x=x: job.step({"x": x, "y": x}))))
+    bare, door = ((last - first) / (most - few) for first, last in zip(*added, strict=True))
+    if ranks.rank == 1:
+        assert bare > 40
+        assert door < 1.8 * bare, (door, bare)

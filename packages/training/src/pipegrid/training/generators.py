@@ -28,7 +28,7 @@ def capture(device: torch.device | None = None) -> States:
 
 def capture_torch(device: torch.device | None = None) -> States:
     """Those of torch alone: on the host and on the device."""
-    states: States = {"torch": torch.get_rng_state()}
+    states: States = {"torch": torch.default_generator.get_state()}
     if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
     if device is not None and device.type != "cpu":
@@ -41,7 +41,7 @@ def restore(states: States, device: torch.device | None = None) -> None:
 
     ``device``: the one whose generator is set, where it is of the kind that was captured; None is the current one.
     """
-    torch.set_rng_state(states["torch"])
+    torch.default_generator.set_state(states["torch"])
     if "python" in states:
         random.setstate(states["python"])
     for kind in states.keys() - {"torch", "python", "numpy"}:
@@ -61,15 +61,14 @@ def generators_as_before() -> Iterator[None]:
         restore(states)
 
 
-@contextmanager
-def seeded_by(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators by a draw of ``generator``; after the block they go on as they were before it."""
-    states = capture_torch(device)
-    torch.manual_seed(int(torch.randint(2**63 - 1, (), generator=generator)))
-    try:
-        yield
-    finally:
-        restore(states, device)
+def seed_by(generator: torch.Generator, device: torch.device) -> States:
+    """Seed torch's generators by a draw of ``generator``; returns their states before it, for `restore`."""
+    states, seed = capture_torch(device), int(torch.randint(2**63 - 1, (), generator=generator))
+    if device.type == "cpu":  # torch.manual_seed() formats the stack for each kind of device that is not in use yet
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+    return states
 
 
 @contextmanager

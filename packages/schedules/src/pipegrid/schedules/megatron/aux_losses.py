@@ -142,11 +142,12 @@ class AttachedLosses:
     Attributes:
         stage: global number.
         names: of the classes that attach losses.
+        left: forwards that are still to be watched.
     """
 
     stage: int
     names: dict[str, None] = field(factory=dict, init=False)
-    _forwards: int = field(default=0, init=False)
+    left: int = field(default=_WATCHED, init=False)
     _constants: dict[type, tuple[float, float] | None] = field(factory=dict, init=False)
 
     def watch(
@@ -156,7 +157,7 @@ class AttachedLosses:
         handled: Collection[type | None],
         expected: Callable[[], tuple[float, ...]],
     ) -> None:
-        """Look, in its backward, at the functions that have made ``outputs``; for a stage's first microbatches.
+        """Look, in its backward, at the functions that have made ``outputs``: one of the forwards that are ``left``.
 
         Args:
             outputs: of the stage, and its loss.
@@ -164,9 +165,7 @@ class AttachedLosses:
             handled: the classes whose scale is set.
             expected: what an attached loss may be scaled by.
         """
-        if self._forwards == _WATCHED:
-            return
-        self._forwards += 1
+        self.left -= 1
         for node in _functions(outputs):
             function: type = type(node)._forward_cls  # noqa: SLF001 (has no public name)
             if function in handled:

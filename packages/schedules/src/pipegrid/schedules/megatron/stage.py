@@ -177,8 +177,10 @@ class MegatronStage:
         if call.shapes is not None:
             for payload in inputs.values():
                 call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
-        for module in call.numbered:
-            module.current_microbatch = self.units.microbatch(microbatch)  # type: ignore[assignment]
+        if call.numbered:
+            number = self.units.microbatch(microbatch)
+            for module in call.numbered:  # a number is none of what Module.__setattr__ looks for
+                object.__setattr__(module, "current_microbatch", number)
         for module in call.homed:
             home = self.units.home(microbatch)
             module.current_replica = None if home == self.units.replica else home  # type: ignore[assignment]
@@ -207,7 +209,7 @@ class MegatronStage:
             found = self._passed_on(call.shapes, received, output, microbatch)
         else:
             found = self._with_loss(call, output, loss_func, microbatch, part)
-        if call.scalers is not None:
+        if call.scalers is not None and self.attached.left:
             self.attached.watch(
                 [found.loss, *flatten(list(found.outputs.values()))],
                 microbatch,

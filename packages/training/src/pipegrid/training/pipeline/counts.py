@@ -12,35 +12,15 @@ from torch import Tensor
 from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
 ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)
 NAMES = ("rows", "labels", "following labels", "labels with padding", "following labels with padding", "microbatches")
-"""What a loss may be a mean over."""
-
-
-def counts_of(microbatch: Microbatch) -> tuple[int, ...]:
-    """By rule; without labels only rows and microbatches."""
-    labels = microbatch.inputs.get("labels")
-    if microbatch.labels is None or not isinstance(labels, Tensor):
-        return microbatch.rows, 0, 0, 0, 0, 1
-    return microbatch.rows, *microbatch.labels, *_sizes(labels), 1
-
-
-def counts_of_labels(labels: Tensor) -> tuple[int, ...]:
-    """`counts_of` a microbatch with these ``labels``; the host waits for them."""
-    counted = labels != IGNORED
-    following = counted[:, 1:] if labels.dim() > 1 else counted
-    return len(labels), int(counted.sum()), int(following.sum()), *_sizes(labels), 1
+"""What a loss may be a mean over: the numbers of `Microbatch.counts`."""
 
 
 def _sums(microbatches: Sequence[Microbatch]) -> list[float]:
-    own = [counts_of(each) for each in microbatches]
+    own = [each.counts for each in microbatches]
     return [float(sum(each)) for each in zip(*own, strict=True)] if own else [0.0] * len(NAMES)
-
-
-def _sizes(labels: Tensor) -> tuple[int, int]:
-    return labels.numel(), labels[:, 1:].numel() if labels.dim() > 1 else labels.numel()
 
 
 @define(eq=False)
@@ -56,6 +36,7 @@ class StepCounts:
     totals: Tensor
     _wait: Callable[[], None] | None
     _numbers: list[float] | None = field(default=None, init=False)
+    _weights: dict[tuple[int, float], Tensor] = field(factory=dict, init=False)
 
     @classmethod
     def start(
@@ -80,9 +61,15 @@ class StepCounts:
 
     def weight(self, rule: int, count: Tensor | float) -> Tensor:
         """What a microbatch of ``count`` weighs; the weights of a step add up to its microbatches."""
+        known = None if isinstance(count, Tensor) else self._weights.get((rule, count))
+        if known is not None:
+            return known
         self.wait()
         total = self.totals[rule]
-        return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
+        weight = torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
+        if not isinstance(count, Tensor):  # most microbatches of a step count the same
+            self._weights[rule, count] = weight
+        return weight
 
     def numbers(self) -> list[float]:
         """`totals` on the host, which waits for them."""

@@ -140,6 +140,7 @@ class FirstStep:
             return False
         given = {"batch": batch, "count": len(parts)} if isinstance(batch, Mapping) else {"parts": list(parts)}
         plain, tensors = as_plain(given if any(stage.is_first for stage in self.stages) else {})
+        self._draws = {}
         self._given = plain, [tensor.clone() for tensor in tensors]
         self._before = {f"{s.number} {name}": one.detach().clone() for s in self.stages for name, one in _buffers(s)}
         self._gradients = {
@@ -149,9 +150,8 @@ class FirstStep:
         }
         return True
 
-    @contextmanager
-    def forward(self, stage: Stage) -> Iterator[None]:
-        """The next microbatch of ``stage`` runs: keep what it is seeded by."""
+    def forward(self, stage: Stage, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
+        """Run the next microbatch of ``stage``, and keep what it is seeded by."""
         seeded = capture_torch(self.device)
         draws = Draws(torch.initial_seed(), {})
         self._draws.setdefault(stage.number, []).append(draws)
@@ -162,7 +162,7 @@ class FirstStep:
                 draws.states[at] = now
 
         with at_layers(stage.whole, stage.assignment.layers, act):
-            yield
+            return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
 
     def end(self, count: int, loss: Tensor, *, attaches: bool) -> None:
         """Compare the step, of ``count`` microbatches of this rank, whose mean loss over the job was ``loss``.

@@ -27,7 +27,6 @@ from pipegrid.training.pipeline.counts import (
     NAMES,
     ROWS,
     StepCounts,
-    counts_of,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.pipeline.parts import Part, asked, halves, on_host, padded_apart, zero_of
@@ -140,7 +139,7 @@ class OwnLoss:
                 f"the model returned {describe(output)} with the loss {describe(loss)}; its own loss needs `labels` in "
                 "the batch, else give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
             )
-        own = counts_of(microbatch)
+        own = microbatch.counts
         if not labels[1] and (not labels[0] or bool(loss.isnan())):  # a mean over no token
             return _nothing(logits, FOLLOWING if labels[0] else self._left[0].rule, counts)
         if microbatch.pattern not in self._seen or self._differ(own, counts):
@@ -301,8 +300,8 @@ class GivenLoss:
         return weighed if beside is None else (weighed[0] + beside, *weighed[1:])
 
     def _of_mean(self, loss: Tensor, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
-        own = counts_of(microbatch)
-        if self._rule is None and not counts.alike(own, _rules_for(microbatch)):
+        own = microbatch.counts
+        if self._rule is None and microbatch.labels and not counts.alike(own, _rules_for(microbatch)):
             self._rule = self._found(output, microbatch, counts)
         rule = ROWS if self._rule is None else self._rule
         if not own[rule]:
@@ -316,7 +315,7 @@ class GivenLoss:
         self, total: Tensor, count: Tensor | float, output: Any, microbatch: Microbatch, counts: StepCounts
     ) -> Weighed:
         number = torch.as_tensor(count, device=total.device).detach().double().reshape(())
-        own = counts_of(microbatch)
+        own = microbatch.counts
         if self._counted is None or not counts.alike(own, self._counted):
             first, value = self._counted is None, number.item()
             kept = range(len(NAMES)) if self._counted is None else self._counted

@@ -29,14 +29,16 @@ class Microbatch:
     Attributes:
         inputs: what the forward is called with.
         rows: samples.
-        labels: labels that count: all, and without the first of each row. None without labels.
+        counts: by rule, what a loss may be a mean over (`counts_of`).
+        labels: of these all labels that count, and those without the first of each row. None without labels.
         pattern: what could tell one kind of mean from another: several rows, padding, numbers that differ.
     """
 
     inputs: Mapping[str, Any]
     rows: int
+    counts: tuple[int, ...]
     labels: tuple[int, int] | None
-    pattern: frozenset[str] = frozenset()
+    pattern: frozenset[str]
 
 
 @frozen
@@ -90,27 +92,54 @@ def microbatches(
     raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")
 
 
-def microbatch(part: Mapping[str, Any], share: Share, device: torch.device, by: Rows | None = None) -> Microbatch:
-    """The share of a replica, its tensors on ``device``."""
+def microbatch(
+    part: Mapping[str, Any], share: Share, device: torch.device, by: Rows | None = None, rows: int | None = None
+) -> Microbatch:
+    """The share of a replica, its tensors on ``device``; ``rows`` where its rows are known."""
     by = by or Rows()
-    inputs = _shared(part, share, by)
-    rows = by.number_or_first(inputs)
-    move = partial(torch.Tensor.to, device=device, non_blocking=True)
-    moved = {name: tree_map_only(torch.Tensor, move, value) for name, value in inputs.items()}
-    pattern = _pattern(inputs, rows)
+    inputs = part if share.parts == 1 else _shared(part, share, by)
+    rows = by.number_or_first(inputs) if rows is None else rows
+    moved = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            moved[name] = value.to(device, non_blocking=True)
+        else:
+            moved[name] = tree_map_only(torch.Tensor, partial(torch.Tensor.to, device=device, non_blocking=True), value)
+    counts, labels = counts_of(inputs, rows), inputs.get("labels")
+    counted = isinstance(labels, torch.Tensor) and labels.dim()
+    return Microbatch(moved, rows, counts, (counts[1], counts[2]) if counted else None, _pattern(inputs, rows))
+
+
+def shared_microbatches(
+    parts: Sequence[Mapping[str, Any]], forms: Sequence[str], share: Share, device: torch.device, by: Rows
+) -> list[Microbatch]:
+    """`microbatch` of each part of a step, of which those of one form (`form_of`) have equally many rows."""
+    rows: dict[str, int] = {}
+    made = []
+    for part, form in zip(parts, forms, strict=True):
+        made.append(microbatch(part, share, device, by, rows.get(form)))
+        rows[form] = made[-1].rows
+    return made
+
+
+def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
+    """What a loss of so many rows may be a mean over: rows, labels, following ones, both with padding, microbatches.
+
+    Without labels only rows and microbatches. The host waits for the labels.
+    """
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.dim():
-        return Microbatch(moved, rows, None, pattern)
+        return rows, 0, 0, 0, 0, 1
     counted = labels != IGNORED
     following = counted[:, 1:] if labels.dim() > 1 else counted
-    return Microbatch(moved, rows, (int(counted.sum()), int(following.sum())), pattern)
+    return rows, int(counted.sum()), int(following.sum()), counted.numel(), following.numel(), 1
 
 
 def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
     """`Microbatch.pattern`: of what has a number, or a few, for each row, such as labels, masks and weights."""
     found = {"rows"} if rows > 1 else set()
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and len(value) == rows and value.numel():
+        if isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == rows and value.numel():
             if bool((value == IGNORED).any()):
                 found.add(f"{name} padded")
             if bool((value != value.flatten()[0]).any()):
@@ -118,23 +147,26 @@ def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
     return frozenset(found)
 
 
-def signature(parts: Sequence[Mapping[str, Any]]) -> str:
-    """All of the microbatches that shapes inside a model may depend on: shapes, dtypes, and plain values.
-
-    Equal texts in a row are written once.
-    """
-    each = itertools.groupby(map(_form, parts))
-    return " ".join(f"{len(list(same))} of {form}" for form, same in each)
+def signature(forms: Sequence[str]) -> str:
+    """The forms of a step's microbatches; equal ones in a row are written once."""
+    return " ".join(f"{len(list(same))} of {form}" for form, same in itertools.groupby(forms))
 
 
-def _form(value: Any) -> str:
+def form_of(value: Any) -> str:
+    """All of a microbatch that shapes inside a model may depend on: shapes, dtypes, and plain values."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_form(each)}' for name, each in value.items())}}}"
+    if type(value) is dict or isinstance(value, Mapping):
+        entries = []
+        for name, each in value.items():  # most are tensors
+            form = f"{each.dtype}{list(each.shape)}" if isinstance(each, torch.Tensor) else form_of(each)
+            entries.append(f"{name}: {form}")
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_form, value))}]"
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+        return f"[{', '.join(map(form_of, value))}]"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"{type(value).__name__}{list(getattr(value, 'shape', ()))}"
 
 
 def _count(rows: int, count: int | None, size: int | None) -> int:
@@ -152,8 +184,6 @@ def _count(rows: int, count: int | None, size: int | None) -> int:
 
 
 def _shared(part: Mapping[str, Any], share: Share, by: Rows) -> Mapping[str, Any]:
-    if share.parts == 1:
-        return part
     rows = by.number(part)
     if rows % share.parts:
         raise StepArgumentError(

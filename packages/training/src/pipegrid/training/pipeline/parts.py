@@ -13,8 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from pipegrid.training.generators import generators_as_before
-from pipegrid.training.pipeline.counts import counts_of_labels
-from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.training.pipeline.microbatches import Microbatch, counts_of
 from pipegrid.training.stages.slicing.slice_batches import IGNORED
 from pipegrid.training.stages.torch_compat import tree_map, tree_map_only
 
@@ -44,7 +43,8 @@ def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Par
 
     def part(start: int, stop: int) -> Part:
         some = _of_rows(inputs, rows, lambda tensor: tensor[start:stop])
-        return Part(_wide(_of_rows(output, rows, lambda tensor: tensor[start:stop])), some, _counts(some, stop - start))
+        outputs = _wide(_of_rows(output, rows, lambda tensor: tensor[start:stop]))
+        return Part(outputs, some, counts_of(some, stop - start))
 
     return part(0, rows // 2), part(rows // 2, rows), part(0, rows)
 
@@ -70,9 +70,9 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
     outputs = [_shaken(_wide(output)), _shaken(_wide(output))]
-    one, other = (Part(out, some, _counts(some, rows)) for out, some in zip(outputs, given, strict=True))
+    one, other = (Part(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
-    return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, _counts(joined, 2 * rows))
+    return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
 
 
 def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
@@ -159,11 +159,6 @@ def zero_of(output: Any) -> Tensor:
 def on_host(value: Any) -> Any:
     """The output of a stage, or the inputs of a microbatch, with tensors on the CPU."""
     return _mapped(value, Tensor.cpu)
-
-
-def _counts(inputs: Mapping[str, Any], rows: int) -> Sequence[int]:
-    labels = inputs.get("labels")
-    return counts_of_labels(labels) if isinstance(labels, Tensor) and labels.dim() else (rows, 0, 0, 0, 0, 1)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -97,11 +97,7 @@ class Rows:
         axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
         self._used |= {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
         sizes = [rows // count + (number < rows % count) for number in range(count)]
-
-        def part(start: int, stop: int) -> Mapping[str, Any]:
-            return _mapped(batch, lambda path, value: _part(value, axes[path], start, stop))
-
-        return [part(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
+        return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
 
     def joined(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The batch that is cut into ``parts``; None where they are not of one."""
@@ -124,7 +120,7 @@ class Rows:
                 made[path] = _cat(values, axis)
             except (RuntimeError, TypeError, ValueError):  # of other lengths
                 return None
-        return _mapped(parts[0], lambda path, _: made[path])
+        return _with(parts[0], made)
 
     def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
         """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
@@ -186,10 +182,30 @@ def _entries(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _mapped(batch: Mapping[str, Any], part: Callable[[str, Any], Any], prefix: str = "") -> Mapping[str, Any]:
-    """A batch with ``part`` of each entry; dicts inside keep their type."""
+def _split(
+    batch: Mapping[str, Any], axes: Mapping[str, Axis], bounds: Sequence[tuple[int, int]], prefix: str = ""
+) -> list[Mapping[str, Any]]:
+    """A batch cut at ``bounds``, entry by entry; dicts inside keep their type."""
+    parts: list[dict[str, Any]] = [{} for _ in bounds]
+    for name, value in batch.items():
+        path = f"{prefix}{name}"
+        inside = isinstance(value, Mapping)
+        cut = _split(value, axes, bounds, f"{path}.") if inside else _parts(value, axes[path], bounds)
+        for part, each in zip(parts, cut, strict=True):
+            part[name] = each
+    if not prefix or not isinstance(batch, MutableMapping):
+        return [*parts]
+    kept = [copy.copy(batch) for _ in bounds]
+    for one, part in zip(kept, parts, strict=True):
+        for name, each in part.items():
+            one[name] = each
+    return [*kept]
+
+
+def _with(batch: Mapping[str, Any], entries: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
+    """A batch with other entries, by dotted names; dicts inside keep their type."""
     made = {
-        name: _mapped(value, part, f"{prefix}{name}.") if isinstance(value, Mapping) else part(f"{prefix}{name}", value)
+        name: _with(value, entries, f"{prefix}{name}.") if isinstance(value, Mapping) else entries[f"{prefix}{name}"]
         for name, value in batch.items()
     }
     if not prefix or not isinstance(batch, MutableMapping):
@@ -281,16 +297,18 @@ def _length(value: Any, axis: int) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _part(value: Any, axis: Axis, start: int, stop: int) -> Any:
-    """The rows from ``start`` to ``stop``."""
+def _parts(value: Any, axis: Axis, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+    """The rows between ``bounds``."""
     if axis is None or value is None:
-        return value
+        return [value for _ in bounds]
     if not isinstance(value, (list, tuple)):
-        return value[(slice(None),) * max(axis, 0) + (slice(start, stop),)]
+        before = (slice(None),) * max(axis, 0)
+        return [value[(*before, slice(start, stop))] for start, stop in bounds]
     if axis == 0:
-        return value[start:stop]
-    made = [_part(each, axis if axis == INSIDE else axis - 1, start, stop) for each in value]
-    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return [value[start:stop] for start, stop in bounds]
+    inside = [_parts(each, axis if axis == INSIDE else axis - 1, bounds) for each in value]
+    made = [[parts[number] for parts in inside] for number in range(len(bounds))]
+    return [type(value)(*each) if hasattr(value, "_fields") else type(value)(each) for each in made]
 
 
 def _cat(values: Sequence[Any], axis: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ from pipegrid.schedules.megatron.call import LossSums
 from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
-from pipegrid.training.generators import seeded_by
+from pipegrid.training.generators import restore, seed_by
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
-from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch, signature
+from pipegrid.training.pipeline.microbatches import Microbatch, Share, form_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages import Stage
@@ -87,6 +86,8 @@ class Steps:
     _comparing: FirstStep | None = field(default=None, init=False)
     _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
+    _counts_now: StepCounts | None = field(default=None, init=False)
+    """Of the running step; None outside of one, and while tokens are generated."""
 
     def __attrs_post_init__(self) -> None:
         self._set_config(self.config)
@@ -108,8 +109,9 @@ class Steps:
                 "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "
                 "share calls; give such routes to a step function, with UnitBatches"
             )
+        forms = [form_of(part) for part in parts]
         shared = {
-            name: [microbatch(part, share, self.device, self.rows) for part in parts]
+            name: shared_microbatches(parts, forms, share, self.device, self.rows)
             for name, share in self.shares.items()
         }
         read = {name: iter if routes is None else partial(_passing, routes, self.replica, name) for name in shared}
@@ -120,7 +122,7 @@ class Steps:
             "num_microbatches": len(parts),
             "p2p_communicator": self.communicator,
             "pg_collection": self.groups,
-            "batch": signature(parts),
+            "batch": signature(forms),
             **({} if routes is None else {"routes": routes}),
         }
 
@@ -143,11 +145,11 @@ class Steps:
         counts = self._counts(given["data_iterator"], len(parts) if self.is_one_batch and routes is None else None)
         step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._told, trained=not forward_only))
-        told = step(
-            **given | {"forward_step_func": partial(self._forward_step, counts=counts)},
-            forward_only=forward_only,
-            sums=sums,
-        )
+        self._counts_now = counts
+        try:
+            told = step(**given, forward_only=forward_only, sums=sums)
+        finally:
+            self._counts_now = None
         counts.wait()
         total = sums.found
         if total is None:  # an evaluation counts no tokens
@@ -239,14 +241,17 @@ class Steps:
             prefetch=self.config.prefetch,
         )
 
-    def _forward_step(
-        self, parts: Iterator[Microbatch], stage: Any, *, counts: StepCounts | None = None
-    ) -> tuple[Any, Any]:
-        part = next(parts)
+    def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
+        part, counts = next(parts), self._counts_now
         name, forward, has_loss = self._roles[stage]
-        as_one_process = nullcontext() if self._comparing is None else self._comparing.forward(stage)
-        with seeded_by(self.generators[name], self.device), as_one_process:
-            output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
+        states = seed_by(self.generators[name], self.device)
+        try:
+            if self._comparing is not None:
+                output = self._comparing.forward(stage, forward, part)
+            else:
+                output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
+        finally:
+            restore(states, self.device)
         if not has_loss:
             if isinstance(stage, Stage):
                 return output, None
@@ -255,12 +260,14 @@ class Steps:
             return {name: output}, None
         if counts is None:
             return output, None
-        output, beside = (output.output, output.loss) if isinstance(output, WithLoss) else (output, None)
-        return output, lambda output: self._weighed(output, beside, part, counts)
+        if not isinstance(output, WithLoss):
+            return output, lambda output: self.loss(output, part, counts)
+        return output.output, partial(self._with_own_loss, beside=output.loss, part=part, counts=counts)
 
-    def _weighed(self, output: Any, beside: Tensor | None, part: Microbatch, counts: StepCounts) -> Weighed:
+    def _with_own_loss(self, output: Any, beside: Tensor, part: Microbatch, counts: StepCounts) -> Weighed:
+        """The weighed loss of an output, and the one that the stage returned ``beside`` it."""
         loss, weight, told = self.loss(output, part, counts)
-        return loss if beside is None else loss + beside, weight, told
+        return loss + beside, weight, told
 
     @cached_property
     def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.calls import PIXELS, accepted_by, without_cache
 from pipegrid.training.stages.shell import Leave, Run, first_tensor
-from pipegrid.training.stages.torch_compat import blank, tensors_in, tree_map_only
+from pipegrid.training.stages.torch_compat import blank, first_parameter, tensors_in, tree_map_only
 
 _STATES = ("hidden_states", "attentions")
 """Outputs with an entry for each layer, of which a stage has those of its own layers."""
@@ -36,6 +35,8 @@ class Flow:
         self.after = self.before + len(held)
         self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
         self.accepted = accepted_by(whole)
+        self.embeds = "inputs_embeds" in self.accepted
+        self._parameter: tuple[dict[str, Any], str] | None = None
         self.empty = not held and not self.last and next(whole.parameters(), None) is None
         # The last layer, until its first forward:
         self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
@@ -49,18 +50,19 @@ class Flow:
         if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
             self.leaves.register_forward_hook(run.pass_on if self.after == self.encoders else run.leave)
             self.leaves = None
-        encoded, arrived = self._encoded_of(received), received
+        encoded, arrived = self._encoded_of(received) if self.encoders else None, received
         if (
             run.needs.writes
         ):  # in place: to what arrived, of which the stage sends some on, or to the batch of other stages
             arrived, args, kwargs = tree_map_only(Tensor, _once(Tensor.clone), (received, args, kwargs))
-        run.received, run.entered, run.left = self._hidden_of(arrived), False, None
-        run.encoded, run.device = encoded, _device(self.whole, (arrived, args, kwargs))
-        if arrived is not None:
+        run.received, run.entered, run.left = self._hidden_of(arrived) if self.encoders else arrived, False, None
+        run.encoded, run.device = encoded, self._device((arrived, args, kwargs))
+        if arrived is not None and (self.encoders or self.embeds):
             self._begin(run, arrived, kwargs)
-        result, left, encoded = self._forward(run, args, without_cache(self.accepted, kwargs))
+        given = without_cache(self.accepted, kwargs) if "use_cache" in self.accepted else kwargs
+        result, left, encoded = self._forward(run, args, given)
         if self.last:
-            return result if received is None else self._in_place(result)
+            return result if received is None or isinstance(result, Tensor) else self._in_place(result)
         if not self.encoders or self.after < self.encoders:
             return left
         return encoded if self.after == self.encoders else (left, encoded)
@@ -68,13 +70,14 @@ class Flow:
     def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         """What the model's forward returned, what the last own layer returned, the encoder's output."""
         result: Any = None
+        hook: Any = None
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(contextlib.suppress(Leave))
-                if run.encoded is None and 0 < self.encoders <= self.after and not self.last:
-                    encoder: Any = self.whole.get_encoder()  # type: ignore[operator]
-                    stack.enter_context(encoder.register_forward_hook(run.encode))
-                result = self.whole(*args, **kwargs)
+            if run.encoded is None and 0 < self.encoders <= self.after and not self.last:
+                encoder: Any = self.whole.get_encoder()  # type: ignore[operator]
+                hook = encoder.register_forward_hook(run.encode)
+            result = self.whole(*args, **kwargs)
+        except Leave:
+            pass  # the parts that follow are on later stages
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
@@ -82,6 +85,8 @@ class Flow:
                 f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; {_TOGETHER}"
             ) from error
         finally:
+            if hook is not None:
+                hook.remove()
             left, encoded = run.left, run.encoded
             run.received = run.left = run.encoded = run.device = None
         return result, left, encoded
@@ -93,6 +98,16 @@ class Flow:
                 first = first_tensor(entries)
                 result[name] = (blank(first, first.device),) * self.before + tuple(entries)
         return result
+
+    def _device(self, given: Any) -> torch.device:
+        """The device of the stage: of its parameters, else of what it is given."""
+        if self._parameter is None or self._parameter[0].get(self._parameter[1]) is None:
+            self._parameter = first_parameter(self.whole)
+        if self._parameter is None:
+            return next((tensor.device for tensor in tensors_in(given)), torch.device("cpu"))
+        table, key = self._parameter
+        device: torch.device = table[key].device
+        return device
 
     def _hidden_of(self, received: Any) -> Any:
         """What the layer before has returned; inside the decoder, the encoder's output travels with it."""
@@ -137,11 +152,6 @@ def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``function`` of each tensor; the same tensor in two places stays one."""
     made: dict[int, Tensor] = {}
     return lambda tensor: made[id(tensor)] if id(tensor) in made else made.setdefault(id(tensor), function(tensor))
-
-
-def _device(whole: nn.Module, given: Any) -> torch.device:
-    """The device of a stage: of its parameters, else of what it is given."""
-    return next((tensor.device for tensor in chain(whole.parameters(), tensors_in(given))), torch.device("cpu"))
 
 
 def _width(whole: nn.Module) -> int | None:

@@ -75,6 +75,7 @@ class Stage(nn.Module):
         self.current_slice: Slice | None = None
         self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
         self._flow = Flow(whole, assignment, number)
+        self._sends = output is not None or not self.is_last
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
             if name not in self._flow.accepted:
@@ -126,17 +127,18 @@ class Stage(nn.Module):
 
     def set_input_tensor(self, received: Any) -> None:
         """Take what arrived: a list of one payload, or a dict of payloads by source module."""
-        self.received = received[0] if isinstance(received, list) else received
+        # Module.__setattr__ looks at it as at a parameter or a module, in each microbatch.
+        self.__dict__["received"] = received[0] if isinstance(received, list) else received
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns, on the last stage; the hidden states before.
 
         Arguments are those of the whole model.
         """
-        received: Any = None if self.is_first else self._arrived()
+        received: Any = None if self.number == 0 else self._arrived()
         part = None if self.current_slice is None or self._slice_argument is None else self.current_slice
         if received is not None or self._carry or self.kv_caches is not None or part is not None:
-            kwargs, args = by_name(self._flow.accepted, args, kwargs), ()
+            kwargs, args = by_name(self._flow.accepted, args, kwargs) if args else kwargs, ()
         carried: list[Any] = []
         if self._carry and received is None:
             carried = [self._to_carry(name, kwargs) for name in self._carry]
@@ -151,9 +153,11 @@ class Stage(nn.Module):
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
-            self._run.needs = self.proofs.require(self, args, kwargs, self._stand_in(received, kwargs), compare)
+            hidden = None if received is None or not self._flow.embeds else self._stand_in(received, kwargs)
+            self._run.needs = self.proofs.require(self, args, kwargs, hidden, compare)
         needs = self._run.needs
-        if isinstance(received, Mapping) and needs.dicts is not None and self.number not in needs.dicts:
+        of_modules = not isinstance(received, torch.Tensor) and isinstance(received, Mapping)
+        if of_modules and needs.dicts is not None and self.number not in needs.dicts:
             raise self._no_module(received)
         if self.kv_caches is not None:
             kwargs = self._with_cache(received, kwargs)
@@ -170,9 +174,9 @@ class Stage(nn.Module):
                 self._slice_argument,
                 lambda given: self._flow.run(self._run, received, (), given),
             )
-        if self.is_last and needs.absent and not further:
+        if needs.absent and not further and self.is_last:
             result = without(result, needs.absent)
-        return self._sent(result, carried)
+        return self._sent(result, carried) if self._sends else result
 
     def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
         """What compares a call in numbers, of a stage whose config asks for it or leaves it open."""
@@ -191,14 +195,14 @@ class Stage(nn.Module):
 
     def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """What stands for the result of the embedding, of a stage whose rank has no ids."""
-        if received is None or "inputs_embeds" not in self._flow.accepted or kwargs.get("input_ids") is not None:
+        if kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None:
             return None
-        return None if kwargs.get("inputs_embeds") is not None else self._flow.embedded(received)
+        return self._flow.embedded(received)
 
     def _arrived(self) -> Any:
         """The payload of the stage before: hidden states, and what is carried with them."""
         received = self.received
-        if isinstance(received, Mapping) and (self.module is not None or self._carry):
+        if (self.module is not None or self._carry) and isinstance(received, Mapping):
             if self.module not in received:
                 raise self._no_module(received)
             received = received[self.module]
@@ -213,13 +217,11 @@ class Stage(nn.Module):
         )
 
     def _sent(self, result: Any, carried: Sequence[Any]) -> Any:
-        """The payload for the stage after; on the last stage what the model returns, or ``output`` of it.
+        """The payload for the stage after; on the last stage ``output`` of what the model returns.
 
         Lanes send what they are given, and only memory in order: views (a transpose, a bias of heads) are copied here.
         """
-        if self.is_last:
-            if self._output is None:
-                return result
+        if self.is_last and self._output is not None:
             result = self._output(result)
         elif self._carry:
             result = (result, *carried)

@@ -160,6 +160,12 @@ def children_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(key, child) for key, child in children if child is not None]
 
 
+def first_parameter(model: nn.Module) -> tuple[dict[str, Any], str] | None:
+    """Where the first parameter of a tree is, which another may replace: the table of its module, and its key."""
+    tables = (module._parameters for module in model.modules())  # noqa: SLF001 -- has no public name
+    return next(((table, key) for table in tables for key, found in table.items() if found is not None), None)
+
+
 def meta_copy(model: nn.Module, *, buffers: bool) -> nn.Module:
     """A copy of a tree with its parameters on the meta device; what is in two places stays one.
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -280,6 +281,7 @@ class Proofs:
         self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
         self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
         self._found: dict[object, tuple[CutProof, Needs]] = {}
+        self._held: dict[object, Needs] = {}  # of calls whose proof holds
 
     def require(
         self,
@@ -304,9 +306,14 @@ class Proofs:
             CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
                 the numbers differ.
         """
+        key = _key(stage, args, kwargs, hidden)
+        if key in self._held:
+            return self._held[key]
         known = len(self._found)
         proof, needs = self.found(stage, args, kwargs, hidden)
-        if not proof.holds:
+        if proof.holds:
+            self._held[key] = needs
+        else:
             proof.require()
             if len(self._found) > known:
                 size = sum(one.numel() for one in self.outline.model.parameters())
@@ -330,14 +337,24 @@ class Proofs:
         self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None = None
     ) -> tuple[CutProof, Needs]:
         """The proof of a call, which may not hold, and what `require` returns. Arguments as there."""
-        given = sorted((name, _kind(one)) for name, one in kwargs.items())
-        key = (stage.training, hidden is None, *map(_kind, args), *given)
+        key = _key(stage, args, kwargs, hidden)
         if key not in self._found:
             self.outline.take_modes(stage)
             self.outline.require_no_layerdrop()
             embedded = {} if hidden is None else {"inputs_embeds": hidden}
             self._found[key] = proof_of(self.outline, args, kwargs, hidden=embedded, dropped=self._dropped)
         return self._found[key]
+
+
+def _key(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None) -> object:
+    """What of a call may change the operations of a forward."""
+    given = []
+    for name, one in kwargs.items():  # most are tensors
+        given.append((name, (one.dtype, one.dim()) if isinstance(one, Tensor) else _kind(one)))
+    return stage.training, hidden is None, *map(_kind, args), *sorted(given, key=_NAME)
+
+
+_NAME = itemgetter(0)
 
 
 def _kind(value: Any) -> object:

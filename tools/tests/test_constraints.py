@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +91,30 @@ def test_what_touches_a_dependency_is_there():
         assert len(touching(name, ())) == len(stems), f"{name}: a file of tests was renamed, or two have one name"
     needed = {name_of(one) for needs in declared().values() for one in needs}
     assert TOUCHING.keys() <= needed
+
+
+def test_each_night_runs_with_the_newest_and_the_oldest_releases(monkeypatch):
+    sessions = {}
+
+    def session(function=None, *, name=None, **_options):
+        if function is None:
+            return lambda function: session(function, name=name)
+        sessions[name or function.__name__] = function
+        return function
+
+    # The session that runs this test has no nox.
+    monkeypatch.setitem(sys.modules, "nox", SimpleNamespace(session=session, options=SimpleNamespace()))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    path = ROOT / "noxfile.py"
+    names = {"__file__": str(path), "__name__": "noxfile"}
+    exec(compile(path.read_text(), path, "exec"), names)
+    names["install"] = lambda *_: None
+    notified = []
+    given = SimpleNamespace(posargs=["-k", "one"], run=lambda *_: None)
+    given.notify = lambda name, posargs: notified.append((name, posargs))
+    sessions["nightly"](given)
+    assert notified == [("newest", []), ("oldest", [])], "without the options of the other session's pytest"
+    assert {"newest", "oldest"} <= sessions.keys()
 
 
 @pytest.mark.parametrize(("given", "name"), [("PyYAML>=6", "pyyaml"), ("mkdocstrings[python]", "mkdocstrings")])

@@ -175,3 +175,29 @@ def test_an_import_that_is_not_declared_is_found(copied):
     sources = copied("undeclared")
     plant(sources, "plans", "planted", "def later():\n    import pipegrid.layout\n", folder="verify")
     assert imported_by("plans", sources) - declared_by("plans", sources) == {"layout"}
+
+
+def required_by(package: str) -> set[str]:
+    """Everything from outside that installing a package brings."""
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", need)[0] for need in project["dependencies"]}
+    ours = {name for name in names if name.startswith("pipegrid-")}
+    return (names - ours).union(*(required_by(name.removeprefix("pipegrid-")) for name in ours))
+
+
+WITHOUT_TORCH = ("core", "topology", "layout", "plans", "timeline", "search", "reshard", "planner", "goodput")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_plans_installs_without_torch(package):
+    if package in WITHOUT_TORCH:
+        assert {"attrs"} <= required_by(package) <= {"attrs", "cattrs"}
+    else:
+        assert "torch" in required_by(package)
+
+
+def test_what_installs_without_torch_is_imported_without():
+    lines = "; ".join(f"from pipegrid.{package} import *" for package in WITHOUT_TORCH)
+    code = f"import sys; sys.modules['torch'] = sys.modules['numpy'] = None; {lines}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ def _fake_nccl2_is_known_as_nccl2(request: pytest.FixtureRequest, monkeypatch: p
         monkeypatch.setitem(kinds._KINDS, "fake_nccl", kind)  # noqa: SLF001 -- as torch made it
 
 
-# Before the example of a README: nothing can be imported but the package and what its metadata declares.
+# Before the example of a README: nothing can be imported but the package and what its metadata declares, and so on.
 _ALONE = """
 import importlib.abc, sys
 
@@ -61,12 +61,17 @@ sys.meta_path.insert(0, Alone())
 
 @pytest.fixture
 def readme_example(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """What the last example of the README prints, in a folder of its own, with the package of the test alone."""
+    """What the last example of the README prints, in a folder of its own, with that package and its needs alone."""
     folder = next(parent for parent in request.path.parents if parent.parent.name == "packages")
-    needs = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = [re.match(r"[\w-]+", need)[0] for need in needs]  # type: ignore[index]
-    ours = {folder.name, *(name.removeprefix("pipegrid-") for name in names if name.startswith("pipegrid-"))}
-    foreign = {"torch", "numpy", "rich", "matplotlib"} - set(names) - ({"numpy"} if "torch" in names else set())
+    names, left = {f"pipegrid-{folder.name}"}, [folder.name]
+    while left:  # what it declares, and what that declares in turn
+        path = folder.parent / left.pop() / "pyproject.toml"
+        needs = tomllib.loads(path.read_text())["project"]["dependencies"]
+        new = {re.match(r"[\w-]+", need)[0] for need in needs} - names  # type: ignore[index]
+        left += [name.removeprefix("pipegrid-") for name in new if name.startswith("pipegrid-")]
+        names |= new
+    ours = {name.removeprefix("pipegrid-") for name in names if name.startswith("pipegrid-")}
+    foreign = {"torch", "numpy", "rich", "matplotlib"} - names - ({"numpy"} if "torch" in names else set())
     code = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)[-1]
     (tmp_path / "example.py").write_text(_ALONE.format(ours=ours, foreign=foreign) + code)
     done = subprocess.run(

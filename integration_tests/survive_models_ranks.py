@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 from torch import nn
 from torch.nn import functional as F
 
+from pipegrid.gradients import accumulate_in_main_grad
 from pipegrid.schedules import (
     SCHEDULES,
     LossScale,
@@ -27,7 +28,6 @@ from pipegrid.schedules import (
     tie_parameters,
     zero_main_grads,
 )
-from pipegrid.schedules.gradients import accumulate_in_main_grad
 from pipegrid.schedules.megatron import prepared
 from pipegrid.schedules.runtime import actions
 from pipegrid.topology import HyperCommGrid

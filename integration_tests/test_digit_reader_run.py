@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from digit_reader.launch import _what_happened
+from pipegrid.monitor import Control
 from pipegrid.schedules import Costs, recording_from_json, simulate
-from pipegrid.schedules.monitor import Control
 from restart.launching import ranks_of
 
 from .kit import programs

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, Training, dry_run, plan
 from pipegrid.planner.script import training_script
 from pipegrid.schedules import PipelineConfig
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, PlacementError
 from pipegrid.training import Pipeline
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipegrid.autograd import run_backward
 from pipegrid.bridges import BridgeCommunicator
 from pipegrid.bridges.bridge import receive
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import reduce_gradients
-from pipegrid.schedules.autograd import Offload, run_backward
-from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, streams
 from pipegrid.transport.backends import NcclTicket, local, staged

@@ -37,7 +37,7 @@ TOLD = ("torch", "transformers")
 # here: in each package that declares it, the smallest file that imports it.
 TOUCHING = {
     "attrs": ("test_core_fields", "test_topology_mistakes", "test_layout_mistakes", "test_arguments"),
-    "cattrs": ("test_layout_command_line", "test_command_line", "test_planner_goodput_inputs"),
+    "cattrs": ("test_layout_command_line", "test_command_line", "test_goodput_inputs"),
     "numpy": ("test_testing_ranks", "test_training_rows"),
     "pytest": ("test_testing_options", "test_testing_failures"),
     "rich": ("test_topology_placement", "test_command_line"),

@@ -12,10 +12,10 @@ from torch import nn
 from pipegrid.bridges import EdgeOptions
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
+from pipegrid.monitor import Epochs
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
 from pipegrid.plans.generators import one_f_one_b
 from pipegrid.schedules import Costs, from_text, simulate, timeline, verify
-from pipegrid.schedules.monitor import Epochs
 from pipegrid.testing import Fault
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline, Sampling, pipeline_stage

@@ -47,6 +47,7 @@ SMOKE: dict[str, list[list[str]]] = {
     "pipegrid-planner": [
         ["-m", "pipegrid.planner", "plan", str(JOB), "--gpus", "8", "--memory", "1TB", "--limit", "20"]
     ],
+    "pipegrid-goodput": [["-m", "pipegrid.goodput", "--help"]],
     "pipegrid-testing": [["-m", "pytest", "--version", "--backend", "gloo"]],
     META: [["-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "docs" / "examples" / "quickstart.py")]],
 }

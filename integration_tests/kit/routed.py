@@ -8,6 +8,7 @@ from attrs import evolve, frozen
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph, MultiModulePipelineCommunicator
+from pipegrid.gradients.reduction import ties_among
 from pipegrid.schedules import (
     UnitBatches,
     WithLoss,
@@ -16,7 +17,6 @@ from pipegrid.schedules import (
     stage_places,
     tie_parameters,
 )
-from pipegrid.schedules.gradients.reduction import ties_among
 from pipegrid.schedules.megatron.step_functions import forward_backward_with_schedule
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.bridges import BridgeCommunicator, Links, axis_names, boundary_side
-from pipegrid.bridges.reshard import ReshardPlan, Sizes, Strategy, plan_reshard
+from pipegrid.reshard import ReshardPlan, Sizes, Strategy, plan_reshard
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Lane, Lanes, LaneSpec, P2PConfig, open_lanes
 from runtime_parts.processes import on_ranks

@@ -77,7 +77,11 @@ PLANTED = [
     ("schedules", "", "import pipegrid.training", "strictly downward"),
     ("schedules", "", "import pipegrid.planner", "strictly downward"),
     ("planner", "", "import pipegrid.training", "strictly downward"),
-    ("planner", "", "import torch", "planner has no torch"),
+    ("planner", "", "import pipegrid.goodput", "strictly downward"),
+    ("goodput", "", "import pipegrid.training", "strictly downward"),
+    ("reshard", "", "import pipegrid.transport", "strictly downward"),
+    ("reshard", "", "import torch", "reshard, planner and goodput have no torch"),
+    ("planner", "", "import torch", "reshard, planner and goodput have no torch"),
     ("testing", "", "import pipegrid.topology", "testing imports fake_nccl alone"),
     ("fake_nccl", "", "import pipegrid.topology", "testing imports fake_nccl alone"),
     ("fake_nccl", "groups", "import pipegrid.testing", "fake_nccl is below testing"),
@@ -86,15 +90,15 @@ PLANTED = [
     ("training", "", "import pipegrid.testing", "no package imports testing"),
     ("layout", "", "import torch", "core, layout, plans, timeline and search have no torch"),
     ("plans", "passes", "import torch", "core, layout, plans, timeline and search have no torch"),
-    ("schedules", "gradients", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
-    ("schedules", "gradients", "import pipegrid.schedules.runtime", "schedules: from the step functions down"),
-    ("schedules", "monitor", "import pipegrid.schedules.gradients", "schedules: from the step functions down"),
-    ("schedules", "gradients/reduction", "import pipegrid.schedules.gradients.clip", "gradients: from reduction"),
+    ("autograd", "", "import pipegrid.transport", "strictly downward"),
+    ("monitor", "epochs", "import pipegrid.gradients", "strictly downward"),
+    ("gradients", "", "import pipegrid.schedules", "strictly downward"),
+    ("schedules", "runtime", "import pipegrid.schedules.megatron", "schedules: from the step functions down"),
+    ("gradients", "reduction", "import pipegrid.gradients.clip", "gradients: from reduction"),
     ("plans", "verify", "import pipegrid.plans.simulate", "plans: from passes down"),
     ("plans", "generators", "import pipegrid.plans.passes", "plans: from passes down"),
     ("search", "", "import torch", "core, layout, plans, timeline and search have no torch"),
     ("transport", "backends", "import pipegrid.transport.lane", "transport: from the communicator down to an edge"),
-    ("bridges", "reshard", "import pipegrid.bridges.bridge", "bridges: from many modules down to a graph"),
     ("bridges", "bridge", "import pipegrid.bridges.colocated", "bridges: from many modules down to a graph"),
     ("bridges", "vtp", "import pipegrid.bridges.multimodule", "bridges: from many modules down to a graph"),
 ]
@@ -171,3 +175,29 @@ def test_an_import_that_is_not_declared_is_found(copied):
     sources = copied("undeclared")
     plant(sources, "plans", "planted", "def later():\n    import pipegrid.layout\n", folder="verify")
     assert imported_by("plans", sources) - declared_by("plans", sources) == {"layout"}
+
+
+def required_by(package: str) -> set[str]:
+    """Everything from outside that installing a package brings."""
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", need)[0] for need in project["dependencies"]}
+    ours = {name for name in names if name.startswith("pipegrid-")}
+    return (names - ours).union(*(required_by(name.removeprefix("pipegrid-")) for name in ours))
+
+
+WITHOUT_TORCH = ("core", "topology", "layout", "plans", "timeline", "search", "reshard", "planner", "goodput")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_plans_installs_without_torch(package):
+    if package in WITHOUT_TORCH:
+        assert {"attrs"} <= required_by(package) <= {"attrs", "cattrs"}
+    else:
+        assert "torch" in required_by(package)
+
+
+def test_what_installs_without_torch_is_imported_without():
+    lines = "; ".join(f"from pipegrid.{package} import *" for package in WITHOUT_TORCH)
+    code = f"import sys; sys.modules['torch'] = sys.modules['numpy'] = None; {lines}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

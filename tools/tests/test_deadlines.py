@@ -18,14 +18,14 @@ COLLECTIVES = {
     "bridges/colocated.py": "CollectiveWaits, with the bridge's deadline",
     "bridges/replication.py": "CollectiveWaits, with the bridge's deadline",
     "bridges/steps.py": "CollectiveWaits, with the bridge's deadline",
-    "schedules/gradients/all_reduce.py": "Waiting, with a deadline or a monitor",
-    "schedules/gradients/reduction/tied.py": "Waiting, with the timeout that tie_parameters is given",
+    "gradients/all_reduce.py": "Waiting, with a deadline or a monitor",
+    "gradients/reduction/tied.py": "Waiting, with the timeout that tie_parameters is given",
     "training/generation/texts.py": "finish, with the communicator's deadline",
     "transport/backends/nccl.py": "NcclTicket.hold, with the seconds that members have to connect",
     "transport/collectives/gathering.py": "its callers: Waiting or CollectiveWaits",
 }
 INSIDE_COMPUTES = {
-    "schedules/gradients/output_layer.py": "tensor parallelism inside autograd: a part of a compute, as in the model",
+    "gradients/output_layer.py": "tensor parallelism inside autograd: a part of a compute, as in the model",
 }
 ELSEWHERE = {"transport/backends/nccl.py": "a device's group, which an abort ends"}
 WAITS = {
@@ -34,11 +34,11 @@ WAITS = {
     "transport/collectives/waiting.py": "orders a stream, or of a work that has ended",
 }
 STORES = {
-    "schedules/monitor/control.py": "a bounded_store",
-    "schedules/monitor/epochs/ledger.py": "a bounded_store",
-    "schedules/monitor/first_failure.py": "bounded",
-    "schedules/monitor/heard.py": "a bounded_store",
-    "schedules/monitor/long_waits.py": "bounded",
+    "monitor/control.py": "a bounded_store",
+    "monitor/epochs/ledger.py": "a bounded_store",
+    "monitor/first_failure.py": "bounded",
+    "monitor/heard.py": "a bounded_store",
+    "monitor/long_waits.py": "bounded",
     "topology/job/job_store.py": "bounded; the server of a store waits for no client",
     "topology/rendezvous.py": "bounded",
     "training/restart/torchelastic.py": "bounded",

@@ -15,7 +15,7 @@ UNITS = {"milliseconds": 1e-3, "seconds": 1.0, "minutes": 60.0, "hours": 3600.0,
 # Not waits: the longest deadline that a test may ask for, and a day in a table of units.
 LIMITS = {
     ("packages/testing/src/pipegrid/testing/settings.py", 7 * 86400.0),
-    ("packages/planner/src/pipegrid/planner/failures/durations.py", 86400.0),
+    ("packages/goodput/src/pipegrid/goodput/durations.py", 86400.0),
 }
 
 

@@ -21,8 +21,8 @@ from digit_reader.parts import joined, part_of
 from digit_reader.samples import Samples
 from digit_reader.vocabulary import PAD
 from pipegrid.bridges import MultiModulePipelineCommunicator
+from pipegrid.monitor import Control, ControlStore
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Recorder, step_plan
-from pipegrid.schedules.monitor import Control, ControlStore
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store, replica_samples
 
 AXES = {"b": 0, "s": 1, "h": 2}

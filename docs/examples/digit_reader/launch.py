@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pipegrid.schedules.monitor import Control, where_all_stand
+from pipegrid.monitor import Control, where_all_stand
 from pipegrid.training.restart import NO_PROGRESS, PREEMPTED, read_attempts
 
 CONTROL = "digit_reader"

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.bridge import BridgeCommunicator, Packed
-from pipegrid.bridges.errors import BridgeError, NoBackwardError, ShapeError
-from pipegrid.bridges.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
+from pipegrid.bridges.errors import NoBackwardError
+from pipegrid.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import HyperCommGrid, replica_samples
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
-
-from .grids import grid
-from .played import contribution, contributions, part
+from reshard_kit.grids import grid
+from reshard_kit.played import contribution, contributions, part
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 whole_world = partial(BridgeCommunicator, config=CONFIG)

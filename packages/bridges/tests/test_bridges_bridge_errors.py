@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pipegrid.bridges.bridge import BridgeCommunicator
-from pipegrid.bridges.errors import BridgeError, PendingGradientError, ShapeError, WrongSideError
+from pipegrid.bridges.errors import PendingGradientError, WrongSideError
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.opening import open_lanes
 from pipegrid.transport.errors import P2PTimeoutError
-
-from .grids import grid
+from reshard_kit.grids import grid
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 whole_world = partial(BridgeCommunicator, config=CONFIG)

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from pipegrid.bridges.bridge import Axes, BridgeCommunicator
-from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard import Partial
+from pipegrid.reshard import Partial
+from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport import CollectiveFailedError
 from pipegrid.transport.config import P2PConfig
-
-from .grids import grid
+from reshard_kit.grids import grid
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 

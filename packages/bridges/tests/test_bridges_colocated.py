@@ -16,10 +16,9 @@ from pipegrid.bridges.colocated import (
     SliceInfo,
     _all_gather_along_batch_dim,
 )
-from pipegrid.bridges.errors import BridgeError, ShapeError
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
-
-from .grids import coords_of, grid, share
+from reshard_kit.grids import coords_of, grid, share
 
 
 def holds(of, rank):

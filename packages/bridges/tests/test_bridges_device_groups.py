@@ -19,8 +19,7 @@ from pipegrid.bridges import (
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport import CollectiveFailedError
 from pipegrid.transport.config import P2PConfig
-
-from .grids import grid
+from reshard_kit.grids import grid
 
 CONFIG = P2PConfig(deadline=10.0, open_deadline=20.0)
 three_ranks = pytest.mark.ranks(3, backend="fake_nccl", deadline=60)

@@ -9,8 +9,7 @@ import torch
 
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.transport.config import P2PConfig
-
-from .grids import grid
+from reshard_kit.grids import grid
 
 
 @pytest.mark.ranks(3, backend="fake_nccl")

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from attrs import evolve
 
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
-from pipegrid.bridges.errors import BridgeError, MissingTensorError, NoBackwardError, ShapeError
+from pipegrid.bridges.errors import MissingTensorError, NoBackwardError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
 from pipegrid.bridges.multimodule.modules import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
-from pipegrid.bridges.reshard import Replicate
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraphError
 from pipegrid.core.sharing import LaneSharing, PositionLane
+from pipegrid.reshard import Replicate
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.protocol import PipelineCommunicator
-
-from .grids import grid, share
+from reshard_kit.grids import grid, share
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 F, B = Direction.FORWARD, Direction.BACKWARD

@@ -27,8 +27,7 @@ from pipegrid.bridges.bridge.structure import Structure
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PMismatchError
-
-from .grids import coords_of, grid, share
+from reshard_kit.grids import coords_of, grid, share
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 

@@ -39,8 +39,7 @@ from pipegrid.bridges import (
 )
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.errors import P2PUsageError
-
-from .grids import grid
+from reshard_kit.grids import grid
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from pipegrid.bridges import BridgeCommunicator
 from pipegrid.bridges.bridge.ends import BridgeEnds
 from pipegrid.bridges.bridge.structure import Axes, Whole
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
-from pipegrid.bridges.reshard import Partial, Replicate, Shard, axis_names, boundary_side, replica_side, routes
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard import Partial, Replicate, Shard, axis_names, boundary_side, replica_side, routes
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport import P2PConfig, P2PLaneDeadError, P2PUsageError
-
-from .grids import coords_of, grid
+from reshard_kit.grids import coords_of, grid
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 

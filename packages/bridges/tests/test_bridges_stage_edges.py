@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import P2PConfig
-
-from .grids import grid
+from reshard_kit.grids import grid
 
 CONFIG = P2PConfig(deadline=20.0, open_deadline=20.0)
 F, B = Direction.FORWARD, Direction.BACKWARD

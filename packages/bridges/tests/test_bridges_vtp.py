@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Edge
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import Sizes, plan_reshard
 from pipegrid.bridges.vtp import VTPTopology
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.core.edge import Direction, Edge
-
-from .played import play
+from pipegrid.reshard import Sizes, plan_reshard
+from pipegrid.reshard.errors import BridgeError, ShapeError
+from reshard_kit.played import play
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 

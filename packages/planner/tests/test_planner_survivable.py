@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pipegrid.planner import JobError, count_survivable, plan, survivable, survivable_table
 from pipegrid.planner.report import _rooms, summary, survival
 from pipegrid.topology.grid import Grid
-
-from .test_planner import small_job
+from planner_kit.jobs import small_job
 
 DIMS = ("tp", "cp", "dp", "pp")
 shardings = st.sampled_from(["none", "optimizer", "parameters"])

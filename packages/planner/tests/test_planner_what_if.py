@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.bridges import ModuleGraph
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import (
     JobError,

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from pipegrid.schedules.gradients import LossScale, LossScaler
+from pipegrid.gradients import LossScale, LossScaler
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import (
     CheckpointError,

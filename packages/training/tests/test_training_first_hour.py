@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from pipegrid.gradients import required_ties
 from pipegrid.layout import LayoutError
 from pipegrid.schedules import GradientError, PipelineConfig
-from pipegrid.schedules.gradients import required_ties
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import (
     CheckpointError,

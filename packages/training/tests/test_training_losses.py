@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import PipelineConfig, PipelineError, WithLoss
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts

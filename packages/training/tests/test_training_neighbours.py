@@ -14,7 +14,7 @@ RANKS = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from pipegrid.schedules.monitor import Epochs
+from pipegrid.monitor import Epochs
 from pipegrid.topology import job_store
 from pipegrid.training.neighbours import Neighbours
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipegrid.bridges import Axes, EdgeOptions, Whole
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
-from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.torch_compat import living_groups
 from pipegrid.training import Pipeline, PipelineModule, pipeline_stage

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.training.pipeline.microbatches import Share, microbatch, microbatches
 from pipegrid.training.pipeline.rows import Rows
 

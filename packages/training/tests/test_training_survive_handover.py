@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.schedules.gradients.main_grad import accumulate_in_main_grad
+from pipegrid.gradients.main_grad import accumulate_in_main_grad
 from pipegrid.training.survive import SurviveError, handover
 from pipegrid.training.survive.handover import JobState
 

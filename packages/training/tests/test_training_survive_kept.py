@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipegrid.gradients import accumulate_in_main_grad
+from pipegrid.gradients.layout import TieMark
+from pipegrid.monitor import JobFailedError
 from pipegrid.schedules import Actor, LossScale, LossScaler, PipelineConfig, clip_grad_norm_
-from pipegrid.schedules.gradients import accumulate_in_main_grad
-from pipegrid.schedules.gradients.layout import TieMark
-from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import DropoutMasks
 from pipegrid.training.survive import (

@@ -9,9 +9,9 @@ import torch
 from attrs import evolve
 from torch import nn
 
+from pipegrid.monitor import JobFailedError
+from pipegrid.monitor.epochs import Epoch, Verdict
 from pipegrid.schedules import LossScaler, PipelineConfig, one_f_one_b
-from pipegrid.schedules.monitor import JobFailedError
-from pipegrid.schedules.monitor.epochs import Epoch, Verdict
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive import Living, PipelineJob, PipelineWorld, RankRetiredError, SurviveError, Survivors
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.pipeline_lanes import pipeline_lanes
 from pipegrid.core.spec import opening_key
 from pipegrid.transport import LaneSpec, open_lanes
 from pipegrid.transport.control import connector
-from pipegrid.transport.pipeline_lanes import pipeline_lanes
 
 from .two_ranks import config
 

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.core.pipeline_lanes import pair_lanes, placed_stages, planned_lanes, require_edge
 from pipegrid.transport import (
     Direction,
     Edge,
@@ -18,7 +19,6 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
-from pipegrid.transport.pipeline_lanes import pair_lanes, placed_stages, planned_lanes, require_edge
 
 from .stages import SHAPE, activation, assert_received, config, gradient, in_turn
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.pipeline_lanes import carried_lanes, pipeline_lanes
 from pipegrid.core.sharing import LaneSharing, PositionLane, communicators_of
 from pipegrid.transport import (
     Direction,
@@ -21,7 +22,6 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
-from pipegrid.transport.pipeline_lanes import carried_lanes, pipeline_lanes
 
 from .two_ranks import config, until
 

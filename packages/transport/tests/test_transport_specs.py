@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.pipeline_lanes import direction_lane
 from pipegrid.transport import (
     Direction,
     Edge,
@@ -24,7 +25,6 @@ from pipegrid.transport import (
 from pipegrid.transport.config import as_config
 from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode, encode
 from pipegrid.transport.messages.trees import places
-from pipegrid.transport.pipeline_lanes import direction_lane
 
 
 class TestLaneSpec:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.core.errors import StepArgumentError
 from runtime_parts.job import SAME, Job, difference
 from runtime_parts.runners import Floor, Ours, Runner, Torch
 from runtime_parts.timing import Outcome, RunnerError, by_turns, timed

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing import reductions
 from torch.utils.checkpoint import checkpoint
 
+from pipegrid.autograd import SplitBackwardError, backward_inputs, backward_weights, compile_split
+from pipegrid.autograd.compiled import halves
 from pipegrid.schedules import PipelineError, PipelineRuntime, lower, zero_bubble_v
-from pipegrid.schedules.autograd import SplitBackwardError, backward_inputs, backward_weights, compile_split
-from pipegrid.schedules.autograd.compiled import halves
 
 from ..kit.stages import Function
 

@@ -9,9 +9,9 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.schedules import forward_only, interleaved_1f1b, one_f_one_b
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.counts import (
     check_first_val_step,
     convert_schedule_table_to_order,

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pipegrid.gradients import accumulate_in_main_grad
+from pipegrid.gradients.reduction import GradientReduction
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules import (
     GradientError,
@@ -16,9 +19,7 @@ from pipegrid.schedules import (
     clip_grad_norm_,
     forward_backward_no_pipelining,
 )
-from pipegrid.schedules.gradients import accumulate_in_main_grad
-from pipegrid.schedules.gradients.reduction import GradientReduction, UnitGradients
-from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.schedules.megatron.units.by_unit import UnitGradients
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import P2PUsageError
 

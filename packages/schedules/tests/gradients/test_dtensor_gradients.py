@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from autograd_kit.gradients import gradients_of
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules import PipelineRuntime, lower, zero_bubble_v
-from pipegrid.schedules.gradients import (
+from pipegrid.gradients import (
     GradientError,
     LossScale,
     LossScaler,
@@ -29,10 +29,10 @@ from pipegrid.schedules.gradients import (
     fresh_gradients,
     reduce_gradients,
 )
-from pipegrid.schedules.gradients.dtensors import fsdp_divisors
+from pipegrid.gradients.dtensors import fsdp_divisors
+from pipegrid.schedules import PipelineRuntime, lower, zero_bubble_v
 from plan_kit.groups import Groups
 
-from ..kit.gradients import gradients_of
 from ..kit.models import in_one_process
 from ..kit.stages import stages_of
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from autograd_kit.gradients import gradients_of
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.plans.plan import parse_action
 from pipegrid.schedules import PipelineConfig, compute_plan, get_forward_backward_func, zero_bubble_v
-from pipegrid.schedules.gradients.reduction import last_backwards
+from pipegrid.schedules.megatron.prepared import last_backwards
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 
-from ..kit.gradients import gradients_of
 from ..kit.models import WIDTH, Model, call, in_one_process, microbatch, step_on
 
 LARGE = 2**17  # float64 values of 1 MiB: such a gradient is reduced in place

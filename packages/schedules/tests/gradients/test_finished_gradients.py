@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograd_kit.gradients import difference, gradients_of
+from pipegrid.gradients.reduction.reduce import reduce_gradients
+from pipegrid.gradients.reduction.tied import tie_parameters, tied_stages
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
-from pipegrid.schedules.gradients.reduction.reduce import reduce_gradients
-from pipegrid.schedules.gradients.reduction.tied import tie_parameters, tied_stages
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport import P2PCommunicator
 from plan_kit.groups import Groups
 
-from ..kit.gradients import difference, gradients_of
 from ..kit.models import call, in_one_process
 from ..kit.stages import stage_of
 from ..kit.words import WORDS, WordStage, word_stages

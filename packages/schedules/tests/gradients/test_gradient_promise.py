@@ -14,14 +14,15 @@ from attrs import frozen
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autograd_kit.blocks import Residual
+from autograd_kit.gradients import difference, gradients_of
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.search.greedy import greedy
 
-from ..kit.gradients import difference, gradients_of
-from ..kit.models import WIDTH, Residual, uneven
+from ..kit.models import WIDTH, uneven
 from ..kit.stages import differentiate, stages_of
 from ..kit.threads import DEADLINE
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pipegrid.gradients.loss_scale import from_state, to_state, updated
 from pipegrid.schedules import (
     GradientError,
     LossScale,
@@ -19,7 +20,6 @@ from pipegrid.schedules import (
     scale_loss,
     unscale_gradients_,
 )
-from pipegrid.schedules.gradients.loss_scale import from_state, to_state, updated
 from pipegrid.transport import P2PCommunicator
 
 from ..kit.models import Part, call

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipegrid.gradients.main_grad import accumulated, add_gradient, fresh_gradients
+from pipegrid.gradients.reduction.tied import tie_parameters
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,
@@ -19,8 +21,6 @@ from pipegrid.schedules import (
     reduce_gradients,
     zero_main_grads,
 )
-from pipegrid.schedules.gradients.main_grad import accumulated, add_gradient, fresh_gradients
-from pipegrid.schedules.gradients.reduction.tied import tie_parameters
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 

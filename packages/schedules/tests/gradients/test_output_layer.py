@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autograd_kit.gradients import assert_same_gradients
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,
@@ -23,7 +24,6 @@ from pipegrid.schedules import (
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.hooks import Hook
 from ..kit.models import Model, call, forward_step, in_one_process, mean_loss
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients.reduction.policy import gradient_policy
+from pipegrid.gradients.errors import GradientError
+from pipegrid.gradients.reduction.policy import gradient_policy
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules.megatron.config import PipelineConfig
-from pipegrid.schedules.monitor.collectives import Waiting
 from plan_kit.groups import Group, Groups
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
@@ -162,7 +162,7 @@ def test_a_frozen_module_needs_no_groups():
 
 
 def test_means_of_fully_shard_fit_a_finalizer_only_over_the_lanes_of_the_loss(monkeypatch):
-    monkeypatch.setattr("pipegrid.schedules.gradients.reduction.policy.fsdp_divisors", lambda model: {id(model): None})
+    monkeypatch.setattr("pipegrid.gradients.reduction.policy.fsdp_divisors", lambda model: {id(model): None})
     finalize = {"finalize_model_grads_func": lambda *_, **__: None}
     settle(grids={"images": (2, 1), "language": (2, 1)}, **finalize)({0: None})
     with pytest.raises(GradientError, match="divided by 1, but fully_shard averages over them"):

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pipegrid.schedules import PipelineConfig, PipelineError
-from pipegrid.schedules.gradients import (
+from pipegrid.gradients import (
     GradientError,
     ReplicaError,
     clip_grad_norm_,
     reduce_gradients,
     require_equal_replicas,
 )
-from pipegrid.schedules.gradients.reduction.replicas import require_equal_parameters
+from pipegrid.gradients.reduction.replicas import require_equal_parameters
+from pipegrid.schedules import PipelineConfig, PipelineError
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport.collectives.checksum import checksums
 

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from autograd_kit.blocks import two_layers
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.gradients import (
+from pipegrid.gradients import (
     GradientError,
     LossScaler,
     ReplicaError,
@@ -20,15 +21,13 @@ from pipegrid.schedules.gradients import (
     reduce_gradients,
     require_equal_replicas,
 )
-from pipegrid.schedules.gradients.all_reduce import all_reduce
-from pipegrid.schedules.gradients.reduction.policy import gradient_policy
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.reduction.policy import gradient_policy
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules.megatron import PipelineConfig
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.topology import ProcessGroupCollection
 from pipegrid.transport import CollectiveFailedError
 from plan_kit.groups import Groups
-
-from ..kit.models import two_layers
 
 
 def samples(lane):

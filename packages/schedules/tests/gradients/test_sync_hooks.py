@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autograd_kit.gradients import assert_same_gradients
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,
@@ -19,7 +20,6 @@ from pipegrid.schedules import (
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.models import Part, call, in_one_process, microbatch, step_on
 
 MICROBATCHES = 3

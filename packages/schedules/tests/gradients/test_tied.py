@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograd_kit.gradients import assert_same_bits
 from pipegrid.bridges import ModuleGraphError, MultiModulePipelineCommunicator
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.gradients import ReplicaError
+from pipegrid.gradients.reduction.declared_ties import required_ties
+from pipegrid.gradients.reduction.tie_groups import stages_here, tie_groups
+from pipegrid.gradients.reduction.tied import COMPARED_EVERY, TieMark
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,
@@ -29,14 +34,9 @@ from pipegrid.schedules import (
     verify,
     with_reduce,
 )
-from pipegrid.schedules.gradients import ReplicaError
-from pipegrid.schedules.gradients.reduction.declared_ties import required_ties
-from pipegrid.schedules.gradients.reduction.tie_groups import stages_here, tie_groups
-from pipegrid.schedules.gradients.reduction.tied import COMPARED_EVERY, TieMark
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_samples
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.gradients import assert_same_bits
 from ..kit.models import call, in_one_process
 from ..kit.words import WORDS, WordStage, word_stages
 

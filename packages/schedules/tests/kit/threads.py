@@ -13,10 +13,9 @@ import torch
 from attrs import define, field
 from torch.utils._pytree import tree_map_only
 
+from monitor_kit.threads import DEADLINE, in_threads
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.schedules.runtime import PipelineRuntime
-
-DEADLINE = 20.0
 
 SENT = SimpleNamespace(wait=lambda timeout=None: None, is_completed=lambda: True)
 """The handle of a message in a queue: there is nothing to wait for."""
@@ -160,25 +159,3 @@ class MemoryCommunicator:
 
     def batch(self):
         return contextlib.nullcontext()
-
-
-def in_threads(functions):
-    """Run the functions side by side; their results in order, or the first failure."""
-    results = [None] * len(functions)
-    failures = []
-
-    def call(index, function):
-        try:
-            results[index] = function()
-        except Exception as error:  # noqa: BLE001 -- raised again below, in the test's thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in enumerate(functions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * DEADLINE)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads), "a position did not end"
-    return results

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autograd_kit.random_stages import gradients_of, program
 from pipegrid.plans.plan import OFFLOADING
 from pipegrid.schedules import (
     SCHEDULES,
@@ -33,12 +34,11 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_v,
 )
-from pipegrid.schedules.autograd import Offload
+from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.timeline import svg
 from plan_kit.plans import GENERATORS
 
 from ..kit.live import weighty_stages
-from ..kit.random_stages import gradients_of, program
 
 TRAINING = [name for name, schedule in SCHEDULES.items() if schedule.trains and not schedule.sliced]
 

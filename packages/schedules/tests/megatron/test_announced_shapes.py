@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import StageOutputError, sent_shape
 from pipegrid.schedules.megatron.step_functions import (

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autograd_kit.gradients import assert_same_gradients, difference, gradients_of
+from pipegrid.gradients.loss_scale import LossScale
 from pipegrid.schedules import LossScaler, forward_backward_no_pipelining
-from pipegrid.schedules.gradients.loss_scale import LossScale
 from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import forward_backward_pipelining_without_interleaving
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport.errors import P2PUsageError
 
-from ..kit.gradients import assert_same_gradients, difference, gradients_of
 from ..kit.models import WIDTH, Model, call, forward_step, microbatch
 
 

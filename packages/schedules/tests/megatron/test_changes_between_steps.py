@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autograd_kit.gradients import difference, gradients_of
 from pipegrid.schedules import PipelineConfig, forward_backward_with_schedule, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.gradients import difference, gradients_of
 from ..kit.models import WIDTH, Part, call, in_one_process, microbatch, step_on
 
 STEPS = 8

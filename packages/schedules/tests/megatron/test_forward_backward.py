@@ -10,6 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import nn
 
+from autograd_kit.gradients import difference, gradients_of
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.schedules.errors import StageOutputError
@@ -24,7 +25,6 @@ from pipegrid.schedules.megatron.step_functions import (
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport.errors import P2PUsageError
 
-from ..kit.gradients import difference, gradients_of
 from ..kit.hooks import Hook, noting
 from ..kit.models import WIDTH, Part, call, forward_step, mean_loss, token_loss, uneven
 from ..kit.stages import differentiate, stages_of

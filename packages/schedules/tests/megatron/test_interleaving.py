@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from autograd_kit.gradients import assert_same_gradients
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import interleaved_1f1b
 from pipegrid.plans.verify.verify import verify
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
@@ -20,7 +21,6 @@ from pipegrid.schedules.megatron.place import PlanNeeds, interleaved_proof
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
 from pipegrid.transport.errors import P2PUsageError
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, token_loss, uneven
 

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autograd_kit.gradients import assert_same_gradients, gradients_of
+from pipegrid.gradients.reduction.buckets import Bucket
+from pipegrid.gradients.reduction.tied import TieMark
 from pipegrid.plans.passes import lowering
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.verify.verify import verify
@@ -30,8 +33,6 @@ from pipegrid.schedules import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from pipegrid.schedules.gradients.reduction.buckets import Bucket
-from pipegrid.schedules.gradients.reduction.tied import TieMark
 from pipegrid.schedules.megatron import place, prepared
 from pipegrid.schedules.megatron.checks import CHECKPOINTS
 from pipegrid.schedules.megatron.stage import MegatronStage
@@ -40,7 +41,6 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 from plan_kit.groups import Groups
 
-from ..kit.gradients import assert_same_gradients, gradients_of
 from ..kit.hooks import Hook, noting
 from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, microbatch, step_on
 

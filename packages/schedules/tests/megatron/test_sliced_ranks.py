@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from autograd_kit.gradients import assert_same_gradients
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import chain
@@ -24,13 +26,12 @@ from pipegrid.schedules import (
     seq1f1b_interleaved,
     seq1f1b_zero_bubble,
 )
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.place import step_plan
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.sliced_transformer import (
     LENGTHS,
     TOKENS,

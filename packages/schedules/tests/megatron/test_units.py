@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.gradients.reduction import gradient_policy
+from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.schedules import (
     Actor,
     DisagreementError,
@@ -26,11 +28,9 @@ from pipegrid.schedules import (
     agree_on_routes,
     chain,
 )
-from pipegrid.schedules.gradients.reduction import gradient_policy
 from pipegrid.schedules.megatron.units.agreement import merged
 from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
-from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.adapted import AdaptedCommunicator
 from pipegrid.transport.job import JobTopology
 from plan_kit.groups import Group, Groups

@@ -13,6 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.monitor import Control
+from pipegrid.monitor.collectives import Waiting
+from pipegrid.monitor.control import Failure
+from pipegrid.monitor.device_progress import DeviceProgress
 from pipegrid.schedules import (
     Action,
     ActionKind,
@@ -25,11 +30,6 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.gradients.all_reduce import all_reduce
-from pipegrid.schedules.monitor import Control
-from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.schedules.monitor.control import Failure
-from pipegrid.schedules.monitor.device_progress import DeviceProgress
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import device_collectives, host_collectives
 from pipegrid.transport.errors import CollectiveFailedError
@@ -168,7 +168,7 @@ class TestMonitor:
 
     def test_a_failure_is_told_although_the_store_is_busy_when_it_comes(self, store, monkeypatch):
         """A call of the thread holds up the record for longer than the record waits."""
-        monkeypatch.setattr("pipegrid.schedules.monitor.monitor._BRIEF_SECONDS", 2.0)  # the second time as well
+        monkeypatch.setattr("pipegrid.monitor.monitor._BRIEF_SECONDS", 2.0)  # the second time as well
         control, held, asked = Control(store, 1, range(2)), threading.Event(), threading.Event()
 
         class Busy:

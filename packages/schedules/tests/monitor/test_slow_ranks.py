@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, ActionKind, Actor
 from pipegrid.schedules import Routes, UnitTimes, measured_speeds, reroute, slow_ranks
-from pipegrid.schedules.monitor import UnitSeconds
+from pipegrid.schedules.speeds import UnitSeconds
 from pipegrid.transport import streams
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import PipelineConfig
 
 from ..kit.models import call

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import one_f_one_b, zero_bubble_h1
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower, with_reduce
 from pipegrid.plans.plan import ActionKind
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
 from pipegrid.schedules.runtime.actions import EFFECTS
 

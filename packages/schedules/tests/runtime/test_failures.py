@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.bridges.collectives import CollectiveWaits
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import (
     DisagreementError,
     JobFailedError,
@@ -22,7 +23,6 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.transport import P2PCommunicator, P2PConfig, streams
 from pipegrid.transport.collectives.waiting import device_collectives
 

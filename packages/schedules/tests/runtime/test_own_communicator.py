@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from autograd_kit.gradients import assert_same_gradients
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.schedules import (
     PipelineConfig,
@@ -18,7 +19,6 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import Communicator, JobTopology, P2PPeerError, Verbs
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.models import Part, call, in_one_process, microbatch
 from ..kit.stages import differentiate, raising, stages_of
 from ..kit.threads import SENT, Network, copied, in_threads

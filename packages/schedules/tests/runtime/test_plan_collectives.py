@@ -8,12 +8,12 @@ import pytest
 from attrs import evolve
 
 from pipegrid.core.edge import Edge
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.plans.verify import default_creation, verify
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.runtime.preflight import require_runnable
 from pipegrid.transport.adapted import as_communicator
 from plan_kit.collectives import BRIDGE, COLOCATED

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from autograd_kit.gradients import assert_same_gradients
 from pipegrid.schedules import (
     DataEndedError,
     Forwarded,
@@ -36,7 +37,6 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.models import Part, call, microbatch
 from ..kit.stages import stages_of
 

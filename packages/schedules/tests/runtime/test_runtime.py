@@ -10,6 +10,7 @@ import torch
 from attrs import define
 
 from pipegrid.core.edge import Edge
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import gpipe, interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_h1
 from pipegrid.plans.generators.registry import SCHEDULES
@@ -18,7 +19,6 @@ from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.recording import Recording
 from pipegrid.plans.verify import verify
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
 from pipegrid.search.greedy import greedy
 from pipegrid.timeline.recorder import Recorder

@@ -13,7 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from autograd_kit.blocks import Residual
+from autograd_kit.gradients import assert_same_gradients
+from autograd_kit.operators import CountOps
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.gradients import fresh_gradients, reduce_gradients
 from pipegrid.schedules import (
     ActionKind,
     PipelineRuntime,
@@ -25,13 +29,10 @@ from pipegrid.schedules import (
     verify,
     zero_bubble_v,
 )
-from pipegrid.schedules.gradients import fresh_gradients, reduce_gradients
 from plan_kit.groups import Groups
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.hooks import Hook
-from ..kit.models import WIDTH, Residual
-from ..kit.operators import CountOps
+from ..kit.models import WIDTH
 from ..kit.stages import Function, stages_of
 
 MICROBATCHES = 4

@@ -7,7 +7,9 @@ import weakref
 import pytest
 import torch
 
+from autograd_kit.gradients import assert_same_gradients
 from pipegrid.bridges import VTPCommunicator, VTPTopology
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules import (
     Costs,
     CostsError,
@@ -21,11 +23,10 @@ from pipegrid.schedules import (
     seq1f1b_zero_bubble,
     timeline,
 )
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime
 from pipegrid.transport import P2PConfig
 
-from ..kit.gradients import assert_same_gradients
 from ..kit.sliced_transformer import TOKENS, again, batches, in_one_process, parts, sliced_stages
 from ..kit.threads import in_threads
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autograd_kit.blocks import Residual
+from autograd_kit.custom_functions import Scale
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import (
@@ -30,9 +32,7 @@ from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.adapted import as_communicator
 from plan_kit.plans import in_halves
 
-from ..kit.custom_functions import Scale
 from ..kit.live import WIDTH, Watch, weighty_stages
-from ..kit.models import Residual
 from ..kit.stages import Function
 from ..kit.threads import MemoryCommunicator, Network
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules.autograd.engine import shape_of_gradient
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.autograd.engine import shape_of_gradient
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.megatron.backward import backward_step, custom_backward, deallocate_output_tensor
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.forward import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge import Axes, Packed, Whole
+from pipegrid.reshard.errors import BridgeError, ShapeError as ShapeError
 from pipegrid.bridges.errors import (
-    BridgeError,
     CompletionError as CompletionError,
     DestroyedError as DestroyedError,
     LaneTotalsError as LaneTotalsError,
@@ -19,7 +19,6 @@ from pipegrid.bridges.errors import (
     NoBackwardError as NoBackwardError,
     NotReplicatedError as NotReplicatedError,
     PendingGradientError as PendingGradientError,
-    ShapeError as ShapeError,
     StageError as StageError,
     TilingError as TilingError,
     UndeclaredDimError as UndeclaredDimError,
@@ -33,7 +32,7 @@ from pipegrid.bridges.multimodule import (
     collective_edges as collective_edges,
     positions_of as positions_of,
 )
-from pipegrid.bridges.reshard import (
+from pipegrid.reshard import (
     Box as Box,
     Completion as Completion,
     Links,

@@ -14,9 +14,10 @@ from attrs import frozen
 from torch.autograd.function import once_differentiable
 
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
-from pipegrid.bridges.errors import BridgeError, ShapeError
 from pipegrid.bridges.replication import ReplicationCheck
-from pipegrid.bridges.reshard import (
+from pipegrid.bridges.steps import Completing, pack, unpack
+from pipegrid.core.fields import Index, checked, checked_fields, shown
+from pipegrid.reshard import (
     BATCH,
     GridLike,
     RankPart,
@@ -29,8 +30,7 @@ from pipegrid.bridges.reshard import (
     marked_samples,
     plan_reshard,
 )
-from pipegrid.bridges.steps import Completing, pack, unpack
-from pipegrid.core.fields import Index, checked, checked_fields, shown
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.grid import Grid, span_of
 from pipegrid.transport.collectives.differences import difference

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.errors import ShapeError as ShapeError
 from pipegrid.transport.errors import CollectiveFailedError, P2PLaneDeadError
-
-
-class BridgeError(ValueError):
-    """Sides, samples, stages or copies that do not fit each other; the base of the errors of bridges.
-
-    Also a call that this rank, an edge or the state of a step does not have: an edge, a stage, a side or a verb of
-    other ranks; a gradient, or an activation that requires one, on an edge without backward; a gradient for which no
-    activation is in flight.
-    """
-
-
-class ShapeError(BridgeError):
-    """A tensor whose dtype, number of axes or shape is not what the edge carries."""
 
 
 class MissingTensorError(BridgeError, KeyError):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard import Side
+from pipegrid.reshard import Side
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.extremes import extremes
 from pipegrid.transport.collectives.starting import start

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.errors import ShapeError
-from pipegrid.bridges.reshard import Box, Completion
+from pipegrid.reshard import Box, Completion
+from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.waits.aborts import device_aborts

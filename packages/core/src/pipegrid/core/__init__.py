@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.errors import P2PError, P2PUsageError
+from pipegrid.core.errors import P2PError, P2PUsageError, StepArgumentError
 from pipegrid.core.fields import Count, Index, Name, checked, checked_arguments, checked_fields
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.core.order import ORDER_MODELS, OrderModel
@@ -23,6 +23,7 @@ __all__ = [
     "OrderModel",
     "P2PError",
     "P2PUsageError",
+    "StepArgumentError",
     "checked",
     "checked_arguments",
     "checked_fields",

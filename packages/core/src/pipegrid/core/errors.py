@@ -1,4 +1,4 @@
-"""Errors of messages, edges and lanes as data: what, value and rule. No torch."""
+"""The bases of errors, and those of arguments: what, value and rule. No torch."""
 
 from __future__ import annotations
 
@@ -12,3 +12,7 @@ class P2PUsageError(P2PError, ValueError):
 
     Nothing was sent.
     """
+
+
+class StepArgumentError(ValueError):
+    """An argument of a step function, a runtime or a monitor that is wrong, contradicts another or the plan."""

@@ -174,3 +174,8 @@ class ModuleGraph:
         for edge in sorted(self.stage_edges, key=lambda edge: -edge.source):
             distance[edge.source] = max(distance[edge.source], distance[edge.destination] + 1)
         return tuple(distance)
+
+
+def chain(num_stages: int) -> ModuleGraph:
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
+    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})

@@ -1,33 +1,22 @@
 """The best grids, layout, schedule and microbatch size of a job, searched by prediction and proved. No torch.
 
-Names outside ``__all__`` (results, failures and what survives them) are imported from here as well.
+Names outside ``__all__`` (results, and what survives failures) are imported from here as well.
 """
 
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun as DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.failures import (
-    Failures as Failures,
-    Goodput as Goodput,
-    Outage as Outage,
-    Outcome as Outcome,
-    Scenario as Scenario,
-    Survival as Survival,
-    Throughput as Throughput,
-    count_survivable as count_survivable,
-    goodput as goodput,
-    planned_throughput as planned_throughput,
-    random_failures as random_failures,
-    read_failures as read_failures,
-    rerouted_throughput as rerouted_throughput,
-    survivable as survivable,
-    survivable_table as survivable_table,
-)
 from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
 from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
 from pipegrid.planner.reading import parse_job as parse_job, read_job
 from pipegrid.planner.refine import refined
 from pipegrid.planner.search import Planned as Planned, plan
+from pipegrid.planner.survival import (
+    Survival as Survival,
+    count_survivable as count_survivable,
+    survivable as survivable,
+    survivable_table as survivable_table,
+)
 from pipegrid.planner.what_if import WhatIf as WhatIf, what_if
 
 __all__ = [

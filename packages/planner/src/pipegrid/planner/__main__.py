@@ -2,8 +2,7 @@
 
 Draw a job, all modules in one picture: ``... show job.toml --gpus 64 --schedule zero_bubble_v --html job.html``.
 Predict another schedule or cut of a recorded run: ``... what-if run.json --schedule zero_bubble_v --pp 8``. Costs of
-its layers, for a job file: ``... layers run.json --layout "Et*3|t*4L"``. Which recovery from failures pays, and how
-often a checkpoint: ``... goodput job.toml --nodes 8 --mtbf 12h --restart 10m --checkpoint 30s --policy all``.
+its layers, for a job file: ``... layers run.json --layout "Et*3|t*4L"``.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve
 
@@ -22,22 +19,8 @@ from pipegrid.layout import LayoutError
 from pipegrid.planner.choice import Choice
 from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.failures import (
-    POLICIES,
-    Scenario,
-    Throughput,
-    goodput,
-    goodput_json,
-    goodput_table,
-    parse_throughput,
-    planned_throughput,
-    possible,
-    random_failures,
-    read_failures,
-    rerouted_throughput,
-)
 from pipegrid.planner.layer_costs import layer_costs, layers_toml
-from pipegrid.planner.reading import Form, parse_document, parse_job, read_as, read_job
+from pipegrid.planner.reading import read_job
 from pipegrid.planner.refine import refined
 from pipegrid.planner.report import explanation, refinement, results_table, summary, to_json, what_if_table
 from pipegrid.planner.script import training_script
@@ -156,76 +139,10 @@ def layers_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def goodput_file(arguments: argparse.Namespace) -> int:
-    """Simulate a job under failures, and print what each policy makes of it."""
-    throughput = read_as(arguments.job, partial(throughput_of, arguments=arguments))
-    duration, repair = arguments.duration, arguments.repair
-    if arguments.failures:
-        failures = read_failures(arguments.failures, duration=duration)
-    else:
-        nodes, seed = throughput.nodes, arguments.seed
-        failures = random_failures(nodes, mtbf=arguments.mtbf, repair=repair, duration=duration, seed=seed)
-    replanned = read_as(arguments.job, partial(replanned_of, arguments=arguments)) if arguments.reroute else None
-    names = ("restart", "checkpoint", "write", "replan", "promote", "spares", "without_spares")
-    scenario = Scenario(throughput, failures, replanned=replanned, **{name: getattr(arguments, name) for name in names})
-    policies = possible(scenario) if arguments.policy == "all" else (arguments.policy,)
-    found = goodput(scenario, policies=policies, every=arguments.every)
-    print(goodput_json(found) if arguments.json else goodput_table(found, terminal=sys.stdout.isatty()), end="")
-    return 0
-
-
-def throughput_of(text: str, form: Form, *, arguments: argparse.Namespace) -> Throughput:
-    """The throughput in a file, or that of the job in it, planned."""
-    if "throughput" in parse_document(text, form):
-        return parse_throughput(text, form)
-    job = parse_job(text, form)
-    if arguments.nodes is None:
-        raise JobError("a job has no number of nodes; give --nodes")
-    return planned_throughput(job, nodes=arguments.nodes, memory=arguments.memory, limit=arguments.limit)
-
-
-def replanned_of(text: str, form: Form, *, arguments: argparse.Namespace) -> Throughput:
-    """The throughput of a job's best choice whose peers take over the work of a dead node."""
-    if "throughput" in parse_document(text, form):
-        raise JobError("--reroute is for a job, whose grids say who takes over; the file is a table of throughput")
-    job, nodes, memory = parse_job(text, form), arguments.nodes, arguments.memory
-    best = plan(job, gpus=nodes * job.links.gpus_per_node, memory=memory, limit=arguments.limit).winner
-    return rerouted_throughput(best, nodes=nodes, memory=memory)
-
-
-def goodput_parser(commands: Any) -> None:
-    """The command line of ``goodput``."""
-    failing = commands.add_parser("goodput", help="which recovery from failures pays, and how often to checkpoint")
-    failing.add_argument("job", type=Path, help="a job file, or a file with samples per second by number of nodes")
-    failing.add_argument("--nodes", type=int, help="of a job file's job; a table has its own")
-    failing.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
-    failing.add_argument("--limit", type=int, default=200, help="candidates that are simulated for a number of nodes")
-    when = failing.add_mutually_exclusive_group(required=True)
-    when.add_argument("--mtbf", help="mean time between failures of all nodes together, such as 12h")
-    when.add_argument("--failures", type=Path, metavar="CSV", help="with the columns time, node and, if any, back")
-    failing.add_argument("--repair", default="1h", help="until a node that failed is back, or never (default 1h)")
-    failing.add_argument("--seed", type=int, default=0, help="of the failures")
-    failing.add_argument("--for", dest="duration", metavar="TIME", help="of the run; 1,000 failures, or all of the CSV")
-    failing.add_argument("--restart", required=True, help="from a failure until training goes on from a checkpoint")
-    failing.add_argument("--checkpoint", required=True, help="training stops for it")
-    failing.add_argument("--write", default="0s", help="until it can be loaded, while training goes on (default 0s)")
-    failing.add_argument("--every", metavar="TIME", help="between checkpoints; by default the best for each policy")
-    failing.add_argument("--replan", default="10s", help="until the nodes left go on with the step (default 10s)")
-    failing.add_argument(
-        "--reroute", action="store_true", help="re-plan on the grids of a job: peers take over the work of the dead"
-    )
-    failing.add_argument("--promote", default="10s", help="until a spare has the place of a node (default 10s)")
-    failing.add_argument("--spares", type=int, default=1, help="of the nodes (default 1)")
-    failing.add_argument("--without-spares", choices=("restart", "wait"), default="restart", help="when none is up")
-    failing.add_argument("--policy", choices=(*POLICIES, "all"), default="all", help="(default all)")
-    failing.add_argument("--json", action="store_true", help="as JSON, in place of the table")
-    failing.set_defaults(run=goodput_file)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m pipegrid.planner", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="plan | show | what-if | layers | goodput")
+    commands = top.add_subparsers(required=True, metavar="plan | show | what-if | layers")
     planned = argparse.ArgumentParser(add_help=False)
     planned.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
     planned.add_argument("--gpus", type=int, required=True, help="at most this many")
@@ -278,7 +195,6 @@ def parser() -> argparse.ArgumentParser:
     layers.add_argument("--samples", type=int, default=1, help="of a microbatch, on each rank")
     layers.add_argument("--free", nargs="*", default=[], help="kinds of layers that take no time")
     layers.set_defaults(run=layers_file)
-    goodput_parser(commands)
     return top
 
 

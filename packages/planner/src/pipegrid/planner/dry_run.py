@@ -12,14 +12,14 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.bridges import Side, Sizes, axis_names, check_plan, plan_reshard, positions_of, routes
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import checked_arguments
+from pipegrid.core.pipeline_lanes import pipeline_lanes
 from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import lower, verify
 from pipegrid.plans.verify import Proof
-from pipegrid.transport.pipeline_lanes import pipeline_lanes
+from pipegrid.reshard import Side, Sizes, axis_names, check_plan, plan_reshard, positions_of, routes
 
 _AXES = axis_names(3)
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.bridges import ModuleGraph, ModuleGraphError
 from pipegrid.core.fields import Amount, Count, Index, Name, Rule, Seconds, checked_fields, instance, number
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import SCHEDULES

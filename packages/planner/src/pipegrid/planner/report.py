@@ -10,8 +10,8 @@ from attrs import astuple, fields
 
 from pipegrid.core.tables import table, text_table
 from pipegrid.planner.choice import Choice, Memory, in_flight
-from pipegrid.planner.failures import count_survivable, survivable_table
 from pipegrid.planner.search import Planned
+from pipegrid.planner.survival import count_survivable, survivable_table
 from pipegrid.planner.what_if import WhatIf
 from pipegrid.timeline import position_name, time_text
 

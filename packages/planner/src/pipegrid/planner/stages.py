@@ -7,13 +7,14 @@ from functools import cache, cached_property
 
 from attrs import field, frozen
 
-from pipegrid.bridges import ModuleGraph, Side, boundary_side, collective_edges, positions_of
 from pipegrid.core.edge import Edge
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.job import Job
 from pipegrid.planner.model import CostModel, StageCosts, Times, bandwidth
 from pipegrid.plans.plan import stages_on
+from pipegrid.reshard import Side, boundary_side, collective_edges, positions_of
 
 
 @frozen

@@ -8,8 +8,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from pipegrid.bridges import ModuleGraph
 from pipegrid.core.fields import Count, checked_arguments
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import ActionKind, Costs, Plan, Simulation, lower, schedule_for, simulate, stage_places
 from pipegrid.timeline import Recording

@@ -17,26 +17,40 @@ from typing import TYPE_CHECKING
 from pipegrid.plans import *
 from pipegrid.search import *
 from pipegrid.timeline import *
-from pipegrid.schedules.gradients import LossScale
+from pipegrid.gradients import LossScale
 from pipegrid.schedules.megatron import PipelineConfig, UnitBatches as UnitBatches, step_plan
-from pipegrid.schedules.monitor import (
+from pipegrid.monitor import (
+    DisagreementError as DisagreementError,
     JobFailedError,
     Monitor,
+)
+from pipegrid.schedules.speeds import (
     SlowRank as SlowRank,
+    UnitSeconds as UnitSeconds,
     measured_speeds as measured_speeds,
     slow_ranks as slow_ranks,
 )
 from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.gradients import (
+    from pipegrid.autograd import SplitBackwardError as SplitBackwardError
+    from pipegrid.gradients import (
         LossScaler,
+        ReplicaError as ReplicaError,
+        TiedParameters as TiedParameters,
         accumulate_in_main_grad,
+        clear_embedding_activation_buffer as clear_embedding_activation_buffer,
         clip_grad_norm_,
+        finish_embedding_wgrad_compute as finish_embedding_wgrad_compute,
         fresh_gradients as fresh_gradients,
         output_linear,
         reduce_gradients,
+        require_equal_replicas as require_equal_replicas,
+        scale_loss as scale_loss,
         tie_parameters,
+        tied_stages as tied_stages,
+        ties_among as ties_among,
+        unscale_gradients_ as unscale_gradients_,
         zero_main_grads,
     )
     from pipegrid.schedules.megatron import (
@@ -105,22 +119,16 @@ __all__ = [
 
 _LAZY = {
     "errors": "AnnouncedShapesError DataEndedError DeferralError GradientError LossError LossScaleError MainGradError "
+    "MonitorError "
     "PlanFieldError PlanMismatchError ReductionError ReductionFailedError ReductionPeerError ReductionTimeoutError "
     "RuntimeArgumentError StageInputError StageOutputError StepArgumentError TyingError",
-    "gradients": "LossScaler ReplicaError TiedParameters "
-    "accumulate_in_main_grad clear_embedding_activation_buffer clip_grad_norm_ "
-    "finish_embedding_wgrad_compute fresh_gradients output_linear reduce_gradients require_equal_replicas "
-    "scale_loss tie_parameters tied_stages ties_among "
-    "unscale_gradients_ zero_main_grads",
     "megatron": "WithLoss agree_on_routes backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
-    "monitor": "DisagreementError MonitorError UnitSeconds",
     "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage UnitTimes "
     "position_of warm_up",
-    "autograd": "SplitBackwardError",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from pipegrid.core.errors import StepArgumentError as StepArgumentError
+from pipegrid.gradients.errors import GradientError as GradientError
 from pipegrid.plans.errors import PlanError
 from pipegrid.transport.errors import CollectiveFailedError
-
-
-class StepArgumentError(ValueError):
-    """An argument of a step function, a runtime or a monitor that is wrong, contradicts another or the plan."""
 
 
 class StageOutputError(ValueError):
@@ -20,13 +18,6 @@ class StageOutputError(ValueError):
 
 class DataEndedError(ValueError):
     """A stage's data ended before the step did."""
-
-
-class GradientError(ValueError):
-    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked.
-
-    Also a loss scale outside of its range.
-    """
 
 
 # Names of one thing each that no caller handled differently; for this version.

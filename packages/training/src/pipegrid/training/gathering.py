@@ -9,7 +9,7 @@ import cattrs
 import torch
 import torch.distributed as dist
 
-from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
+from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 
 _CPU = torch.device("cpu")
 _PLAIN_DATA = Waiting(what="an exchange of plain data")

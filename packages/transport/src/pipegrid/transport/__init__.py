@@ -27,7 +27,7 @@ from pipegrid.transport.errors import (
     P2PUsageError as P2PUsageError,
 )
 from pipegrid.transport.job import JobTopology as JobTopology
-from pipegrid.transport.pipeline_lanes import pipeline_lanes as pipeline_lanes
+from pipegrid.core.pipeline_lanes import pipeline_lanes as pipeline_lanes
 from pipegrid.transport.protocol import (
     Handle as Handle,
     Payload as Payload,

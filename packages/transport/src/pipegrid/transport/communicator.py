@@ -12,6 +12,14 @@ from torch.distributed import ProcessGroup
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.core.pipeline_lanes import (
+    checked_replicas,
+    direction_lane,
+    pipeline_lanes,
+    placed_stages,
+    planned_lanes,
+    require_edge,
+)
 from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
@@ -24,14 +32,6 @@ from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.pipeline_lanes import (
-    checked_replicas,
-    direction_lane,
-    pipeline_lanes,
-    placed_stages,
-    planned_lanes,
-    require_edge,
-)
 
 
 class P2PCommunicator(NeighbourVerbs, LaneCommunicator):

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from pipegrid.bridges.bridge.communicator import renew_lanes
 from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.collectives import abort_groups
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.base import Port, Verbs
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.errors import P2PLaneDeadError

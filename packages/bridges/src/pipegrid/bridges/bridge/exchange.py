@@ -20,10 +20,10 @@ from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, pee
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
 from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
-from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import SPLIT_SIZES, RankPart
 from pipegrid.bridges.steps import Completing
 from pipegrid.core.edge import Direction
+from pipegrid.reshard import SPLIT_SIZES, RankPart
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 

@@ -8,10 +8,10 @@ from typing import Any, TypedDict
 from attrs import field, frozen
 
 from pipegrid.bridges.bridge.structure import Declared, Structure
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard import AUTO_LEADER_BYTES, Links, Placement, Strategy, as_axis_of, axis_names
-from pipegrid.bridges.reshard.links import Choice
 from pipegrid.core.fields import Index, checked, checked_fields, shown
+from pipegrid.reshard import AUTO_LEADER_BYTES, Links, Placement, Strategy, as_axis_of, axis_names
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.links import Choice
 
 
 def _as_lanes(value: Any) -> tuple[int, ...] | None:

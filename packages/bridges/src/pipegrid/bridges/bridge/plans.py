@@ -12,11 +12,11 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
-from pipegrid.bridges.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.bridges.steps import require_summed
 from pipegrid.core.fields import Index, checked_fields, shown
+from pipegrid.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
+from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.topology import replica_bounds, replica_sizes
 
 _MOST_KNOWN = 256  # plans kept for sizes that come back

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes, marked_samples
 from pipegrid.core.fields import Index, checked_fields, shown
+from pipegrid.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes, marked_samples
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any

@@ -16,11 +16,11 @@ from attrs import frozen
 from pipegrid.bridges.bridge.receive import BridgeReceive, Filled, PostedReceives, ReceiveQueue, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
-from pipegrid.bridges.errors import BridgeError, ShapeError
-from pipegrid.bridges.reshard import RankPart
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
 from pipegrid.core.edge import Direction
 from pipegrid.core.spec import LaneSpec
+from pipegrid.reshard import RankPart
+from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes

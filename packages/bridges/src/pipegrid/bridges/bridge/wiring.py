@@ -10,10 +10,10 @@ from attrs import evolve, frozen
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.spec import LaneSpec
+from pipegrid.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.topology import GroupSpec, replica_sizes
 
 Traffic: TypeAlias = frozenset[tuple[Edge, Direction]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge import EdgeOptions
-from pipegrid.bridges.multimodule.positions import Positions, collective_edges, positions_of
+from pipegrid.reshard import Positions, collective_edges, positions_of
 from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:

@@ -17,19 +17,19 @@ from pipegrid.bridges.bridge import (
     directions_of,
     lane_config,
 )
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline
-from pipegrid.bridges.multimodule.positions import edge_between
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.multimodule.replicas import ModuleReplicas
-from pipegrid.bridges.reshard import (
+from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard import (
     GridLike,
     Placement,
     as_grid,
 )
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.positions import edge_between
 from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device

@@ -9,9 +9,10 @@ import torch
 from attrs import frozen
 
 from pipegrid.bridges.bridge.structure import in_words
-from pipegrid.bridges.errors import MissingTensorError, ShapeError
+from pipegrid.bridges.errors import MissingTensorError
 from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.messages.trees import mapped_together
 from pipegrid.transport.protocol import Handle, ReceiveHandle

@@ -8,12 +8,12 @@ from typing import Annotated
 from attrs import frozen
 
 from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.multimodule.positions import alike, edge_between
-from pipegrid.bridges.reshard import REPLICAS, GridLike, Placement, Side, as_grid
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import checked, instance
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.reshard import REPLICAS, GridLike, Placement, Side, as_grid
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.positions import alike, edge_between
 
 Ends = tuple[str, str]
 """The modules of an edge: source, destination."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard import (
+from pipegrid.core.fields import Name, checked
+from pipegrid.core.graph import ModuleGraph, ModuleGraphError
+from pipegrid.reshard import (
     GridLike,
     as_grid,
 )
-from pipegrid.core.fields import Name, checked
-from pipegrid.core.graph import ModuleGraph, ModuleGraphError
+from pipegrid.reshard.errors import BridgeError
 
 
 def module_graph(

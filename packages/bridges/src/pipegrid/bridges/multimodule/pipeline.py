@@ -9,12 +9,12 @@ from typing import Any
 from attrs import evolve
 
 from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, checked_options, modules_with_backward
 from pipegrid.bridges.multimodule.modules import module_graph, total_pipeline_stages
-from pipegrid.bridges.multimodule.positions import Positions, check_places, collective_edges, positions_of
-from pipegrid.bridges.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.positions import Positions, check_places, collective_edges, positions_of
 
 
 class ModulePipeline:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.reshard import REPLICAS, GridLike, as_grid
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.spec import LaneSpec
+from pipegrid.reshard import REPLICAS, GridLike, as_grid
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.lanes import Lanes

@@ -12,9 +12,9 @@ from __future__ import annotations
 from attrs import frozen
 
 from pipegrid.bridges.bridge import BridgeWiring, Folded
-from pipegrid.bridges.reshard import Placement, Replicate, Shard, Side
-from pipegrid.bridges.reshard.side import SideDim
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard import Placement, Replicate, Shard, Side
+from pipegrid.reshard.side import SideDim
 
 
 @frozen

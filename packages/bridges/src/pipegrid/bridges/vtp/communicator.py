@@ -21,7 +21,6 @@ from pipegrid.bridges.bridge import (
     leaves_of,
 )
 from pipegrid.bridges.collectives import own_groups
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
 from pipegrid.bridges.vtp.peers import Peers
@@ -29,6 +28,7 @@ from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import shown
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.errors import P2PUsageError

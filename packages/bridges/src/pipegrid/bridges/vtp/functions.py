@@ -9,10 +9,10 @@ from typing import Any, Unpack
 import torch
 
 from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeCommunicator, Exchange
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.peers import Named, Peers
 from pipegrid.bridges.vtp.topology import VTPTopology
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import timed
 from pipegrid.transport.errors import P2PUsageError

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.core.edge import Edge
+from pipegrid.reshard.errors import BridgeError
 
 Ranks: TypeAlias = int | Sequence[int] | None
 

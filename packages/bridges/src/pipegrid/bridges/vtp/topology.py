@@ -15,10 +15,10 @@ from typing import Any
 from attrs import field, frozen
 
 from pipegrid.bridges.bridge import require_parts
-from pipegrid.bridges.errors import BridgeError
 from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Count, Index, checked_fields
+from pipegrid.reshard.errors import BridgeError
 
 
 def _as_flags(value: bool | Sequence[bool]) -> bool | tuple[bool, ...]:

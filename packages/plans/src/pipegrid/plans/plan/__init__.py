@@ -20,16 +20,8 @@ from pipegrid.plans.plan.actions import (
 )
 from pipegrid.plans.plan.csv import from_csv, to_csv
 from pipegrid.plans.plan.json import from_json, load_json, to_json
-from pipegrid.plans.plan.parts import (
-    Group,
-    Step,
-    actions_of,
-    as_placement,
-    chain,
-    module_places,
-    stages_on,
-    step_text,
-)
+from pipegrid.plans.plan.parts import Group, Step, actions_of, as_placement, module_places, stages_on, step_text
+from pipegrid.core.graph import chain
 from pipegrid.plans.plan.plan import (
     Plan,
     compute_plan,

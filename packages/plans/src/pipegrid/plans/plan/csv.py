@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from pipegrid.core.fields import Count, checked_arguments
+from pipegrid.core.graph import chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import Action, ActionKind
-from pipegrid.plans.plan.parts import Text, chain, step_text
+from pipegrid.plans.plan.parts import Text, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
 from pipegrid.plans.plan.tokens import Token

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.core.edge import Edge
-from pipegrid.core.fields import Count, Index, Rule, checked, checked_fields, index_of, instance, shown
-from pipegrid.core.graph import ModuleGraph, ModuleGraphError
+from pipegrid.core.fields import Index, Rule, checked, checked_fields, index_of, instance, shown
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import ALONE, Action, GroupName
 
@@ -59,11 +59,6 @@ class Group:
     positions: Places = field(converter=ascending)
     edges: tuple[Edge, ...] = field(converter=ascending, default=())
     tied: tuple[Index, ...] = field(converter=ascending, default=())
-
-
-def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
-    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})
 
 
 def actions_of(step: Step) -> tuple[Action, ...]:

@@ -14,19 +14,10 @@ from attrs import field, frozen
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Count, Index, checked_fields, shown
-from pipegrid.core.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph, chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import OFFLOADING, SHARDING, Action
-from pipegrid.plans.plan.parts import (
-    Group,
-    Step,
-    as_placement,
-    as_positions,
-    ascending,
-    chain,
-    stages_on,
-    step_text,
-)
+from pipegrid.plans.plan.parts import Group, Step, as_placement, as_positions, ascending, stages_on, step_text
 from pipegrid.plans.plan.routes import Routes
 from pipegrid.plans.plan.routes_check import check_routes
 from pipegrid.plans.plan.tokens import name_text

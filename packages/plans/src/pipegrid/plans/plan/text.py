@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Sequence
 from attrs import define, field
 
 from pipegrid.core.fields import checked
-from pipegrid.core.graph import ModuleGraph
+from pipegrid.core.graph import ModuleGraph, chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.plans.plan.header import check_extent, expectation, module_graph
-from pipegrid.plans.plan.parts import Group, Step, Text, as_step, chain
+from pipegrid.plans.plan.parts import Group, Step, Text, as_step
 from pipegrid.plans.plan.plan import Plan, require_placed
 from pipegrid.plans.plan.routes_text import LINES as ROUTE_LINES
 from pipegrid.plans.plan.routes_text import RoutesReader

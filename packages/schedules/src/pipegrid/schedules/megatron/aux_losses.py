@@ -18,10 +18,10 @@ import torch
 from attrs import define, field, frozen
 from torch.autograd.function import BackwardCFunction
 
+from pipegrid.gradients.groups import device_of
+from pipegrid.gradients.main_grad import named_modules
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.gradients.groups import device_of
-from pipegrid.schedules.gradients.main_grad import named_modules
 from pipegrid.schedules.megatron.config import option
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)

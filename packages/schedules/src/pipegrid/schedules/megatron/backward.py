@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pipegrid.schedules.autograd import free_storage, run_backward, shape_of_gradient
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.autograd import free_storage, run_backward, shape_of_gradient
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.runtime import describe, gradient_of, map_tensors, tensors_of
 

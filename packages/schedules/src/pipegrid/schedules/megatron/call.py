@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define, field, frozen
 
+from pipegrid.gradients.groups import collections_by_name
+from pipegrid.gradients.reduction import observed
 from pipegrid.plans.plan import Routes
-from pipegrid.schedules.gradients.groups import collections_by_name
-from pipegrid.schedules.gradients.reduction import observed
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.config import OF_MEGATRON, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.reduction.policy import Models
+from pipegrid.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import numbered_modules

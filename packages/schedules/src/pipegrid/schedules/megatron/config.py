@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 from attrs import evolve, field, fields, frozen
 from attrs.converters import optional
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, Rule, checked, checked_fields, instance, shown
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, checked, checked_arguments, shown
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.job import JobTopology
 

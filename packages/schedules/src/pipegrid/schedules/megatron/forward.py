@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
-from pipegrid.schedules.gradients.all_reduce import all_reduce
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.monitor.collectives import Waiting
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.runtime import describe, flatten
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.gradients.reduction.policy import Models
 from pipegrid.plans.passes.lowering import Receives
 from pipegrid.plans.verify import Proof
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action, ActionKind, Plan
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.config import option
 
 _B, _W = ActionKind.B, ActionKind.W

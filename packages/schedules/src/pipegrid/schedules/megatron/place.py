@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from pipegrid.core.edge import Edge
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Name, checked
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
@@ -17,7 +18,6 @@ from pipegrid.plans.passes.lowering import Receives, lower
 from pipegrid.plans.passes.sharding import Shard
 from pipegrid.plans.plan import Plan, Routes, as_placement, require_graph
 from pipegrid.plans.verify.verify import Proof, verify
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.megatron.counts import require_job
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]

@@ -16,18 +16,13 @@ from typing import Any
 import torch
 from attrs import define
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, checked
-from pipegrid.plans.plan import ActionKind
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.groups import group_of
-from pipegrid.schedules.gradients.reduction import (
-    GradientPolicy,
-    gradient_policy,
-    last_backwards,
-    required_ties,
-    tied_stages,
-)
-from pipegrid.schedules.gradients.reduction.policy import Models
+from pipegrid.gradients.groups import group_of
+from pipegrid.gradients.reduction import GradientPolicy, gradient_policy, required_ties, tied_stages
+from pipegrid.gradients.reduction.policy import Models
+from pipegrid.monitor.collectives import Waiting
+from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
 from pipegrid.schedules.megatron.call import StepCall, flat, step_key
 from pipegrid.schedules.megatron.call_hooks import CallHooks
@@ -53,10 +48,26 @@ from pipegrid.schedules.megatron.units.numbers import (
     units_per_replica,
 )
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
+
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
+
+
+def last_backwards(plan: Plan, position: int) -> dict[int, int]:
+    """The stage whose gradients are whole, by the place of the last action that can add to them; in the plan's order.
+
+    By its place in `Plan.actions`: all ``REDUCE_GRAD`` of a stage are equal. Where replicas differ, the ``REDUCE`` over
+    them comes after their last backwards.
+    """
+    kinds = _BACKWARDS if plan.num_replicas == 1 else {ActionKind.REDUCE}
+    last = {
+        action.stage: place
+        for place, action in enumerate(plan.actions(position))
+        if action.kind in kinds and action.group is None
+    }
+    return {place: stage for stage, place in sorted(last.items(), key=lambda item: item[1])}
 
 
 @define(eq=False)

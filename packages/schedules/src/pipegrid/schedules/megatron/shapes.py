@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, checked
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import option
 from pipegrid.schedules.runtime import flatten
 

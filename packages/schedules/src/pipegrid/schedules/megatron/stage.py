@@ -11,8 +11,9 @@ import torch
 from attrs import define, field, frozen
 
 from pipegrid.core.edge import Edge
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, aux_loss_scalers, grad_scale, one_like
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step

@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 
+from pipegrid.gradients import deferred_weight_gradients, fresh_gradients
+from pipegrid.gradients.errors import GradientError
+from pipegrid.gradients.groups import group_of
+from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
-from pipegrid.schedules.errors import GradientError
-from pipegrid.schedules.gradients import deferred_weight_gradients, fresh_gradients
-from pipegrid.schedules.gradients.groups import group_of
-from pipegrid.schedules.gradients.reduction import (
-    EarlyReduction,
-    StepGradients,
-    UnitGradients,
-    require_addable_by_unit,
-)
 from pipegrid.schedules.megatron.aux_losses import AuxLossScales, aux_loss_scalers, one_like
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.checks import CHECKPOINTS, require_forward_step
@@ -27,6 +22,7 @@ from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
+from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_addable_by_unit
 from pipegrid.schedules.megatron.units.replica import require_equal_routes
 from pipegrid.schedules.runtime import Hook
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, checked_arguments
+from pipegrid.gradients.groups import collections_by_name
 from pipegrid.plans.generators import find_schedule, require_slices
 from pipegrid.plans.plan import Routes
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.groups import collections_by_name
 from pipegrid.schedules.megatron.call import LossSums, StepCall
 from pipegrid.schedules.megatron.counts import size_of
 from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action, ActionKind
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange

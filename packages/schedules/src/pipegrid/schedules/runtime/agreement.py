@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor import DisagreementError
+from pipegrid.monitor import DisagreementError
 from pipegrid.transport.collectives.differences import by_text
 
 if TYPE_CHECKING:

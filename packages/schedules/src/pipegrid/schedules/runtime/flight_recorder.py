@@ -21,8 +21,8 @@ from pipegrid.schedules.runtime.failures import line_of
 from pipegrid.transport.waits.aborts import device_aborts
 
 if TYPE_CHECKING:
+    from pipegrid.monitor import Report
     from pipegrid.plans.plan import Plan
-    from pipegrid.schedules.monitor import Report
     from pipegrid.transport.base import Communicator
 
 _MOST_FILES = 1000  # of one rank in one folder

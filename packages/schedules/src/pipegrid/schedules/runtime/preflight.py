@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from pipegrid.autograd.fsdp import is_fsdp
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.core.sharing import LaneSharing
+from pipegrid.gradients.errors import GradientError
 from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
-from pipegrid.schedules.errors import GradientError, StepArgumentError
-from pipegrid.schedules.fsdp import is_fsdp
 from pipegrid.schedules.runtime.stages.stage import modules_of
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from attrs import evolve
 
+from pipegrid.autograd import compiled_modules
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Seconds, checked, instance
-from pipegrid.plans.plan import ActionKind
-from pipegrid.plans.simulate import simulate, unit_costs
-from pipegrid.plans.verify import Proof
-from pipegrid.schedules.autograd import compiled_modules
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.monitor import (
+from pipegrid.monitor import (
     FIRST_STEP_SECONDS,
     JobFailedError,
 )
+from pipegrid.plans.plan import ActionKind
+from pipegrid.plans.simulate import simulate, unit_costs
+from pipegrid.plans.verify import Proof
 from pipegrid.schedules.runtime.actions import Call, Effect
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of
@@ -50,8 +50,8 @@ from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
     from pipegrid.core.edge import Edge
+    from pipegrid.monitor import Monitor
     from pipegrid.plans.plan import Action, Plan
-    from pipegrid.schedules.monitor import Monitor
     from pipegrid.schedules.runtime.stages.stage import Stage
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.protocol import Payload, PipelineCommunicator

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor import DisagreementError, first_failure
+from pipegrid.monitor import DisagreementError, first_failure
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
 from pipegrid.transport.collectives.waiting import device_collectives
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor import Monitor, Report
+    from pipegrid.monitor import Monitor, Report
     from pipegrid.schedules.runtime.agreement import StepAgreement
     from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
     from pipegrid.schedules.runtime.position import BoundPosition

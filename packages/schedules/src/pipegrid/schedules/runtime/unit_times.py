@@ -13,11 +13,11 @@ import cattrs
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, checked
+from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.plans.plan import Action, ActionKind, Actor
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
-from pipegrid.schedules.monitor.slow_ranks import Planned, SlowRank, UnitSeconds, slow_ranks
+from pipegrid.schedules.speeds import Planned, SlowRank, UnitSeconds, slow_ranks
 from pipegrid.transport import streams
 from pipegrid.transport.control.opening import resolve_device
 

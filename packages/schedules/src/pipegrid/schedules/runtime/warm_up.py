@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipegrid.schedules.errors import StepArgumentError
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
 

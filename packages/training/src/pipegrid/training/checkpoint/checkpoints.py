@@ -27,7 +27,7 @@ from pipegrid.training.checkpoint.stored.lock import Lock
 from pipegrid.training.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor.monitor import Monitor
+    from pipegrid.monitor.monitor import Monitor
 
 
 class Checkpoints:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cattrs
 import torch.distributed as dist
 
-from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.topology.bounded_calls import giving_up
 from pipegrid.training.checkpoint.state.names import Held
@@ -21,7 +21,7 @@ from pipegrid.transport.backends.wire import cut_all_connections
 from pipegrid.transport.collectives.waiting import host_collectives
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor.monitor import Monitor
+    from pipegrid.monitor.monitor import Monitor
 
 _T = TypeVar("_T")
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipegrid.schedules.gradients.all_reduce import all_reduce
-from pipegrid.schedules.monitor.collectives import Waiting
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
 
 ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, checked, shown
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.stages.slicing.slice_batches import IGNORED

@@ -13,11 +13,11 @@ from attrs import frozen
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, checked, shown
+from pipegrid.gradients import TiedParameters
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients import TiedParameters
 from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_grid_groups
 from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
 from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.training.checkpoint.state.names import bare_name

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from attrs import Attribute, define, field
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, checked
-from pipegrid.schedules.errors import StepArgumentError
 
 Axis = int | None
 """Of the rows; None: an entry is whole in each microbatch."""

@@ -15,7 +15,11 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.gradients import tied_stages
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import (
     PipelineConfig,
     Plan,
@@ -28,12 +32,8 @@ from pipegrid.schedules import (
     recording_to_json,
     step_plan,
 )
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients import tied_stages
-from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.megatron.call import LossSums
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.timeline import Track
 from pipegrid.training.gathering import gather_plain, wait_for_all
 from pipegrid.training.generators import restore, seed_by

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.core.fields import Count, Index, Seconds, checked
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.monitor.collectives import Waiting
+from pipegrid.monitor.epochs import RankLostError
 from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
-from pipegrid.schedules.gradients.all_reduce import all_reduce
-from pipegrid.schedules.monitor.collectives import Waiting
-from pipegrid.schedules.monitor.epochs import RankLostError
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.training.errors import RestartError
 from pipegrid.training.gathering import gather_plain, wait_for_all

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from pipegrid.autograd import compile_split
 from pipegrid.core.fields import checked
-from pipegrid.schedules.autograd import compile_split
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment, Tie
 from pipegrid.training.stages.calls import by_name

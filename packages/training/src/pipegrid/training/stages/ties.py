@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.core.graph import ModuleGraph
+from pipegrid.gradients import TiedParameters, tie_parameters
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.schedules.gradients import TiedParameters, tie_parameters
 from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Tie, assign, pp_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import define, field
 
-from pipegrid.schedules.monitor.monitor import FIRST_STEP_SECONDS
+from pipegrid.monitor.monitor import FIRST_STEP_SECONDS
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.transport.streams import synchronize, used_device
 

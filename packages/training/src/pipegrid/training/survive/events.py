@@ -10,7 +10,7 @@ from attrs import frozen
 from pipegrid.topology.world import require_default_group
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.monitor.epochs import Verdict
+    from pipegrid.monitor.epochs import Verdict
 
 
 @frozen

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
-from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
+from pipegrid.gradients.dtensors import is_dtensor, local_of
+from pipegrid.gradients.main_grad import Modules, named_modules, parameters_of
 from pipegrid.training.checkpoint.stored.plain import dtype_name, dtype_of, from_plain, raw_bytes, to_plain
 from pipegrid.training.errors import CheckpointError
 from pipegrid.training.generators import as_tensors, capture, of_tensors, restore

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from pipegrid.schedules.gradients.dtensors import local_of
-from pipegrid.schedules.gradients.layout import TieMark
-from pipegrid.schedules.gradients.loss_scale import LossScale
-from pipegrid.schedules.gradients.loss_scaler import LossScaler
-from pipegrid.schedules.gradients.main_grad import Modules, named_modules, parameters_of
+from pipegrid.gradients.dtensors import local_of
+from pipegrid.gradients.layout import TieMark
+from pipegrid.gradients.loss_scale import LossScale
+from pipegrid.gradients.loss_scaler import LossScaler
+from pipegrid.gradients.main_grad import Modules, named_modules, parameters_of
 from pipegrid.schedules.megatron.config import config_owner, option
 from pipegrid.training.generators import States, capture, restore
 from pipegrid.training.survive.errors import SurviveError

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.monitor import JobFailedError
 from pipegrid.plans.plan import Actor
-from pipegrid.schedules.monitor import JobFailedError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Dims
 

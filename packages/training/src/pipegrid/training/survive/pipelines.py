@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipegrid.bridges.errors import BridgeError
-from pipegrid.bridges.multimodule import positions_of
 from pipegrid.plans.plan import module_places
+from pipegrid.reshard import positions_of
+from pipegrid.reshard.errors import BridgeError
 from pipegrid.schedules import Actor, Plan
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training.survive.errors import SurviveError

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrid.schedules.fsdp import fsdp_modules
-from pipegrid.schedules.gradients.dtensors import is_dtensor
-from pipegrid.schedules.gradients.layout import marks_of
-from pipegrid.schedules.gradients.main_grad import Modules, named_modules
+from pipegrid.autograd.fsdp import fsdp_modules
+from pipegrid.gradients.dtensors import is_dtensor
+from pipegrid.gradients.layout import marks_of
+from pipegrid.gradients.main_grad import Modules, named_modules
 from pipegrid.training.errors import few
 from pipegrid.training.survive.errors import SurviveError
 

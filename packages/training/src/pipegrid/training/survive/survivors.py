@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from pipegrid.core.fields import Name, checked
-from pipegrid.schedules.monitor import JobFailedError
-from pipegrid.schedules.monitor.epochs import Epochs
+from pipegrid.monitor import JobFailedError
+from pipegrid.monitor.epochs import Epochs
 from pipegrid.topology.bounded_calls import giving_up
 from pipegrid.topology.world import require_default_group
 from pipegrid.training.neighbours import Neighbours
@@ -25,8 +25,8 @@ from pipegrid.training.survive.redoable import require_redoable
 from pipegrid.training.survive.worlds import ConfiguringWorld, OpenWorld, World
 
 if TYPE_CHECKING:
-    from pipegrid.schedules.gradients.main_grad import Modules
-    from pipegrid.schedules.monitor.epochs import Epoch, EpochStore
+    from pipegrid.gradients.main_grad import Modules
+    from pipegrid.monitor.epochs import Epoch, EpochStore
 
 
 W = TypeVar("W", bound=World)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 
 from pipegrid.core.fields import shown
+from pipegrid.gradients.loss_scaler import LossScaler
+from pipegrid.gradients.main_grad import Modules, named_modules
+from pipegrid.gradients.reduction import ties_among
 from pipegrid.plans.generators.routed import routed
 from pipegrid.schedules import Actor, Plan, Proof, Routes, UnitTimes, lower, measured_speeds, reroute, verify
-from pipegrid.schedules.gradients.loss_scaler import LossScaler
-from pipegrid.schedules.gradients.main_grad import Modules, named_modules
-from pipegrid.schedules.gradients.reduction import ties_among
 from pipegrid.schedules.megatron.config import config_owner, option, with_options
 from pipegrid.topology import (
     GroupSpec,
@@ -33,8 +33,8 @@ from pipegrid.training.survive.living import Grids, Living, grids_of
 from pipegrid.training.survive.pipelines import connect_chain, connect_modules, module_positions
 
 if TYPE_CHECKING:
+    from pipegrid.monitor.epochs import Epoch
     from pipegrid.schedules import SlowRank
-    from pipegrid.schedules.monitor.epochs import Epoch
     from pipegrid.transport.lane_communicator import LaneCommunicator
 
 _OF_A_SAVE: Final = timedelta(minutes=10)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from pipegrid.schedules.gradients.main_grad import Modules
+    from pipegrid.gradients.main_grad import Modules
 
 
 class World(Protocol):

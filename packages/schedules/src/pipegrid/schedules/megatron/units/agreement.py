@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, Seconds, checked
+from pipegrid.monitor import DisagreementError
+from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.plans.plan import Routes
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.control.opening import resolve_device
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from attrs import define, field
 
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import checked_fields, instance
-from pipegrid.schedules.errors import StepArgumentError
 
 Unit = tuple[int, int]
 """The home replica of a microbatch, and its number there."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.gradients.groups import collection_of, device_of, replica_group, size_of
+from pipegrid.monitor import DisagreementError
+from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.plans.plan import Routes, stages_on
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.gradients.groups import collection_of, device_of, replica_group, size_of
-from pipegrid.schedules.monitor import DisagreementError
-from pipegrid.schedules.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.collectives.differences import difference
 

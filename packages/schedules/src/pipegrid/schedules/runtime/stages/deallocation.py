@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
-from pipegrid.schedules.autograd import require_deallocatable
+from pipegrid.autograd import require_deallocatable
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.edge_queues import PendingFree, SendQueue
 from pipegrid.schedules.runtime.stages.payloads import flatten

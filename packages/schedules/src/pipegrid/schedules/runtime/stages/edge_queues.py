@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
+from pipegrid.autograd import free_storage
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.schedules.autograd import free_storage
 from pipegrid.schedules.runtime.stages.unread import Aliased, Unread
 from pipegrid.transport.protocol import ReusableReceive
 

@@ -13,8 +13,9 @@ from attrs import define, field
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipegrid.schedules.autograd import Offload, WeightHalf, input_path_of, require_splittable
+from pipegrid.autograd import WeightHalf, input_path_of, require_splittable
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.schedules.runtime.stages.payloads import flatten
 from pipegrid.schedules.runtime.stages.slices import Kept, Slice
 from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable

@@ -12,8 +12,8 @@ import torch
 from attrs import evolve
 
 from pipegrid.bridges import Packed
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import ErrorType, shown
-from pipegrid.schedules.errors import StepArgumentError
 from pipegrid.transport.messages.trees import mapped, parts_of
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipegrid.schedules.autograd import compiled_modules
+from pipegrid.autograd import compiled_modules
 from pipegrid.schedules.errors import StageOutputError
 
 _FORWARD = CheckpointFunction.forward.__code__

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from pipegrid.autograd.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
+from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import SHARDING, Action, ActionKind
-from pipegrid.schedules.errors import StepArgumentError
-from pipegrid.schedules.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.schedules.runtime.stages.stage import modules_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import frozen
 
-from pipegrid.schedules.errors import DataEndedError, StageOutputError, StepArgumentError
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.schedules.errors import DataEndedError, StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
 if TYPE_CHECKING:

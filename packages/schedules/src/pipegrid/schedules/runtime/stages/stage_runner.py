@@ -14,9 +14,10 @@ from attrs import define, field
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from pipegrid.schedules.autograd import backward_inputs, backward_weights, run_backward
-from pipegrid.schedules.errors import StageOutputError, StepArgumentError
-from pipegrid.schedules.fsdp import is_fsdp
+from pipegrid.autograd import backward_inputs, backward_weights, run_backward
+from pipegrid.autograd.fsdp import is_fsdp
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from attrs import define, field
 
-from pipegrid.bridges.reshard import SPLIT_SIZES
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import map_tensors, unpacked
 

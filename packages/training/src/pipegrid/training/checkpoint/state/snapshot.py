@@ -14,8 +14,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.schedules.gradients import foreach
-from pipegrid.schedules.gradients.dtensors import is_dtensor, local_of
+from pipegrid.gradients import foreach
+from pipegrid.gradients.dtensors import is_dtensor, local_of
 from pipegrid.training.checkpoint.state import optimizers
 from pipegrid.training.checkpoint.state.names import Held, StateTensors, TrainingState, stages_of
 from pipegrid.training.checkpoint.stored import dcp

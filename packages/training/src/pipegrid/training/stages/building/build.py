@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from pipegrid.autograd import is_compiled_in_place
 from pipegrid.core.fields import shown
-from pipegrid.schedules.autograd import is_compiled_in_place
 from pipegrid.training.errors import CheckpointError, CutError
 from pipegrid.training.generators import generators_as_before
 from pipegrid.training.safetensors_files import Stored

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipegrid.schedules.autograd import compiled_modules
+from pipegrid.autograd import compiled_modules
 from pipegrid.training.errors import CutError
 from pipegrid.training.stages.assignment import Assignment
 from pipegrid.training.stages.transformers_compat import cache_name, require_known_names

@@ -1,0 +1,345 @@
+"""A `torch.compile` backend whose regions run their backward in two halves, as eager layers do.
+
+AOTAutograd's own region is one autograd node, which a split plan runs whole at I. Here the joint graph of forward and
+backward is cut in three: the forward, the gradients of inputs and those of parameters. Two autograd nodes run the
+halves::
+
+    output <- region <- input              region: on the input path; its backward is the input half
+                 |
+              weights <- parameters        weights: its backward is the weight half, from what the input half has left
+
+In a whole backward the engine runs one after the other; in a split one `partition` leaves ``weights`` to W. What the
+halves share is computed once, at I. Each of the three graphs is compiled by the backend asked for.
+
+A region that writes to its inputs, returns a view of one, or has tensor subclasses (DTensor) among them has no such
+joint graph: it raises `SplitBackwardError` at its first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+
+from pipegrid.autograd.joint_graph import (
+    RANDOM_STATE,
+    forward_and_backward,
+    is_view,
+    joint_graph,
+    require_joint_graphs,
+    storage_key,
+)
+from pipegrid.autograd.unsplittable import SplitBackwardError
+
+GraphFunction = Callable[..., Sequence[Any]]
+_AS_TRACED = ("eager", "aot_eager")
+"""Backends that run the graph's operators as they are."""
+
+
+def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool | None = False) -> None:
+    """Compile ``module`` in place, so that its backward can be run in halves.
+
+    Args:
+        module: a layer, before its first forward.
+        backend: of `torch.compile`; it compiles the forward and both halves of the backward.
+        dynamic: as of `torch.compile`; False compiles once for each shape.
+
+    Raises:
+        SplitBackwardError: this torch has no joint graphs (see `joint_graph`).
+    """
+    require_joint_graphs()
+    module.compile(backend=SplitBackend(type(module).__name__, backend), dynamic=dynamic)
+
+
+@frozen
+class SplitBackend:
+    """A backend for `torch.compile`.
+
+    Attributes:
+        name: of what is compiled, for errors.
+        inner: the backend that compiles the forward and both halves of the backward.
+    """
+
+    name: str
+    inner: str
+
+    def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """The function that runs a region."""
+        differentiated = any(isinstance(each, Tensor) and each.requires_grad for each in examples)
+        if not torch.is_grad_enabled() or not differentiated:
+            return self._compiled(graph)
+        try:
+            return _split(graph, examples, self._compiled)
+        except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            return _raising(
+                SplitBackwardError(
+                    f'a compiled region of {self.name} cannot be split, as compile="split" asks: {reason}. It must not '
+                    "write to its inputs, return a view of one or have DTensors among them; use "
+                    'compile="whole", or eager mode'
+                )
+            )
+
+    def _compiled(self, graph: fx.GraphModule) -> GraphFunction:
+        if self.inner in _AS_TRACED:
+            return graph
+        compiled: GraphFunction = torch.compile(graph, backend=self.inner)
+        return compiled
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    """Raises when the region runs: what a backend itself raises, Dynamo wraps in pages of its own."""
+
+    def run(*args: Any) -> Any:
+        del args
+        raise error
+
+    return run
+
+
+@frozen
+class _Graphs:
+    """A region, compiled.
+
+    Attributes:
+        forward: from the region's arguments to its outputs and what the backward needs.
+        input_half: from that and the tangents to the gradients of inputs, and what the weight half needs of it.
+        weight_half: from what the two before have left to the gradients of parameters.
+        outputs: number of the region's outputs.
+        inputs: which arguments have a gradient at I.
+        parameters: which arguments have a gradient at W.
+        kept: which of what the forward and the tangents have left the weight half needs.
+        differentiable: which outputs have a tangent.
+        formats: of each tangent's memory, as traced.
+        order: of what the forward has saved, as the backward takes it.
+    """
+
+    forward: GraphFunction
+    input_half: GraphFunction
+    weight_half: GraphFunction
+    outputs: int
+    inputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+    kept: tuple[int, ...]
+    differentiable: tuple[int, ...]
+    formats: tuple[torch.memory_format, ...]
+    order: tuple[int, ...]
+
+
+@define(eq=False)
+class _Call:
+    """One run of a region: its arguments until the forward has run; what its input half leaves to its weight half."""
+
+    graphs: _Graphs
+    arguments: tuple[Any, ...] = ()
+    left: list[Any] | None = field(default=None, init=False)
+
+
+def _split(
+    graph: fx.GraphModule, examples: Sequence[Any], compiled: Callable[[fx.GraphModule], GraphFunction]
+) -> Callable[..., Any]:
+    _copy_views(graph)
+    outputs = _outputs_of(graph)
+    differentiable = tuple(index for index, node in enumerate(outputs) if _has_gradient(node))
+    forward, backward = forward_and_backward(joint_graph(graph, examples), examples, outputs=len(outputs))
+    found = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    saved = [node.name for node in _outputs_of(forward)[len(outputs) :]]
+    tangents = found[len(saved) :]
+    gradients = _outputs_of(backward)
+    if len(tangents) != len(differentiable) or len(gradients) != len(examples):
+        raise RuntimeError(f"it has {len(tangents)} tangents for {len(differentiable)} differentiable outputs")
+    wanted = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    parameters = [index for index in wanted if isinstance(examples[index], nn.Parameter)]
+    inputs = [index for index in wanted if index not in parameters]
+    input_half, weight_half, kept = halves(
+        backward, [gradients[index] for index in inputs], [gradients[index] for index in parameters]
+    )
+    graphs = _Graphs(
+        compiled(forward),
+        compiled(input_half),
+        compiled(weight_half),
+        len(outputs),
+        tuple(inputs),
+        tuple(parameters),
+        kept,
+        differentiable,
+        tuple(_format_of(node.meta["val"]) for node in tangents),
+        _order(saved, [node.name for node in found[: len(saved)]]),
+    )
+
+    def run(*args: Any) -> Any:
+        call = _Call(graphs, args)
+        weights = _Weights.apply(call, *(args[index] for index in parameters))  # type: ignore[no-untyped-call]
+        return SplitRegion.apply(call, weights, *(args[index] for index in inputs))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _order(saved: Sequence[str], read: Sequence[str]) -> tuple[int, ...]:
+    """Where the forward's outputs ``saved`` have what the backward takes in, by name.
+
+    The states of generators, with which a checkpoint draws again, have another name in each, and come in one order.
+    """
+    states = iter([name for name in saved if name not in read])
+    return tuple(saved.index(next(states) if name.startswith(RANDOM_STATE) else name) for name in read)
+
+
+class _Weights(torch.autograd.Function):
+    """The weight half: its result stands for the parameters in the region's graph, and has no value."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *parameters: Tensor) -> Tensor:
+        ctx.call = call
+        return parameters[0].new_zeros(()) if parameters else torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        del gradient
+        left, ctx.call.left = ctx.call.left, None
+        return None, *_run(ctx.call.graphs.weight_half, left)
+
+
+class SplitRegion(torch.autograd.Function):
+    """The forward of a region, and the input half of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, weights: Tensor, *inputs: Tensor) -> Any:
+        """The region's outputs; ``weights`` stands for its parameters."""
+        del inputs
+        graphs = call.graphs
+        arguments = [each.detach() if isinstance(each, Tensor) else each for each in call.arguments]
+        call.arguments = ()
+        made = _run(graphs.forward, arguments)
+        returned, left = made[: graphs.outputs], made[graphs.outputs :]
+        saved = [left[place] for place in graphs.order]
+        ctx.call, ctx.weights = call, (weights.dtype, weights.device)
+        ctx.numbers = {place: value for place, value in enumerate(saved) if not isinstance(value, Tensor)}
+        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+        ctx.mark_non_differentiable(
+            *(
+                each
+                for index, each in enumerate(returned)
+                if index not in graphs.differentiable and isinstance(each, Tensor)
+            )
+        )
+        return tuple(returned)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradients of ``inputs``; the rest of what came in stays for the weight half."""
+        call, graphs = ctx.call, ctx.call.graphs
+        arrived = [gradients[index] for index in graphs.differentiable]
+        tangents = [each.contiguous(memory_format=kind) for each, kind in zip(arrived, graphs.formats, strict=True)]
+        saved = list(ctx.saved_tensors)
+        for place, number in ctx.numbers.items():
+            saved.insert(place, number)
+        have = [*saved, *tangents]
+        made = _run(graphs.input_half, have)
+        count = len(graphs.inputs)
+        call.left = [*(have[index] for index in graphs.kept), *made[count:]]
+        dtype, device = ctx.weights
+        return None, torch.zeros((), dtype=dtype, device=device), *made[:count]
+
+
+def _run(function: GraphFunction, arguments: Sequence[Any]) -> list[Any]:
+    """Run a graph, whose casts are in it, whatever the autocast around."""
+    kinds = {each.device.type for each in arguments if isinstance(each, Tensor)}
+    kind = next((kind for kind in kinds if kind != "cpu"), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        return list(function(*arguments))
+    with torch.autocast(kind, enabled=False):
+        return list(function(*arguments))
+
+
+def _format_of(tangent: Tensor) -> torch.memory_format:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for kind in (torch.contiguous_format, formats.get(tangent.dim())):
+        if kind is not None and tangent.is_contiguous(memory_format=kind):
+            return kind
+    raise RuntimeError("it has an output that is neither contiguous nor channels last")
+
+
+def halves(
+    backward: fx.GraphModule, inputs: Sequence[fx.Node], parameters: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
+    """A backward's graph in two: nodes that ``inputs`` need, and the others that ``parameters`` need.
+
+    Returns:
+        The input half, from all placeholders to ``inputs`` and those of its nodes that the weight half reads; the
+        weight half, from the placeholders that it reads and those nodes to ``parameters``; and which placeholders.
+    """
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    first = _needed(inputs)
+    late = _needed(parameters) - first
+    read = {node for one in late for node in one.all_input_nodes} | (set(parameters) & first)
+    given = ("placeholder", "get_attr")
+    shared = [node for node in backward.graph.nodes if node in read & first and node.op not in given]
+    kept = [node for node in placeholders if node in read or node in parameters]
+    input_half = _extracted(backward, placeholders, [*inputs, *shared])
+    weight_half = _extracted(backward, [*kept, *shared], parameters)
+    return input_half, weight_half, tuple(placeholders.index(node) for node in kept)
+
+
+def _needed(outputs: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes that ``outputs`` are computed from, up to those ``given``."""
+    found: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in given:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    needed = _needed(outputs, made)
+    for node in module.graph.nodes:
+        if node in needed and node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in outputs))
+    return fx.GraphModule(module, graph)
+
+
+def _copy_views(module: fx.GraphModule) -> None:
+    """Outputs that are views of what the region has computed become copies; views of inputs stay."""
+    given = {_storage_of(node) for node in module.graph.nodes if node.op == "placeholder"}
+    for node in dict.fromkeys(each for each in _outputs_of(module) if isinstance(each, fx.Node)):
+        value = _value_of(node)
+        if isinstance(value, Tensor) and is_view(value) and _storage_of(node) not in given:
+            (end,) = (user for user in module.graph.nodes if user.op == "output")
+            with module.graph.inserting_before(end):
+                copy = module.graph.call_function(torch.clone, (node,))
+            copy.meta = dict(node.meta)
+            end.replace_input_with(node, copy)
+    module.recompile()
+
+
+def _storage_of(node: fx.Node) -> Any:
+    value = _value_of(node)
+    return storage_key(value) if isinstance(value, Tensor) else node
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _outputs_of(module: fx.GraphModule) -> Sequence[Any]:
+    (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
+    return returned if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def _has_gradient(node: Any) -> bool:
+    value = _value_of(node) if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.requires_grad

@@ -1,0 +1,272 @@
+"""Division of a recorded graph for a backward in two halves (terms: see `split_backward`).
+
+Every microbatch records nodes of its own, nearly always in the same pattern. The graph is first reduced to plain
+numbers, its *outline*; its *division* follows from the outline alone and is computed once per outline. A graph of
+another pattern has another outline, so a remembered division always fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from attrs import frozen
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, Node
+
+from pipegrid.autograd.fsdp import POST_BACKWARD
+from pipegrid.autograd.unsplittable import COMPILED, SPLIT_REGION, UNSPLITTABLE
+
+# Remembered patterns; stages whose shapes or branches vary have several.
+_DIVISIONS_KEPT = 32
+
+_NOWHERE = -1  # the target of an edge without a node
+_APART = -2  # in place of an owner: the roots off the input path
+
+
+class Outline(NamedTuple):
+    """A graph without its nodes, which are numbered in the order in which they are found.
+
+    Attributes:
+        kinds: each node's class.
+        edges: each node's edges: the node that one leads to, and to which of the outputs of its forward.
+        roots: edges into the graph.
+        inputs: the nodes of the inputs that were used.
+    """
+
+    kinds: tuple[type, ...]
+    edges: tuple[tuple[tuple[int, int], ...], ...]
+    roots: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+
+
+@frozen
+class Owner:
+    """A node whose weight half waits for W.
+
+    Attributes:
+        node: its number.
+        outputs: the outputs of the node's forward that were used; a gradient arrives for each.
+        sinks: where the gradients of its own parameters end: their accumulators.
+        height: nodes on the longest way to an input. Owners of one height cannot reach each other.
+    """
+
+    node: int
+    outputs: tuple[int, ...]
+    sinks: tuple[int, ...]
+    height: int
+
+
+@frozen
+class Whole:
+    """A node that runs whole at I.
+
+    Attributes:
+        node: its number.
+        entries: its edges that leave the input path: their index, the node that they lead to, and to which output.
+        custom: whether it computes both halves anyway; a node of torch's own does so only where it is asked.
+        apart: whether the weight half is that of nodes behind its entries, which run at W (`compile_split`).
+    """
+
+    node: int
+    entries: tuple[tuple[int, int, int], ...]
+    custom: bool
+    apart: bool
+
+
+@frozen
+class Level:
+    """Owners of one height, for which W calls the engine once.
+
+    Attributes:
+        arrivals: which of the division's ``arrivals`` are theirs.
+        sinks: those of all of them.
+    """
+
+    arrivals: slice
+    sinks: tuple[int, ...]
+
+
+@frozen
+class Division:
+    """The part of I and of W in the nodes of a graph.
+
+    Attributes:
+        input_path: all nodes of the input path; without any there are no owners either.
+        owners: in the order in which W runs them: the highest first, as in a whole backward.
+        whole: the nodes with edges out of the input path that are no owners.
+        arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
+        levels: the owners by height.
+        reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
+        spent: nodes of the input path that W does not run again.
+        unsplittable: nodes of the input path that cannot run while others are kept for later.
+        reduced: whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there.
+        compiled: whether a compiled region is on the input path, so that all of it runs at I.
+        apart: which roots lie off the input path: their whole backward is weight half.
+        apart_at_i: whether that runs at I, since it shares nodes with others that do.
+    """
+
+    input_path: tuple[int, ...]
+    owners: tuple[Owner, ...]
+    whole: tuple[Whole, ...]
+    arrivals: tuple[tuple[int, int], ...]
+    levels: tuple[Level, ...]
+    reruns: bool
+    spent: tuple[int, ...]
+    unsplittable: tuple[int, ...]
+    reduced: bool
+    compiled: bool
+    apart: tuple[int, ...]
+    apart_at_i: bool
+
+
+def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
+    """The nodes above ``roots``, and their pattern; ``inputs`` are leaves that require grad, used or not."""
+    identities = {id(tensor) for tensor in inputs}
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(root.node for root in roots))}
+    nodes = list(numbers)
+    edges: list[tuple[tuple[int, int], ...]] = []
+    found: list[int] = []
+    for number, node in enumerate(nodes):  # which grows meanwhile
+        children = node.next_functions
+        if not children:
+            # An accumulator knows the tensor that it is for.
+            if id(getattr(node, "variable", None)) in identities:
+                found.append(number)
+            edges.append(())
+            continue
+        below: list[tuple[int, int]] = []
+        for child, output in children:
+            if child is None:
+                below.append((_NOWHERE, output))
+                continue
+            place = numbers.get(child)
+            if place is None:
+                place = numbers[child] = len(nodes)
+                nodes.append(child)
+            below.append((place, output))
+        edges.append(tuple(below))
+    starts = tuple((numbers[root.node], root.output_nr) for root in roots)
+    return nodes, Outline(tuple(map(type, nodes)), tuple(edges), starts, tuple(found))
+
+
+@lru_cache(maxsize=_DIVISIONS_KEPT)
+def divide(outline: Outline) -> Division:
+    """Divide a graph into its input path, which leads to the inputs, and what the input path's nodes own."""
+    heights = _heights(outline)
+    path = tuple(node for node, height in heights.items() if height)
+    outputs: dict[int, set[int]] = {node: set() for node in path}
+    entries: dict[int, list[tuple[int, int, int]]] = {}
+    for node, output in outline.roots:
+        if node in outputs:
+            outputs[node].add(output)
+    for node in path:
+        for index, (child, output) in enumerate(outline.edges[node]):
+            if child == _NOWHERE:
+                continue
+            if heights[child]:
+                outputs[child].add(output)
+            else:
+                entries.setdefault(node, []).append((index, child, output))
+    apart = tuple(index for index, (node, _) in enumerate(outline.roots) if not heights[node])
+    below = {node: [entry for _, entry, _ in edges] for node, edges in entries.items()}
+    sinks, sharing = _claims(outline, {**below, _APART: [outline.roots[index][0] for index in apart]})
+    custom = {node for node in entries if _is_custom(outline.kinds[node])}
+    owners = [
+        Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
+        for node in entries
+        if node not in custom and node not in sharing
+    ]
+    owners.sort(key=lambda owner: -owner.height)
+    waiting = {owner.node for owner in owners}
+    names = [kind.__name__ for kind in outline.kinds]
+    whole = tuple(
+        Whole(node, tuple(entries[node]), node in custom, names[node] == SPLIT_REGION and node not in sharing)
+        for node in entries
+        if node not in waiting
+    )
+    # To have a node of `whole` compute its weight half, the engine is asked for the gradients at its entries. What lies
+    # between two such entries (the norm of a weight, above the weight) then runs as well, ahead of its time.
+    asks = any(not part.custom for part in whole)
+    return Division(
+        input_path=path,
+        owners=tuple(owners),
+        whole=whole,
+        arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
+        levels=tuple(_levels(owners)),
+        reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
+        spent=tuple(node for node in path if node not in waiting),
+        unsplittable=tuple(node for node in path if names[node] == UNSPLITTABLE),
+        reduced=any(names[node] == POST_BACKWARD for node in path),
+        compiled=any(names[node] == COMPILED for node in path),
+        apart=apart,
+        apart_at_i=_APART in sharing,
+    )
+
+
+def input_path_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> list[Node]:
+    """The nodes that lead from ``roots`` to ``inputs``."""
+    nodes, outline = outline_of(roots, inputs)
+    return [nodes[number] for number in divide(outline).input_path]
+
+
+def _heights(outline: Outline) -> dict[int, int]:
+    """Per node its height, those below it first: nodes on the longest way to an input, 0 where none is reached."""
+    inputs = set(outline.inputs)
+    heights: dict[int, int] = {}
+    seen: set[int] = set()
+    stack = [node for node, _ in outline.roots]
+    while stack:
+        node = stack[-1]
+        below = [child for child, _ in outline.edges[node] if child != _NOWHERE]
+        if node not in seen:
+            seen.add(node)
+            stack += [child for child in below if child not in seen]
+            continue
+        stack.pop()
+        if node not in heights:
+            highest = max((heights[child] for child in below), default=0)
+            heights[node] = highest + 1 if highest or node in inputs else 0
+    return heights
+
+
+def _claims(outline: Outline, entries: dict[int, list[int]]) -> tuple[dict[int, list[int]], set[int]]:
+    """Per owner the sinks behind its entries, and those owners of which two reach the same node."""
+    claimed: dict[int, int] = {}
+    sinks: dict[int, list[int]] = {}
+    sharing: set[int] = set()
+    for owner, starts in entries.items():
+        sinks[owner] = []
+        stack = list(starts)
+        while stack:
+            node = stack.pop()
+            if node in claimed:
+                if claimed[node] != owner:
+                    sharing |= {owner, claimed[node]}
+                continue
+            claimed[node] = owner
+            below = [child for child, _ in outline.edges[node] if child != _NOWHERE]
+            if below:
+                stack += below
+            else:
+                sinks[owner].append(node)
+    return sinks, sharing
+
+
+def _levels(owners: Sequence[Owner]) -> list[Level]:
+    """The owners, which are in order, by height."""
+    levels: list[Level] = []
+    at = 0
+    for height in dict.fromkeys(owner.height for owner in owners):
+        same = [owner for owner in owners if owner.height == height]
+        count = sum(len(owner.outputs) for owner in same)
+        levels.append(Level(slice(at, at + count), tuple(sink for owner in same for sink in owner.sinks)))
+        at += count
+    return levels
+
+
+def _is_custom(kind: type) -> bool:
+    """Whether nodes of the class are custom Functions: of Python, or of C++, whose nodes have no class of their own."""
+    return issubclass(kind, FunctionCtx) or kind.__name__ == "CppFunction"

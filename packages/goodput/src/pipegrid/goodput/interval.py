@@ -1,0 +1,60 @@
+"""Intervals between checkpoints: by formula (Young, Daly), and the best one of a scenario by search."""
+
+from __future__ import annotations
+
+import math
+
+from pipegrid.goodput.simulate import Outcome, Policy, Scenario, simulate
+
+_RATIO = 1.5  # between intervals that are tried first
+_ROUNDS = 3  # of the search between the neighbours of the best
+_TRIED = 8  # intervals in each of them
+
+
+def young(checkpoint: float, mtbf: float) -> float:
+    """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``."""
+    return math.sqrt(2 * checkpoint * mtbf)
+
+
+def daly(checkpoint: float, mtbf: float) -> float:
+    """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37)."""
+    if checkpoint >= 2 * mtbf:
+        return mtbf
+    part = checkpoint / (2 * mtbf)
+    return young(checkpoint, mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - checkpoint
+
+
+def daly_goodput(interval: float, *, checkpoint: float, restart: float, mtbf: float) -> float:
+    """The goodput of restarts from a checkpoint after each ``interval`` seconds of training (Daly 2006, equation 20).
+
+    For failures of a Poisson process, also during restarts and checkpoints, and nodes that are replaced at once.
+    """
+    return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf))
+
+
+def best_interval(scenario: Scenario, policy: Policy) -> Outcome:
+    """The interval with the most goodput, "never" if no other has more: a geometric series, then between the best.
+
+    It is the best for these failures, known beforehand; with few of them another interval may be as good for the next.
+    """
+    most = math.floor(scenario.failures.duration / scenario.step)
+    tried: dict[int | None, Outcome] = {None: simulate(scenario, policy, None)}
+
+    def attempt(every: int) -> None:
+        if 1 <= every <= most and every not in tried:
+            tried[every] = simulate(scenario, policy, every)
+
+    for power in range(math.ceil(math.log(max(most, 1), _RATIO)) + 1):
+        attempt(round(_RATIO**power))
+    if scenario.checkpoint and scenario.failures.count:
+        attempt(round(daly(scenario.checkpoint, scenario.failures.mtbf) / scenario.step))
+    for _ in range(_ROUNDS):
+        known = sorted(every for every in tried if every is not None)
+        best = max(known, key=lambda every: tried[every].goodput, default=None)
+        if best is None:
+            break
+        at = known.index(best)
+        low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
+        for part in range(1, _TRIED):
+            attempt(round(low + (high - low) * part / _TRIED))
+    return max(tried.values(), key=lambda outcome: outcome.goodput)

@@ -1,0 +1,158 @@
+"""Failures of nodes over time: from a file, or drawn at random with a mean time between them."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from attrs import field, frozen
+
+from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
+from pipegrid.goodput.durations import (
+    Duration,
+    DurationOrNever,
+    GivenOrNever,
+    GivenPositive,
+    PositiveDuration,
+)
+from pipegrid.planner.errors import JobError
+
+MEAN_FAILURES = 1000
+"""Failures of a run that is drawn at random, on average, unless its duration is given."""
+
+MOST_FAILURES = 1_000_000
+
+Nodes: TypeAlias = Annotated[int, integer(1, 100_000)]
+"""Nodes of a job."""
+
+_checked = checked_fields(JobError)
+
+
+@frozen(field_transformer=_checked)
+class Outage:
+    """A node that fails at ``start`` and is back at ``end``: seconds since the run began, or texts such as ``"6h"``."""
+
+    node: Name
+    start: Duration
+    end: DurationOrNever = math.inf
+
+    def __attrs_post_init__(self) -> None:
+        if self.end < self.start:
+            raise JobError(f"node {self.node!r} fails at {self.start:g} s and is back before that, at {self.end:g} s")
+
+
+@frozen(slots=False, field_transformer=_checked)
+class Failures:
+    """Outages of nodes in a run of ``duration`` seconds; those of one node that overlap count as one."""
+
+    outages: tuple[Annotated[Outage, instance(Outage, "an Outage(node, start, end)")], ...]
+    duration: PositiveDuration
+    nodes: tuple[str, ...] = field(init=False, repr=False)
+
+    @nodes.default
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(outage.node for outage in self.outages))
+
+    @cached_property
+    def events(self) -> tuple[tuple[float, bool, int], ...]:
+        """In order of time: the time, False for a failure and True for a return, the node's index in ``nodes``."""
+        index = {node: at for at, node in enumerate(self.nodes)}
+        away: list[list[tuple[float, float]]] = [[] for _ in self.nodes]
+        for outage in sorted(self.outages, key=lambda outage: outage.start):
+            own = away[index[outage.node]]
+            start, end = outage.start, outage.end
+            if own and start <= own[-1][1]:
+                start, end = own[-1][0], max(own.pop()[1], end)
+            own.append((start, end))
+        found = [
+            (time, back, at)
+            for at, spans in enumerate(away)
+            for span in spans
+            for back, time in enumerate(map(float, span))
+        ]
+        return tuple((time, bool(back), at) for time, back, at in sorted(found) if time < self.duration)
+
+    @cached_property
+    def count(self) -> int:
+        """Failures in the run."""
+        return sum(not back for _, back, _ in self.events)
+
+    @property
+    def mtbf(self) -> float:
+        """Mean seconds between failures; infinite without any."""
+        return self.duration / self.count if self.count else math.inf
+
+
+@checked_arguments(JobError)
+def random_failures(
+    nodes: Nodes,
+    *,
+    mtbf: GivenPositive,
+    repair: GivenOrNever = 3600.0,
+    duration: GivenPositive | None = None,
+    seed: Index = 0,
+) -> Failures:
+    """Failures of ``nodes`` nodes, each as likely as the others at any time, independently (a Poisson process).
+
+    Args:
+        nodes: their number.
+        mtbf: mean time between failures of all nodes together, while all are up.
+        repair: time until a node that failed is back (an hour), or ``"never"``.
+        duration: of the run; by default 1,000 times ``mtbf``.
+        seed: of the random numbers.
+
+    Raises:
+        JobError: a value outside its rule, or more than a million failures.
+    """
+    mean, away = float(mtbf), float(repair)
+    end = MEAN_FAILURES * mean if duration is None else float(duration)
+    if end / mean > MOST_FAILURES:
+        raise JobError(
+            f"duration is {end:g} s, {end / mean:.3g} times mtbf; at most {MOST_FAILURES} failures are drawn"
+        )
+    draw, time, outages = random.Random(seed), 0.0, []  # noqa: S311 -- a simulation, no secret
+    until = [-1.0] * nodes
+    while (time := time + draw.expovariate(1 / mean)) < end:
+        node = draw.randrange(nodes)
+        if time > until[node]:  # a node that is away does not fail
+            until[node] = time + away
+            outages.append(Outage(f"node{node}", time, time + away))
+    return Failures(tuple(outages), end)
+
+
+@checked_arguments(JobError)
+def read_failures(path: str | Path, *, duration: GivenPositive | None = None) -> Failures:
+    """The failures in a CSV file with the columns ``time``, ``node`` and, where nodes come back, ``back``.
+
+    Times count from the start of the run: ``6h``, ``1d2h30m``. ``duration``: of the run, by default until the last
+    time in the file.
+
+    Raises:
+        JobError: the file, the line and what is wrong.
+    """
+    try:
+        lines = list(csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines(), strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise JobError(f"{path}: {error}") from None
+    outages = [_outage(row, f"{path}:{number}") for number, row in enumerate(lines, 2)]
+    times = [time for outage in outages for time in (outage.start, outage.end) if time < math.inf]
+    if duration is None and not times:
+        raise JobError(f"{path}: no failures; give the duration of the run")
+    return Failures(tuple(outages), max(times) if duration is None else float(duration))
+
+
+def _outage(row: dict[str | None, str | None], where: str) -> Outage:
+    cells = {(name or "").strip(): (cell or "").strip() for name, cell in row.items() if name is not None}
+    if None in row or not {"time", "node"} <= set(cells) <= {"time", "node", "back"}:
+        raise JobError(
+            f"{where}: the columns are {', '.join(cells)}; they must be time, node and, if nodes return, back"
+        )
+    try:
+        start = checked(cells["time"], Duration, "time", JobError)
+        return Outage(cells["node"], start, checked(cells.get("back") or "never", DurationOrNever, "back", JobError))
+    except JobError as error:
+        raise JobError(f"{where}: {error}") from None

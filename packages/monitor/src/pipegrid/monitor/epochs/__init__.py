@@ -1,0 +1,8 @@
+"""Epochs: who lives and what is done, agreed over a control store, so that survivors of a death go on. No torch."""
+
+from pipegrid.monitor.epochs.epochs import Epochs
+from pipegrid.monitor.epochs.errors import FencedError, RankLostError
+from pipegrid.monitor.epochs.ledger import EpochStore
+from pipegrid.monitor.epochs.records import Epoch, Verdict
+
+__all__ = ["Epoch", "EpochStore", "Epochs", "FencedError", "RankLostError", "Verdict"]

@@ -1,0 +1,163 @@
+"""A thread beside each rank: its heartbeat, the heartbeats of the next ranks, and alarms."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from attrs import define, field
+
+from pipegrid.monitor.epochs.ledger import LEFT, Ledger
+from pipegrid.monitor.epochs.records import Alarm, Epoch, Verdict
+
+WATCHED = 8  # ranks that each rank watches: those of a host, which die together
+_ALARM_SECONDS = 0.1  # between two looks for an alarm
+
+
+@define(eq=False)
+class Pulse:
+    """The heartbeat of a rank: its thread beats, listens to the heartbeats of other ranks, and looks for alarms.
+
+    Each member watches the next ones in the ring of members. Where some are dead, the last living one before each gap
+    watches into it, so every death is noticed by a member that lives.
+
+    Attributes:
+        ledger: over a connection of the thread's own.
+        rank: this one.
+        incarnation: which of the processes of the rank this is.
+        epoch: the current one, as far as this rank knows.
+        number: of the key that this rank works on.
+        waiting: whether this rank waits for the others.
+        on_alarm: called once per epoch, with the reason.
+        failure: why the thread has ended, if it has.
+    """
+
+    ledger: Ledger
+    rank: int
+    incarnation: int
+    epoch: Epoch
+    heartbeat: float
+    deadline: float
+    on_alarm: Callable[[str], object]
+    number: int = 0
+    waiting: bool = False
+    failure: str = ""
+    _alarm: tuple[int, Alarm] | None = field(default=None, init=False)
+    # Of a process (rank, incarnation): beats, and seconds without one.
+    _heard: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)
+    _asking: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)  # likewise, of those that ask
+    _beaten: float = field(factory=time.monotonic, init=False)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two beats."""
+        return min(0.5, self.heartbeat / 10)
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """Why the current epoch ends, if this rank has noticed that it does."""
+        return self._alarm_of(self.epoch)
+
+    def _alarm_of(self, epoch: Epoch) -> Alarm | None:
+        known = self._alarm
+        return known[1] if known is not None and known[0] == epoch.number else None
+
+    def beat(self, now: float) -> None:
+        """Beat, and listen to the ranks that this one watches.
+
+        A rank is silent for as long as this one listens and hears nothing: the time in which this thread, or the store,
+        was held up does not count.
+        """
+        self.ledger.beats(self.rank, self.incarnation, 1)
+        elapsed, self._beaten = min(now - self._beaten, 2 * self.interval), now
+        asking = self.ledger.asking()
+        before = {one: self._asking.get(one, (self.ledger.beats(*one), self.heartbeat)) for one in asking.items()}
+        self._asking = {one: self._listen(one, before, elapsed) for one in before}
+        epoch = self.epoch  # of the whole round: the rank's own thread may enter the next one meanwhile
+        for rank in self._watched(epoch):
+            one = rank, epoch.incarnations[rank]
+            now_beats, silent = self._heard[one] = self._listen(one, self._heard, elapsed)
+            if now_beats >= LEFT:
+                if self.waiting:
+                    self.lost(rank, "it has left, and others wait for it", epoch)
+            elif silent >= (self.heartbeat if now_beats else self.deadline):
+                why = f"nothing was heard of it for {silent:.3g} s" if now_beats else "it has never come"
+                self.lost(rank, why, epoch)
+
+    def _listen(
+        self, process: tuple[int, int], heard: dict[tuple[int, int], tuple[int, float]], elapsed: float
+    ) -> tuple[int, float]:
+        """Beats of a process, and seconds without one."""
+        known, silent = heard.get(process, (-1, 0.0))
+        beats = self.ledger.beats(*process)
+        return beats, silent + elapsed if beats == known else 0.0
+
+    @property
+    def asking(self) -> dict[int, int]:
+        """Processes that ask to come in, and that this rank has just heard: incarnations by rank."""
+        return {
+            rank: incarnation
+            for (rank, incarnation), (beats, silent) in list(self._asking.items())
+            if beats < LEFT and silent <= 3 * self.interval
+        }
+
+    def _watched(self, epoch: Epoch) -> Iterator[int]:
+        members = epoch.members
+        if not epoch.has(self.rank, self.incarnation):
+            return
+        here, alarm, found = members.index(self.rank), self._alarm_of(epoch), 0
+        for rank in (*members[here + 1 :], *members[:here]):
+            if alarm is not None and rank in alarm.lost:
+                continue
+            yield rank
+            found += self._heard[rank, epoch.incarnations[rank]][0] < LEFT
+            if found == WATCHED:
+                return
+
+    def look(self) -> None:
+        """Notice an alarm of this epoch, and end this rank's wait in it."""
+        epoch = self.epoch
+        known, alarm = self._alarm_of(epoch), self.ledger.alarm(epoch.number)
+        if alarm is not None and alarm != known:
+            self._alarm = epoch.number, alarm
+        if alarm is not None and known is None:
+            # The order matters: a rank that sets its number and then finds no alarm waits for a key that is set here.
+            self.ledger.wake(epoch.number, self.number)
+            self.on_alarm(str(alarm))
+
+    def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
+        """Record that the process of ``rank`` is lost that is a member of ``epoch`` (None: the current one).
+
+        It is lost in this epoch and in those that have begun meanwhile with it as a member. A verdict that is not there
+        after the alarm was raised is written by, and read by, ranks that find the alarm.
+        """
+        epoch = epoch or self.epoch
+        incarnation = epoch.incarnations.get(rank, 0)
+        while epoch.has(rank, incarnation):
+            self.ledger.raise_alarm(epoch.number, Alarm({rank: why}))
+            verdict = self.ledger.verdict(epoch.number)
+            if not isinstance(verdict, Verdict):
+                return
+            epoch = verdict.epoch
+
+    def fail(self, why: str) -> None:
+        """Note that this thread, or the store, serves no more."""
+        if not self.failure:
+            self.failure = why
+            self.on_alarm(why)
+
+    def run(self, stop: threading.Event) -> None:
+        """Until ``stop``."""
+        beaten = 0.0
+        while not stop.wait(min(_ALARM_SECONDS, self.interval)):
+            try:
+                now = time.monotonic()
+                if now - beaten >= self.interval:
+                    beaten = now
+                    self.beat(now)
+                self.look()
+            except Exception as error:  # noqa: BLE001 -- a thread that ends without a word leaves its rank to hang
+                if not stop.is_set():
+                    self.fail(f"the thread of the heartbeat has failed: {type(error).__name__}: {error}")
+                return

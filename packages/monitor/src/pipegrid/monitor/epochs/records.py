@@ -1,0 +1,227 @@
+"""What ranks write of an epoch, as data, and the decision of a vote as a pure function."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from attrs import Factory, asdict, evolve, field, frozen
+
+from pipegrid.monitor.control import Failure
+from pipegrid.transport.collectives.differences import by_text
+
+_BITS = 20  # of the number of ranks, and of the check sum of a key's text
+
+
+@frozen
+class Epoch:
+    """The ranks that run the job together, from one change of members to the next; epoch 0 has all of them.
+
+    Attributes:
+        number: from 0.
+        members: ascending.
+        incarnations: of every rank of the job, the last of its processes that was a member: 1 is the first process
+            that was started for the rank. So at most one process of a rank is a member.
+        joining: members without the state of the job, which they get from another one.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    incarnations: Mapping[int, int] = Factory(lambda self: dict.fromkeys(self.members, 1), takes_self=True)
+    joining: tuple[int, ...] = ()
+
+    def has(self, rank: int, incarnation: int) -> bool:
+        """Whether this process of ``rank`` is a member."""
+        return rank in self.members and self.incarnations[rank] == incarnation
+
+
+@frozen
+class Verdict:
+    """The outcome of a vote; equal on all its members, but for ``committed``.
+
+    Attributes:
+        epoch: the next one.
+        dead: members of the last epoch that are lost, each with the reason.
+        retired: members that live and leave with the dead.
+        keys: how many keys are committed since the start of the job.
+        committed: whether the key that this rank voted on is; else it is to be done again.
+        joined: ranks whose new process is a member from now on.
+    """
+
+    epoch: Epoch
+    dead: Mapping[int, str]
+    retired: tuple[int, ...]
+    keys: int
+    committed: bool = False
+    joined: tuple[int, ...] = ()
+
+
+@frozen
+class Ballot:
+    """A rank's vote: the key that it last worked on, and whether it has done it.
+
+    Attributes:
+        number: of the key since the start of the job.
+        key: its text.
+        done: whether this rank has done it.
+        edge: whether new processes may come in before this key.
+        ready: whether this rank has the state of the job.
+    """
+
+    number: int
+    key: str
+    done: bool
+    edge: bool = False
+    ready: bool = True
+
+    def to_text(self) -> str:
+        """As text."""
+        return json.dumps([self.number, self.key, self.done, self.edge, self.ready])
+
+
+@frozen
+class Alarm:
+    """Why an epoch ends: ranks that are lost, with reasons, new processes, and the first other reason for a vote.
+
+    ``asking`` has the incarnation of each process that asks to come in, by rank.
+    """
+
+    lost: Mapping[int, str] = field(factory=dict)
+    why: str = ""
+    asking: Mapping[int, int] = field(factory=dict)
+
+    def __str__(self) -> str:
+        lost = "; ".join(f"rank {rank} is lost: {why}" for rank, why in self.lost.items())
+        return lost or self.why
+
+    def merged(self, other: Alarm) -> Alarm:
+        """With what ``other`` says besides."""
+        asking = {rank: max(each, other.asking.get(rank, 0)) for rank, each in self.asking.items()}
+        return Alarm({**other.lost, **self.lost}, self.why or other.why, {**other.asking, **asking})
+
+    def to_text(self) -> str:
+        """As text."""
+        return json.dumps([sorted(self.lost.items()), self.why, sorted(self.asking.items())])
+
+
+@frozen
+class Tally:
+    """How many ranks have done a key, and a sum over the texts of their keys: it shows whether all had the same."""
+
+    sum: int
+
+    @classmethod
+    def of(cls, key: str) -> Tally:
+        """One rank that has done ``key``."""
+        return cls(((zlib.crc32(key.encode()) & ((1 << _BITS) - 1)) << _BITS) + 1)
+
+    @property
+    def count(self) -> int:
+        """Ranks that have done it."""
+        return self.sum & ((1 << _BITS) - 1)
+
+    def is_of(self, key: str) -> bool:
+        """Whether all of them gave this text."""
+        return self.sum == self.count * Tally.of(key).sum
+
+
+def alarm_of(text: str) -> Alarm:
+    """Read an alarm."""
+    lost, why, asking = json.loads(text)
+    return Alarm({int(rank): str(reason) for rank, reason in lost}, why, dict(asking))
+
+
+def verdict_to_text(outcome: Verdict | Failure) -> str:
+    """As text, for every rank the same."""
+    if isinstance(outcome, Failure):
+        return json.dumps({"failed": asdict(outcome)})
+    epoch = {**asdict(outcome.epoch), "incarnations": sorted(outcome.epoch.incarnations.items())}
+    return json.dumps({**asdict(outcome), "epoch": epoch, "dead": sorted(outcome.dead.items())})
+
+
+def verdict_of(text: str) -> Verdict | Failure:
+    """Read the outcome of a vote."""
+    said = json.loads(text)
+    if "failed" in said:
+        return Failure(**said["failed"])
+    of = said["epoch"]
+    epoch = Epoch(of["number"], tuple(of["members"]), dict(of["incarnations"]), tuple(of["joining"]))
+    lists = {name: tuple(said[name]) for name in ("retired", "joined")}
+    return Verdict(**{**said, **lists, "epoch": epoch, "dead": dict(said["dead"])})
+
+
+Retire = Callable[[frozenset[int]], Iterable[int]]
+"""The living ranks that leave with the given dead."""
+
+
+def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int], retire: Retire) -> dict[int, int]:
+    """Those of the processes that ask to come in that can: their incarnations by rank.
+
+    A rank of which no process lives, each incarnation once; and no rank that would retire at once, since others with
+    which it computes are still missing.
+    """
+    found = {
+        rank: incarnation
+        for rank, incarnation in asking.items()
+        if rank not in living and incarnation > epoch.incarnations.get(rank, incarnation)
+    }
+    while found:
+        missing = epoch.incarnations.keys() - found.keys() - {*living}
+        without = found.keys() & {*retire(frozenset(missing))}
+        if not without:
+            break
+        found = {rank: incarnation for rank, incarnation in found.items() if rank not in without}
+    return found
+
+
+def decide(
+    epoch: Epoch, ballots: Mapping[int, Ballot], alarm: Alarm, retire: Retire = lambda _: (), *, rank: int
+) -> Verdict | Failure:
+    """The outcome that ``rank`` proposes for a vote at the end of ``epoch``.
+
+    A rank begins a key when all members have done the one before it, so those that go on are at one key or at two
+    successive ones. The first of the two is committed if all that are at it have done it; the second is not, unless
+    all are at it.
+
+    New processes come in where the next key is one that they may begin with. If nothing else has changed, members that
+    have not got the state of the job leave: they have failed, or made others fail.
+
+    Args:
+        epoch: which ends.
+        ballots: of all its members but the lost ones, at least.
+        alarm: members that are lost, each with the reason, and processes that ask to come in.
+        retire: the living ranks that leave with the given dead.
+        rank: this one, for a failure's text.
+    """
+    living = [member for member in epoch.members if member not in alarm.lost]
+    retired = set(retire(frozenset(alarm.lost))) & set(living)
+    going_on = [member for member in living if member not in retired]
+    counted = {member: ballots[member] for member in going_on or ballots}
+    first = min(ballot.number for ballot in counted.values())
+    behind = {member: ballot for member, ballot in counted.items() if ballot.number == first}
+    if len({ballot.key for ballot in behind.values()}) > 1 or any(b.number > first + 1 for b in counted.values()):
+        table = "; ".join(by_text({member: f"{b.key!r}, number {b.number}" for member, b in counted.items()}))
+        return Failure(rank, f"the ranks do not work on the same key: {table}", disagreement=True)
+    keys = first + all(ballot.done for ballot in behind.values())
+    following = next((ballot for ballot in counted.values() if ballot.number == keys), None)
+    come = following is not None and following.edge and bool(going_on)
+    joined = admissible(epoch, alarm.asking, going_on, retire) if come else {}
+    joining = {member for member in going_on if not ballots[member].ready}
+    if joining and not alarm.lost and not joined:
+        without = dict.fromkeys(sorted(joining), "it has not got the state of the job")
+        return decide(epoch, ballots, evolve(alarm, lost=without), retire, rank=rank)
+    if going_on and len(joining) == len(going_on):
+        text = "no rank with the state of the job is left: start all ranks again, from the last checkpoint"
+        return Failure(rank, text)
+    members = tuple(sorted({*going_on, *joined}))
+    following_epoch = Epoch(
+        epoch.number + 1, members, {**epoch.incarnations, **joined}, tuple(sorted({*joining, *joined}))
+    )
+    return Verdict(
+        following_epoch,
+        dict(alarm.lost),
+        tuple(sorted(retired)),
+        keys,
+        joined=tuple(sorted(joined)),
+    )

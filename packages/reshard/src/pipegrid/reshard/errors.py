@@ -1,0 +1,16 @@
+"""The errors of boundaries between grids. No torch."""
+
+from __future__ import annotations
+
+
+class BridgeError(ValueError):
+    """Sides, samples, stages or copies that do not fit each other; the base of the errors of bridges.
+
+    Also a call that this rank, an edge or the state of a step does not have: an edge, a stage, a side or a verb of
+    other ranks; a gradient, or an activation that requires one, on an edge without backward; a gradient for which no
+    activation is in flight.
+    """
+
+
+class ShapeError(BridgeError):
+    """A tensor whose dtype, number of axes or shape is not what the edge carries."""

@@ -1,0 +1,80 @@
+"""One rank's part in a reshard plan, worked out once. Pure; no torch."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cached_property
+
+from attrs import frozen
+
+from pipegrid.reshard.box import Box
+from pipegrid.reshard.plan import Completion, ReshardPlan
+
+
+@frozen(slots=False, eq=False)
+class RankPart:
+    """What ``rank`` sends, receives, sums and completes in ``plan``."""
+
+    plan: ReshardPlan
+    rank: int
+
+    @cached_property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that the rank gives."""
+        return self.plan.source_shape(self.rank)
+
+    @cached_property
+    def destination_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that the rank gets."""
+        return self.plan.destination_shape(self.rank)
+
+    @cached_property
+    def sends(self) -> dict[int, tuple[Box, ...]]:
+        """Per receiving rank, ascending, the boxes of the rank's tensor that go there."""
+        return {peer: tuple(m.source_box for m in ms) for peer, ms in self.plan.sends(self.rank).items()}
+
+    @cached_property
+    def receives(self) -> dict[int, tuple[Box, ...]]:
+        """Per sending rank, ascending, the boxes of the rank's tensor that come from there."""
+        return {peer: tuple(m.destination_box for m in ms) for peer, ms in self.plan.receives(self.rank).items()}
+
+    @cached_property
+    def whole_from(self) -> int | None:
+        """The rank whose only message is all that this rank gets; None where several messages or copies make it."""
+        if len(self.receives) != 1 or self.completions:
+            return None
+        ((peer, boxes),) = self.receives.items()
+        return peer if len(boxes) == 1 and boxes[0].shape == self.destination_shape else None
+
+    @cached_property
+    def joined_along(self) -> int | None:
+        """The axis along which the pieces, in the order of `receives_in_order`, make up what this rank gets; or None.
+
+        None where copies complete it, or where the pieces lie in another way.
+        """
+        shape, boxes = self.destination_shape, [self.receives[peer] for peer in self.receives_in_order]
+        if self.completions or len(boxes) < 2 or any(len(own) != 1 for own in boxes):
+            return None
+        pieces = [own[0] for own in boxes]
+        for axis, extent in enumerate(shape):
+            others = (*shape[:axis], *shape[axis + 1 :])
+            ends = [0, *itertools.accumulate(piece.shape[axis] for piece in pieces)]
+            alike = all((*piece.shape[:axis], *piece.shape[axis + 1 :]) == others for piece in pieces)
+            if alike and ends[-1] == extent and [piece.start[axis] for piece in pieces] == ends[:-1]:
+                return axis
+        return None
+
+    @cached_property
+    def receives_in_order(self) -> tuple[int, ...]:
+        """The sending ranks in the order in which their first boxes lie in the rank's tensor."""
+        return tuple(sorted(self.receives, key=lambda peer: self.receives[peer][0].start))
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks with which the rank first adds up partial sums."""
+        return tuple(ranks for ranks in self.plan.reductions if self.rank in ranks)
+
+    @cached_property
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions that the rank takes part in."""
+        return tuple(step for step in self.plan.completions if self.rank in step.ranks)

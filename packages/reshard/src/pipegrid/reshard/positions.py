@@ -1,0 +1,124 @@
+"""Positions (ranks that act alike), and the edges between modules that share ranks. No torch.
+
+Modules on ranks of their own give every stage a position of its own. Where modules share ranks, a rank holds a stage
+of each: an encoder on the same ranks as a language model of two stages makes two positions, both with the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import frozen
+
+from pipegrid.core.edge import Edge
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.side import GridLike, Side, as_grid
+
+
+@frozen
+class Positions:
+    """The positions of a job: classes of ranks that hold the same stages.
+
+    Attributes:
+        ranks: per position its ranks, ascending. Positions stand in the order of the stages they hold, so that
+            stages with ranks of their own have their own number.
+        placement: per stage the positions that hold it, ascending.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    placement: tuple[tuple[int, ...], ...]
+
+
+def check_places(
+    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise unless each stage has a place in its module's pipeline, and each place a stage.
+
+    Raises:
+        BridgeError: some stage or place has none.
+    """
+    for what, by_module in (("grids", grids), ("stage_placement", stage_placement)):
+        if not by_module.keys() >= set(graph.order):
+            raise BridgeError(f"{what} has modules {list(by_module)}; it must have those of the graph, {graph.order}")
+    for name in graph.order:
+        places, depth = stage_placement[name], as_grid(grids[name]).length("pp")
+        if set(places) != set(range(depth)) or len(places) != graph.depth(name):
+            raise BridgeError(
+                f"module {name!r} has {graph.depth(name)} stages on places {tuple(places)}, not on 0 to {depth - 1}"
+            )
+
+
+def positions_of(
+    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
+) -> Positions:
+    """The positions of modules on ``grids``, whose stages lie at the places that ``stage_placement`` says.
+
+    Raises:
+        BridgeError: as `check_places`.
+    """
+    check_places(graph, grids, stage_placement)
+    held: dict[int, list[int]] = {}
+    for name in graph.order:
+        at_place: dict[int, list[int]] = {}
+        for index, place in enumerate(stage_placement[name]):
+            at_place.setdefault(place, []).append(graph.stage(name, index))
+        box = as_grid(grids[name])
+        for rank in box.ranks:
+            held.setdefault(rank, []).extend(at_place[box.place(rank, "pp")])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(held):
+        alike.setdefault(tuple(sorted(held[rank])), []).append(rank)
+    ordered = sorted(alike)
+    placement = tuple(
+        tuple(position for position, stages in enumerate(ordered) if stage in stages)
+        for stage in range(graph.num_stages)
+    )
+    return Positions(tuple(tuple(alike[stages]) for stages in ordered), placement)
+
+
+def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
+    """The edge between stages that joins two modules: from the last stage of the one to the first of the other."""
+    return Edge(graph.stage(source, -1), graph.stage(destination, 0))
+
+
+def collective_edges(
+    graph: ModuleGraph, positions: Positions, sides: Iterable[tuple[str, str, Side, Side]]
+) -> tuple[Edge, ...]:
+    """The edges whose data travels by a collective, ascending.
+
+    ``sides`` names each edge with its two sides: source module, destination module, source side, destination side.
+    """
+    position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
+    needing = {
+        edge_between(graph, source, destination)
+        for source, destination, here, there in sides
+        if _needs_collective(here, there, position_of)
+    }
+    return tuple(sorted(needing))
+
+
+def alike(source: Side, destination: Side) -> bool:
+    """Whether every rank needs exactly what it has made, so that nothing has to move."""
+    sums = (*source.partial_groups, *destination.partial_groups)
+    return _held(source) == _held(destination) and not sums
+
+
+def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
+    """Whether data crosses this boundary neither by messages between positions nor by staying in place.
+
+    It is a collective where some rank is on both sides and the ranks do not need just what they have made; and
+    where copies on different positions complete each other's part, since they must come to that at one time.
+    """
+    if alike(source, destination):
+        return False
+    sums = (*source.partial_groups, *destination.partial_groups)
+    if not set(source.ranks).isdisjoint(destination.ranks):
+        return True
+    together = (*source.classes.values(), *destination.classes.values(), *sums)
+    return any(len({position_of[rank] for rank in ranks}) > 1 for ranks in together)
+
+
+def _held(side: Side) -> object:
+    """A key that is equal for sides whose ranks hold equal parts."""
+    return side.base, side.dims, side.lane_weights, side.members

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
+from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import PipelineConfig, WithLoss
-from pipegrid.schedules.gradients.all_reduce import all_reduce
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers, grad_scale
-from pipegrid.schedules.monitor.collectives import Waiting
 from pipegrid.training.errors import CutError, few
 from pipegrid.training.gathering import gather_plain
 from pipegrid.training.generators import States, capture_torch, generators_as_before, restore

@@ -47,7 +47,8 @@ TEXT = Names("model.language_model.layers", elsewhere=("model.vision_tower", "mo
 
 def read(stage: Any, batch: Batch) -> Any:
     """The language model, with what the vision module has sent in place of the images."""
-    seen = {"image": BaseModelOutputWithPooling(pooler_output=[stage.received["vision"]])} if stage.is_first else None
+    images: Any = [stage.received["vision"]] if stage.is_first else None
+    seen = {"image": BaseModelOutputWithPooling(pooler_output=images)} if stage.is_first else None
     return stage(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], mm_encoder_outputs=seen)
 
 

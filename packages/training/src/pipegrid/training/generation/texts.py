@@ -48,7 +48,8 @@ class Texts:
     ) -> None:
         self.stages, self.microbatches = stages, microbatches
         groups = pg_collection[module] if isinstance(pg_collection, Mapping) else pg_collection
-        self._group = None
+        self._group: dist.ProcessGroup | None = None
+        self._source: int | None = None  # the rank of the last stage in the group
         if len(stages) < stages[0].assignment.num_stages:
             self._group = getattr(groups, "pp", None)
             if self._group is None:
@@ -101,13 +102,21 @@ class Texts:
             else torch.cat(list(chosen))
         )
         if self._group is not None:
-            work = start(dist.all_reduce, tokens, group=self._group)  # zeros elsewhere
+            if self._source is None:  # zeros elsewhere; behind the first tokens, who has the last stage
+                last = torch.full_like(tokens[:1], 0 if chosen is None else self._group.rank())
+                tokens = torch.cat([tokens, last])
+                work = start(dist.all_reduce, tokens, group=self._group)
+            else:
+                work = start(dist.broadcast, tokens, group_src=self._source, group=self._group)
             on_device, end = has_streams(tokens.device), time.monotonic() + self._deadline
             failed = finish(work, self._group, on_device=on_device, host=True, end=end)
             if failed is not None:
                 host_collectives.cut([self._group])
                 late = f"stages did not exchange tokens within {self._deadline:g} s"
                 raise GenerationError(f"{late}: {failed.text or 'one of them has not come'}") from failed.error
+            if self._source is None:
+                *_, self._source = tokens.tolist()
+                tokens = tokens[:-1]
         return tokens
 
     @property

@@ -1,7 +1,7 @@
 """Recipes at random: a model, its data, loss and options as scripts have them, and the same run in one process.
 
 The run in one process shares no code with the cutting of batches: it cuts nothing, unless there is dropout, whose masks
-are drawn by microbatch; then it takes rows by their numbers.
+are drawn by microbatch, or layers attach losses, which are means over one; then it takes rows by their numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -56,6 +56,7 @@ class Recipe:
     clip: float | None
     evaluates: bool
     saves: bool
+    attaches: bool
 
     @classmethod
     def of(cls, seed: int, ranks: int) -> Recipe:
@@ -90,7 +91,29 @@ class Recipe:
             clip=draw.choice([None, 0.05]),
             evaluates=draw.random() < 0.4,
             saves=draw.random() < 0.3,
-        )
+            attaches=draw.random() < 0.3,
+        ).known()
+
+    def known(self) -> Recipe:
+        """With attached losses, a main loss that counts what is known before the backward."""
+        return evolve(self, loss="words") if self.attaches and self.loss == "weighted" else self
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether what one process computes depends on the microbatches."""
+        return bool(self.dropout) or self.attaches
+
+
+class Attached(torch.autograd.Function):
+    """Adds a loss to the gradients, beside the main one."""
+
+    @staticmethod
+    def forward(ctx, output, loss):
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_ones(())
 
 
 class Model(nn.Module):
@@ -137,6 +160,7 @@ class Layer(nn.Module):
         self.norm.running_var.uniform_(0.5, 2.0)
         self.norm.requires_grad_(False).eval()
         self.checkpointed = recipe.checkpointed
+        self.attach = Attached.apply if recipe.attaches else lambda output, loss: output
 
     def forward(self, hidden):
         if self.checkpointed and torch.is_grad_enabled():
@@ -145,7 +169,8 @@ class Layer(nn.Module):
 
     def computed(self, hidden):
         normed = self.norm(self.linear(hidden).flatten(0, 1)).view_as(hidden)
-        return hidden + self.drop(normed.tanh())
+        made = hidden + self.drop(normed.tanh())
+        return self.attach(made, 0.1 * made.square().mean() + 0.1 * self.linear.weight.square().mean())
 
 
 def as_tensor(weights: Any) -> torch.Tensor:
@@ -224,7 +249,11 @@ def in_one_process(recipe: Recipe) -> tuple[list[float], list[float], dict[str, 
     masks = DropoutMasks(seed=recipe.seed)
     if recipe.dropout:
         masks.apply(model, names=Names("layers"))
+    attached: list[torch.Tensor] = []
+    for layer in model.layers if recipe.attaches else ():
+        layer.attach = lambda output, loss: attached.append(loss) or output
     for step in range(UPDATES):
+        attached.clear()
         parts = [
             (replica, number, part)
             for replica in range(recipe.replicas)
@@ -235,7 +264,7 @@ def in_one_process(recipe: Recipe) -> tuple[list[float], list[float], dict[str, 
             masks.step = step
             sums.append(_sum(recipe, model(**part), part))
         total, count = (sum(each[place] for each in sums) for place in (0, 1))
-        (total / count).backward()
+        (total / count + sum(attached) / len(parts)).backward()
         losses.append((total / count).item())
         if recipe.clip is not None:
             torch.nn.utils.clip_grad_norm_([each for _, each in trained], recipe.clip)
@@ -258,8 +287,8 @@ def _sum(recipe: Recipe, losses: torch.Tensor, batch: dict[str, Any]) -> tuple[t
 
 
 def _parts(recipe: Recipe, batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The batch of a replica: whole; where masks depend on the microbatch, its rows by their numbers."""
-    if not recipe.dropout:
+    """The batch of a replica: whole; where masks or losses depend on the microbatch, its rows by their numbers."""
+    if not recipe.by_microbatch:
         return [batch]
     rows = len(batch["ids"])
     count = recipe.cut.get("num_microbatches") or rows // recipe.cut["microbatch_size"]

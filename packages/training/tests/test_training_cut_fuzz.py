@@ -11,9 +11,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from pipegrid.schedules import PipelineConfig
-from pipegrid.training import CutError, Names, cut
+from pipegrid.core.errors import P2PError
+from pipegrid.schedules import PipelineConfig, PipelineError
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.topology import HyperCommGrid
+from pipegrid.training import CutError, Names, Pipeline, cut
 
 from . import host_models
 from .kit.chain import gradients, step
@@ -166,9 +170,47 @@ def judge_host(seed):
     return "right"
 
 
-def require_host_judged(seed):
+def judge_host_on_ranks(seed):
+    """The same through `Pipeline`, each stage in a process of its own; None of a layout of more than two stages."""
+    make, layout, _ = host_models.random_case(seed)
+    if layout.count("|") != 1:
+        return None
+    seeded_make, batches = (lambda: seeded(make, seed)), host_batches(seed)
+    random.seed(seed)
+    losses, right = one_process_of(seeded_make, batches)
+    random.seed(seed + 1 + dist.get_rank())
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0)
+    error = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "layout .* is not proved|rows have other outputs")
+        try:
+            with Pipeline(
+                seeded_make,
+                layout,
+                HyperCommGrid([2], ["pp"]),
+                config=config,
+                names=Names("blocks"),
+                loss=lambda logits, _: (loss_of(logits), 1),
+            ) as pipeline:
+                found = pipeline.step(batches).item()
+                gradients_here = {name: one.grad for name, one in pipeline.named_parameters()}
+        except (CutError, P2PError, PipelineError, StageOutputError) as failed:
+            error = failed
+    told = [None, None]
+    dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None or any(told):
+        assert any("CutError" in text for text in told if text), told
+        return "a CutError"
+    assert found == pytest.approx(sum(losses) / 3, rel=1e-9)
+    for name, one in gradients_here.items():
+        expected = right.get(name, torch.zeros_like(one if one is not None else right[name])) / 3
+        torch.testing.assert_close(one, expected, rtol=1e-8, atol=1e-11, msg=name)
+    return "right"
+
+
+def require_host_judged(seed, judge=judge_host):
     try:
-        return judge_host(seed)
+        return judge(seed)
     except Exception as error:
         error.add_note(f"seed {seed}: {host_models.random_case(seed)[1:]}")
         raise
@@ -177,6 +219,26 @@ def require_host_judged(seed):
 def test_stages_of_models_that_keep_something_on_the_host_are_right_or_a_cut_error():
     found = [require_host_judged(seed) for seed in range(5, 15)]
     assert 2 < sum(each == "right" for each in found) < 8
+
+
+@pytest.mark.ranks(2)
+def test_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_ranks(ranks):
+    found = [require_host_judged(seed, judge_host_on_ranks) for seed in range(5, 13)]
+    assert {"right", "a CutError"} <= {*found}
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, deadline=SECONDS + 300)
+def test_many_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_ranks(ranks):
+    seed = torch.tensor(int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time())))
+    dist.broadcast(seed, 0)
+    end = time.monotonic() + SECONDS
+    for number in range(int(seed), int(seed) + 10**6):
+        goes_on = torch.tensor(time.monotonic() < end)
+        dist.broadcast(goes_on, 0)
+        if not goes_on:
+            return
+        require_host_judged(number, judge_host_on_ranks)
 
 
 @pytest.mark.nightly

@@ -16,9 +16,12 @@ from pipegrid.goodput.throughput import Throughput, by_nodes
 from pipegrid.planner.errors import JobError
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
+"""What a job does when a node fails: restarts with all, plans anew for fewer, or takes a spare one."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""All policies."""
 Cause: TypeAlias = Literal["redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+"""What time is lost to."""
 
 
 def _restart(value: Any) -> float | tuple[tuple[int, float], ...]:

@@ -66,11 +66,13 @@ class Links:
 
 
 Strategy = Literal["direct", "leader", "auto"]
+"""How copies of a part are sent: each by its own message, or one to a leader that passes it on."""
 
 AUTO_LEADER_BYTES = 64 * 1024
 """Below this many bytes between two sets of copies, ``"auto"`` uses a leader where no links are given."""
 
 Route = tuple[int, int]
+"""The ranks that a message goes from and to."""
 
 
 def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> Route:

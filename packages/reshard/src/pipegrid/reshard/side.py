@@ -24,6 +24,7 @@ REPLICAS = "dp"
 
 Order = Literal["contiguous", "zigzag"]
 End = Literal["source", "destination"]
+"""Which end of an edge a side is of."""
 Interval = tuple[Fraction, Fraction]
 
 

@@ -66,7 +66,7 @@ class Links:
 
 
 Strategy = Literal["direct", "leader", "auto"]
-"""How copies of a part are sent: each by its own message, or one to a leader that passes it on."""
+"""How copies are sent: all share the sending, one sends all to one that passes it on, or what keeps links less busy."""
 
 AUTO_LEADER_BYTES = 64 * 1024
 """Below this many bytes between two sets of copies, ``"auto"`` uses a leader where no links are given."""

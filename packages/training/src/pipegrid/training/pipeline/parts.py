@@ -53,8 +53,8 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
     """A microbatch with a few labels, the same with fewer, and both as one; None of an output without rows.
 
     By rows they are alike; by labels the first has twice as many, and by those that follow three times. An
-    ``attention_mask`` of the labels' shape masks what has no label, since some losses count by it. Random numbers are
-    added to what the last stage has returned, since all means of equal numbers are equal.
+    ``attention_mask`` of the labels' shape masks what has no label, since some losses count by it. Random numbers,
+    larger ones to the second, are added to what the last stage has returned: all means of equal numbers are equal.
     """
     if not _has_rows(output, rows):
         return None
@@ -69,7 +69,7 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
-    outputs = [_shaken(_wide(output)), _shaken(_wide(output))]
+    outputs = [_shaken(_wide(output), 0.5), _shaken(_wide(output), 2.0)]
     one, other = (Part(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
     return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
@@ -201,8 +201,10 @@ def _wide(value: Any) -> Any:
     return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
 
 
-def _shaken(value: Any) -> Any:
-    return _mapped(value, lambda tensor: tensor + torch.rand_like(tensor) / 2 if tensor.is_floating_point() else tensor)
+def _shaken(value: Any, by: float) -> Any:
+    return _mapped(
+        value, lambda tensor: tensor + by * torch.rand_like(tensor) if tensor.is_floating_point() else tensor
+    )
 
 
 def _twice(one: Any, other: Any, rows: int) -> Any:

@@ -63,7 +63,7 @@ _NO_SOURCE: Any = "1f1b"
 
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "BridgeError": lambda: EdgeOptions(payload={}),
-    "CorruptCheckpointError": lambda: export_safetensors("runs/nothing", "out"),
+    "CorruptCheckpointError": lambda: export_safetensors("no_such_folder/run", "out"),
     "CostsError": lambda: simulate(one_f_one_b(2, 4), Costs(F=(1.0, 1.0, 1.0))),
     "CutError": lambda: pipeline_stage(_Blocks(), "tt|ttt", 0, names=Names("blocks")),
     "FaultError": lambda: Fault("kill", rank=0),

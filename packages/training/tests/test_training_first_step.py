@@ -15,6 +15,7 @@ from pipegrid.training import CutError, Pipeline
 from pipegrid.training.pipeline import first_step
 from pipegrid.training.pipeline.losses import GivenLoss
 from pipegrid.training.pipeline.rows import Rows
+from pipegrid.training.stages.comparison.compare import compared_gradients
 from pipegrid.training.stages.stage import Stage
 
 WORDS = 11
@@ -33,6 +34,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    calls = 0
+
     def __init__(self):
         torch.manual_seed(0)
         super().__init__()
@@ -43,6 +46,7 @@ class Model(nn.Module):
         self.double()
 
     def forward(self, ids, factors):
+        type(self).calls += 1
         hidden = self.embed(ids)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -154,6 +158,7 @@ def summed(output, inputs):
 def test_a_right_step_is_compared_and_no_error(ranks, options, monkeypatch):
     compared = []
     original = first_step.FirstStep._differences
+    monkeypatch.setattr(Model, "calls", 0)
     monkeypatch.setattr(
         first_step.FirstStep, "_differences", lambda self, *given: compared.append(given[0]) or original(self, *given)
     )
@@ -161,6 +166,7 @@ def test_a_right_step_is_compared_and_no_error(ranks, options, monkeypatch):
         warnings.simplefilter("error")
         step(**options)
     assert len(compared) == 1
+    assert Model.calls == 2, "the forwards of one process leave no trace on the first rank"
     assert all(gradient is not None for gradient in compared[0].values())
 
 
@@ -179,3 +185,7 @@ def test_what_one_process_cannot_run_is_said_once(ranks, monkeypatch):
         if "is not compared with one process, MemoryError: no room" in str(each.message)
     ]
     assert len(texts) == (ranks.rank == 0)
+
+
+def test_a_model_of_frozen_parameters_alone_has_no_gradients_to_compare():
+    assert list(compared_gradients({}, {}, {})) == []

@@ -294,14 +294,10 @@ class FirstStep:
             # As in a step that is divided last: a loss that a layer attaches with a scale of its own is a mean, too.
             number, scale = sum(len(each) - 1 for each in batches), grad_scale(self.config, torch.ones_like(loss))
             made = torch.autograd.grad(loss * number * scale, weights, allow_unused=True) if weights else ()
+            limit = self._limit({one.dtype for one in weights})
+            cut = self._cut_apart(whole, batches, limit)
         finally:
             state.restore()
-        dtypes = {torch.float32, *(one.dtype for one in weights)}  # models compute some losses in float32
-        if torch.is_autocast_enabled(self.device.type):
-            dtypes.add(torch.get_autocast_dtype(self.device.type))
-        limit = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
-        if self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-            limit = max(limit, _TF32)
         aliases = {id(one): name for name, one in reversed([*whole.named_parameters(remove_duplicate=False)])}
         first = {name: aliases[id(one)] for name, one in whole.named_parameters(remove_duplicate=False)}
         return {
@@ -309,9 +305,17 @@ class FirstStep:
             "limit": limit,
             "gradients": {name: one if one is None else one / number for name, one in zip(names, made, strict=True)},
             "buffers": buffers,
-            "cut": self._cut_apart(whole, batches, limit),
+            "cut": cut,
             "first": {name: one for name, one in first.items() if name != one},
         }
+
+    def _limit(self, dtypes: set[torch.dtype]) -> float:
+        """The largest error, of a norm, that rounding explains; models compute some losses in float32."""
+        if torch.is_autocast_enabled(self.device.type):
+            dtypes = {*dtypes, torch.get_autocast_dtype(self.device.type)}
+        limit: float = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes)) ** 0.5
+        tf32 = self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        return max(limit, _TF32) if tf32 else limit
 
     def _whole(self, told: Sequence[Mapping[str, Any]], values: Mapping[str, Tensor]) -> nn.Module:
         model = self.module.model

@@ -328,7 +328,7 @@ def _of_stages(
 def compared_gradients(right: Gradients, found: Gradients, stages: Mapping[str, Sequence[int]]) -> Iterator[Compared]:
     """The gradients ``found`` on ``stages`` beside those of the whole model, by name."""
     total = sum(_norm(one) ** 2 for one in right.values()) ** 0.5
-    least = 1e-3 * total / len(right) ** 0.5  # some gradients are zero in exact arithmetic
+    least = 1e-3 * total / max(len(right), 1) ** 0.5  # some gradients are zero in exact arithmetic
     for name, gradient in right.items():
         if name in stages:  # parts that other modules run are on none
             yield compared(f"gradient of {name}", stages[name], found.get(name), gradient, least)

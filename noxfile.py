@@ -77,7 +77,7 @@ _SLOW_TO_IMPORT = (
     "transformers.models.llama.modeling_llama",
     "pipegrid.bridges.multimodule",
     "pipegrid.schedules.megatron",
-    "pipegrid.training.checkpoint",
+    "pipegrid.checkpoint",
     "pipegrid.training.pipeline",
 )
 PRELOAD = f"ranks_preload={' '.join(_SLOW_TO_IMPORT)}"

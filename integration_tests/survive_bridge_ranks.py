@@ -12,8 +12,8 @@ from attrs import frozen
 from pipegrid.bridges import ModuleGraph
 from pipegrid.schedules import PipelineRuntime, Routes, clip_grad_norm_, schedule_for
 from pipegrid.schedules.runtime import Forwarded
+from pipegrid.survive import PipelineJob, Survivors
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training.survive import PipelineJob, Survivors
 from pipegrid.transport import P2PConfig
 
 from . import survive_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attrs import define, evolve, field, frozen
 
-from pipegrid.training.survive import Survivors, handover
+from pipegrid.survive import Survivors, handover
 
 ANY = -2  # of steps: where a new process comes is the matter of the machine
 

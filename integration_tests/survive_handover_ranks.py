@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from pipegrid.checkpoint import saving
 from pipegrid.schedules import (
     PipelineConfig,
     UnitBatches,
@@ -22,10 +23,9 @@ from pipegrid.schedules import (
     forward_backward_with_schedule,
     one_f_one_b,
 )
+from pipegrid.survive import PipelineJob, Survivors
 from pipegrid.topology import HyperCommGrid, job_store
 from pipegrid.training import Attempt, RestartError, TrainingState
-from pipegrid.training.checkpoint import saving
-from pipegrid.training.survive import PipelineJob, Survivors
 
 from .kit.processes import write_to
 from .survive_cases import Case, Kill, Places

@@ -30,9 +30,9 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.megatron import prepared
 from pipegrid.schedules.runtime import actions
+from pipegrid.survive import PipelineJob, Survivors, kept
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import DropoutMasks
-from pipegrid.training.survive import PipelineJob, Survivors, kept
 
 from . import survive_ranks
 from .kit.models import Model

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from attrs import field, frozen
 
 from pipegrid.schedules import PipelineRuntime, clip_grad_norm_, one_f_one_b, zero_bubble_h1
+from pipegrid.survive import PipelineJob, Survivors
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training.survive import PipelineJob, Survivors
 from pipegrid.transport import P2PConfig
 
 from .kit.stages import Stage

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.fake_nccl import FakeDevice, Nccl2Rules, register
-from pipegrid.training.survive import RankRetiredError, init_process_group
+from pipegrid.survive import RankRetiredError, init_process_group
 
 from .kit.processes import write_to
 from .survive_cases import Case, Places

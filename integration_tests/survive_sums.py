@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from pipegrid.survive import Survivors
+from pipegrid.survive.connections import end_connections
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
-from pipegrid.training.survive import Survivors
-from pipegrid.training.survive.connections import end_connections
 from pipegrid.transport import streams
 
 from .survive_cases import Case, Places

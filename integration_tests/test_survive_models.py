@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 from pipegrid.planner import survivable
 from pipegrid.schedules import one_f_one_b
+from pipegrid.survive import PipelineJob, SurviveError, Survivors
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Grid
-from pipegrid.training.survive import PipelineJob, SurviveError, Survivors
 
 from .survive_cases import Kill
 from .survive_models_ranks import IN_HALVES, OVERFLOWS, PLACES, TRAITS, ModelCase

@@ -23,7 +23,7 @@ from xml.etree import ElementTree as ET
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "constraints.txt"
 PAGE = ROOT / "docs" / "install.md"
-MODULE = ROOT / "packages" / "training" / "src" / "pipegrid" / "training" / "tested_versions.py"
+MODULE = ROOT / "packages" / "stages" / "src" / "pipegrid" / "stages" / "tested_versions.py"
 # What the tool writes is between these in each.
 MARKS = {
     PAGE: ("<!-- tested: begin -->\n\n", "\n\n<!-- tested: end -->"),
@@ -41,14 +41,14 @@ TOUCHING = {
     "numpy": ("test_testing_ranks", "test_training_rows"),
     "pytest": ("test_testing_options", "test_testing_failures"),
     "rich": ("test_topology_placement", "test_command_line"),
-    "safetensors": ("test_training_checkpoint_weights", "test_training_pretrained"),
+    "safetensors": ("test_checkpoint_weights", "test_stages_pretrained"),
     "torch": (
         "test_topology_torch_compat",
         "test_transport_torch_facts",
         "test_torch_facts",
-        "test_training_cut_values",
+        "test_stages_cut_values",
     ),
-    "transformers": ("test_training_generation", "test_training_slices", "test_training_cut"),
+    "transformers": ("test_training_generation", "test_training_slices", "test_stages_cut"),
 }
 _INSTALLING = ("install", "_shared")
 _HEAD = """\

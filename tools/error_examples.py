@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.bridges import EdgeOptions
+from pipegrid.checkpoint import export_safetensors
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import LayerMemory, PipelineParallelLayerLayout, balance
 from pipegrid.monitor import Epochs
@@ -19,7 +20,6 @@ from pipegrid.schedules import Costs, from_text, simulate, timeline, verify
 from pipegrid.testing import Fault
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline, Sampling, pipeline_stage
-from pipegrid.training.checkpoint import export_safetensors
 from pipegrid.transport import P2PConfig
 
 _CROSSED = """

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
 from pipegrid.schedules import Action, PipelineConfig, UnitBatches, forward_backward_with_schedule, one_f_one_b
+from pipegrid.survive import PipelineJob, PipelineWorld, Survivors, init_process_group
 from pipegrid.topology import HyperCommGrid, job_store, serve_store
-from pipegrid.training.survive import PipelineJob, PipelineWorld, Survivors, init_process_group
 
 MICROBATCHES, ROWS, WIDTH, STEPS, DIES_IN, HEARTBEAT = 4, 64, 256, 4, 2, 2.0
 RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch._dynamo", "pipegrid.training.survive"])
+RANKS.set_forkserver_preload(["torch._dynamo", "pipegrid.survive"])
 
 
 @frozen

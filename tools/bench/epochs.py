@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
 from pipegrid.monitor import Epochs
+from pipegrid.survive.neighbours import Neighbours
 from pipegrid.topology import job_store, serve_store
-from pipegrid.training.neighbours import Neighbours
 
 WAIT = timedelta(seconds=120)
 # Ranks are forked by a server that has imported torch, and has no threads: those of a store's process hang at times.
 RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch.distributed", "pipegrid.monitor", "pipegrid.training.neighbours"])
+RANKS.set_forkserver_preload(["torch.distributed", "pipegrid.monitor", "pipegrid.survive.neighbours"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

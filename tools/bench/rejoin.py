@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
 from pipegrid.schedules import one_f_one_b
+from pipegrid.survive import PipelineJob, PipelineWorld, Survivors, init_process_group
 from pipegrid.topology import HyperCommGrid, job_store, serve_store
-from pipegrid.training.survive import PipelineJob, PipelineWorld, Survivors, init_process_group
 from survive_job import MICROBATCHES, POSITIONS, RANKS, Stage
 
 LIFE = 8  # steps of a process that is to die

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pipegrid.schedules import PipelineConfig, UnitBatches, forward_backward_with_schedule
-from pipegrid.training.survive import PipelineWorld
+from pipegrid.survive import PipelineWorld
 
 POSITIONS, MICROBATCHES, ROWS = 2, 8, 64
 # Ranks are forked by a server that has imported torch, and has no threads.
 RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch._dynamo", "pipegrid.training.survive"])
+RANKS.set_forkserver_preload(["torch._dynamo", "pipegrid.survive"])
 
 
 class Stage(nn.Module):

@@ -21,9 +21,9 @@ from pipegrid.schedules import (
     forward_backward_with_schedule,
     one_f_one_b,
 )
+from pipegrid.survive import PipelineJob, PipelineWorld, Survived, Survivors
 from pipegrid.topology import HyperCommGrid, job_store
 from pipegrid.training import Attempt, TrainingState
-from pipegrid.training.survive import PipelineJob, PipelineWorld, Survived, Survivors
 from survive.deaths import Killer, deaths
 from survive.picture import Camera
 from survive.reader import (

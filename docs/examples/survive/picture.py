@@ -19,8 +19,8 @@ from pipegrid.schedules import (
     write_html,
     write_svg,
 )
+from pipegrid.survive import PipelineWorld
 from pipegrid.timeline import recording_from_json
-from pipegrid.training.survive import PipelineWorld
 
 
 @define(eq=False)

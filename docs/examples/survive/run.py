@@ -93,7 +93,7 @@ def _outcome(folder: Path, rank: int) -> Path:
 def _start(attempt: int, *, options: Options) -> Sequence[BaseProcess]:
     """Start the ranks of an attempt."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "pipegrid.training.survive", "sklearn.datasets"])
+    context.set_forkserver_preload(["torch._dynamo", "pipegrid.survive", "sklearn.datasets"])
     started = []
     for rank in range(RANKS):
         _outcome(options.out, rank).unlink(missing_ok=True)

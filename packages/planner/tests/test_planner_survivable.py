@@ -176,7 +176,7 @@ def test_the_report_of_a_plan_says_which_deaths_it_survives(batch, replicas, sha
             assert text.startswith(
                 "survivable: no death of a GPU, whose optimizer states are sharded over replicas and "
             )
-            assert f"which training.survive does not keep, {counted}" in text
+            assert f"which pipegrid.survive does not keep, {counted}" in text
 
 
 def test_the_room_for_a_death_is_what_the_dead_held_shared_by_the_others():

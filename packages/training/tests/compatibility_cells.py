@@ -15,10 +15,10 @@ from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, get_forwa
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.training import compile_layers, generate, pipeline_stage, tie_stage_parameters
 from pipegrid.transport import P2PCommunicator
+from stages_kit.gradients import gradient_errors, named_in
+from stages_kit.models import loss_of
 
 from .compatibility_family import Family
-from .kit.gradients import gradient_errors, named_in
-from .kit.models import loss_of
 from .kit.parallel import sharded
 from .test_training_cut import step as through_stages
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from pipegrid.training import Names
+from stages_kit.models import WORDS
 
 from .compatibility_family import ROWS, Family
-from .kit.models import WORDS
 
 IMAGE = 9
 _WIDE = {

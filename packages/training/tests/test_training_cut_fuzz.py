@@ -18,9 +18,9 @@ from pipegrid.schedules import PipelineConfig, PipelineError
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import CutError, Names, Pipeline, cut
+from stages_kit.chain import gradients, step
 
 from . import host_models
-from .kit.chain import gradients, step
 from .training_fuzz import WORDS, random_case, random_streams
 
 SECONDS = float(os.environ.get("PIPEGRID_FUZZ_SECONDS", "1800"))

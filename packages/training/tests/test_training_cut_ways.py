@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipegrid.schedules import PipelineConfig
+from pipegrid.stages import find_names
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import CutError, Names, Pipeline, check_stages, cut, prove_cut
-from pipegrid.training.stages import find_names
-
-from .kit.models import WORDS
+from stages_kit.models import WORDS
 
 WIDTH = 8
 IDS = torch.randint(3, WORDS, (3, 6), generator=torch.Generator().manual_seed(1))

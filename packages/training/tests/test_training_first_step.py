@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipegrid.schedules import PipelineConfig
+from pipegrid.stages.comparison.compare import compared_gradients
+from pipegrid.stages.stage import Stage
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import CutError, Pipeline
 from pipegrid.training.pipeline import first_step
 from pipegrid.training.pipeline.losses import GivenLoss
 from pipegrid.training.pipeline.rows import Rows
-from pipegrid.training.stages.comparison.compare import compared_gradients
-from pipegrid.training.stages.stage import Stage
 
 WORDS = 11
 

@@ -10,10 +10,10 @@ from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, PipelineError, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import GenerationError, Names, Sampling, cut, generate
+from stages_kit.models import MAKERS, WORDS, llama, text_model
 
 from .compatibility_families import FAMILIES
 from .kit.jobs import LAYOUTS, grid_of, made
-from .kit.models import MAKERS, WORDS, llama, text_model
 from .kit.vlm import VISION, Tower, image_batch, language_with, read_images, seen_and_text
 
 NEW, ROWS = 9, 3

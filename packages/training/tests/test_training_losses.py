@@ -19,8 +19,7 @@ from pipegrid.training import Pipeline
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss, require_mean
 from pipegrid.training.pipeline.microbatches import Share, microbatch
-
-from .kit.gradients import require_gradients
+from stages_kit.gradients import require_gradients
 
 CPU, LENGTH, CLASSES = torch.device("cpu"), 6, 5
 

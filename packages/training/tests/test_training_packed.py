@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipegrid.training import CutError, Names, cut
+from stages_kit.chain import sent, stages_of, step
+from stages_kit.models import WORDS, batch_of, llama, loss_of
 
-from .kit.chain import sent, stages_of, step
 from .kit.layered import WIDTH, Layered
-from .kit.models import WORDS, batch_of, llama, loss_of
 
 README = Path(__file__).parents[1] / "README.md"
 

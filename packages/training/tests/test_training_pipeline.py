@@ -17,20 +17,20 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.stages.errors import CheckpointError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.torch_compat import living_groups
 from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
-from pipegrid.training.errors import CheckpointError
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.counts import StepCounts
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
+from stages_kit.gradients import require_gradients
+from stages_kit.models import MAKERS, WORDS, batch_of, llama, next_words
 
-from .kit.gradients import require_gradients
 from .kit.jobs import made
 from .kit.layered import WORDS as LAYERED_WORDS
 from .kit.layered import Layered
-from .kit.models import MAKERS, WORDS, batch_of, llama, next_words
 from .kit.vlm import Tower, after_image, read_images, seen_and_text
 
 ROWS = 6

@@ -22,10 +22,10 @@ from pipegrid.schedules import (
 )
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import compile_layers, cut, tie
+from stages_kit.gradients import named_in, require_gradients
+from stages_kit.models import WORDS, batch_of, llama, next_words
 
-from .kit.gradients import named_in, require_gradients
 from .kit.jobs import LAYOUTS, grid_of, made, stages_on
-from .kit.models import WORDS, batch_of, llama, next_words
 from .kit.parallel import sequence_parallel, sharded, tensor_parallel
 from .kit.vlm import VISION, Tower, after_image, read_images, seen_and_text
 

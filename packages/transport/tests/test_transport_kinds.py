@@ -226,7 +226,7 @@ def test_two_files_alone_know_the_names_of_nccl():
 def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
     """Past it, nccl2 takes the group of a device for failed, and torch's watchdog ends the process."""
     cpu_only = {
-        "training/neighbours.py": "gloo's group",
+        "survive/neighbours.py": "gloo's group",
         "transport/backends/gloo.py": "gloo's payloads",
         "transport/collectives/waiting.py": "branch without streams",
         "transport/lane/ending.py": "end notices, over gloo",

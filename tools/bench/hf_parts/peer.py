@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble, s
 from transformers.masking_utils import create_causal_mask
 
 from hf_parts.job import Batch, Make, loss_of
-from pipegrid.training.stages.transformers_compat import cache_name
+from pipegrid.stages.transformers_compat import cache_name
 
 
 class Part(nn.Module):

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pipegrid.training import Names
-
-from .models import MAKERS, WORDS, batch_of, llama, next_words
+from stages_kit.models import MAKERS, WORDS, batch_of, llama, next_words
 
 
 class Tower(nn.Module):

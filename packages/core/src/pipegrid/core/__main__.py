@@ -45,7 +45,7 @@ COMMANDS = {
         "which recovery from failures pays, and how often to checkpoint",
         "job.toml --nodes 8 --mtbf 12h --restart 10m --checkpoint 30s",
     ),
-    "checkpoint": Command("training", "show, verify or export a checkpoint", "show runs/first"),
+    "checkpoint": Command("checkpoint", "show, verify or export a checkpoint", "show runs/first"),
     "check": Command("training", "compare the stages of a model with the model", 'config.json "Et*6|t*6L"'),
 }
 """The commands of pipegrid's own packages, those that are not installed as well."""

@@ -91,7 +91,7 @@ def _advice(found: Goodput) -> str:
         )
     if any(outcome.policy != "restart" for outcome in found.outcomes):
         lines.append(
-            "re-plan is training.survive where modules have equal dp, on gloo; elsewhere a prediction, as spare is"
+            "re-plan is pipegrid.survive where modules have equal dp, on gloo; elsewhere a prediction, as spare is"
         )
     return "\n".join(lines)
 

@@ -111,7 +111,7 @@ def survival(choice: Choice, memory: float) -> str:
         host = max(part.optimizer for part in choice.memory)
         text = (
             "survivable: no death of a GPU, whose optimizer states are sharded over replicas and come from the "
-            f"checkpoint; with copies on a buddy's host ({host / 1e9:.1f} GB for each GPU), which training.survive "
+            f"checkpoint; with copies on a buddy's host ({host / 1e9:.1f} GB for each GPU), which pipegrid.survive "
             f"does not keep, {gpus} of GPUs; {nodes} of nodes"
         )
     free = [memory - taken.total for taken in choice.memory]
@@ -120,7 +120,7 @@ def survival(choice: Choice, memory: float) -> str:
     return (
         f"{text}\n{sources}\none death needs room for up to {more} more microbatches on position {position} "
         f"({room / 1e9:.1f} GB of {free[position] / 1e9:.1f} GB free)\n"
-        "a prediction: training.survive goes on where modules have equal dp and whole replicas, on gloo; others "
+        "a prediction: pipegrid.survive goes on where modules have equal dp and whole replicas, on gloo; others "
         "restart from a checkpoint"
     )
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.core.lazy import lazy_names
-from pipegrid.training.errors import (
+from pipegrid.stages.errors import (
     CheckpointError,
-    CheckpointMismatchError as CheckpointMismatchError,
     CorruptCheckpointError as CorruptCheckpointError,
     CutError as CutError,
+)
+from pipegrid.checkpoint.errors import CheckpointMismatchError as CheckpointMismatchError
+from pipegrid.training.errors import (
     GenerationError as GenerationError,
     RestartError as RestartError,
     SpreadError as SpreadError,
 )
 
 if TYPE_CHECKING:
-    from pipegrid.training.checkpoint import (
+    from pipegrid.checkpoint import (
         Checkpoints,
         LoadedCheckpoint as LoadedCheckpoint,
         TrainingState,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
         attempt_store as attempt_store,
         stop_restarts as stop_restarts,
     )
-    from pipegrid.training.stages import (
+    from pipegrid.stages import (
         Boundary as Boundary,
         Compared as Compared,
         CutProof as CutProof,

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from pipegrid.checkpoint import command_line as checkpoint
 from pipegrid.training import check
-from pipegrid.training.checkpoint import command_line as checkpoint
 
 COMMANDS = {"check": check.main, "checkpoint": checkpoint.main}
 

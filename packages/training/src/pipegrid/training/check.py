@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pipegrid.layout import LayoutError
-from pipegrid.training.errors import CutError
-from pipegrid.training.stages import Names, check_stages, prove_cut
-from pipegrid.training.stages.building.build import whole_of
+from pipegrid.stages import Names, check_stages, prove_cut
+from pipegrid.stages.building.build import whole_of
+from pipegrid.stages.errors import CutError
 
 USAGE, DIFFERENT = 2, 1
 SIZE, LENGTH = 2, 16  # of a batch that is made: samples, tokens

@@ -15,12 +15,12 @@ from pipegrid.core.fields import Count, Index, checked
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.schedules.megatron.call import flat
+from pipegrid.stages import Stage
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import kv_cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.generation.texts import Texts
-from pipegrid.training.stages import Stage
 from pipegrid.transport.adapted import as_communicator
 from pipegrid.transport.base import Communicator
 

@@ -8,10 +8,11 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from pipegrid.training.errors import CutError, GenerationError
-from pipegrid.training.stages import Assignment
-from pipegrid.training.stages.slicing.slices import other_states, require_length
-from pipegrid.training.stages.transformers_compat import cache_name, require_known_names
+from pipegrid.stages import Assignment
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.slicing.slices import other_states, require_length
+from pipegrid.stages.transformers_compat import cache_name, require_known_names
+from pipegrid.training.errors import GenerationError
 
 
 @define(eq=False)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrid.stages import Stage
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.sampling import Sampling
-from pipegrid.training.stages import Stage
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import finish, host_collectives
 from pipegrid.transport.streams import has_streams

@@ -20,24 +20,24 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
+from pipegrid.checkpoint.gathering import gather_plain
 from pipegrid.gradients.all_reduce import all_reduce
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import PipelineConfig, WithLoss
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers, grad_scale
-from pipegrid.training.errors import CutError, few
-from pipegrid.training.gathering import gather_plain
-from pipegrid.training.generators import States, capture_torch, generators_as_before, restore
+from pipegrid.stages import Stage
+from pipegrid.stages.comparison.chain import at_layers
+from pipegrid.stages.comparison.compare import Compared, compared, compared_gradients
+from pipegrid.stages.errors import CutError, few
+from pipegrid.stages.generators import States, capture_torch, generators_as_before, restore
+from pipegrid.stages.host_state import HostState
+from pipegrid.stages.torch_compat import tree_map_only
 from pipegrid.training.pipeline.counts import StepCounts
 from pipegrid.training.pipeline.losses import GivenLoss, MicrobatchLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.parts import as_plain, joined_outputs, largest_difference, of_plain
 from pipegrid.training.pipeline.rows import Rows
-from pipegrid.training.stages import Stage
-from pipegrid.training.stages.comparison.chain import at_layers
-from pipegrid.training.stages.comparison.compare import Compared, compared, compared_gradients
-from pipegrid.training.stages.host_state import HostState
-from pipegrid.training.stages.torch_compat import tree_map_only
 
 LARGEST = 20_000_000
 """Parameters of a model whose first step is compared without being asked."""

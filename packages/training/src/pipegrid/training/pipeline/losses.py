@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from pipegrid.schedules import WithLoss
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import describe
+from pipegrid.stages.slicing.slice_batches import IGNORED
 from pipegrid.training.pipeline.counts import (
     ELEMENTS,
     FOLLOWING,
@@ -30,7 +31,6 @@ from pipegrid.training.pipeline.counts import (
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.pipeline.parts import Part, asked, halves, on_host, padded_apart, zero_of
-from pipegrid.training.stages.slicing.slice_batches import IGNORED
 
 Weighed = tuple[Tensor, Tensor, Tensor]
 """What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64

@@ -14,10 +14,10 @@ from attrs import frozen
 
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, checked, shown
+from pipegrid.stages.slicing.slice_batches import IGNORED
+from pipegrid.stages.torch_compat import tree_map_only
 from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.training.pipeline.rows import Rows
-from pipegrid.training.stages.slicing.slice_batches import IGNORED
-from pipegrid.training.stages.torch_compat import tree_map_only
 
 _NUMBERS = 2  # axes of labels, masks and weights
 

@@ -18,13 +18,13 @@ from pipegrid.core.fields import Index, checked, shown
 from pipegrid.gradients import TiedParameters
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, stage_places
+from pipegrid.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
+from pipegrid.stages.assignment import as_layout, pp_size
+from pipegrid.stages.generators import seed_of
 from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_grid_groups
 from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.ending import destroy_groups
-from pipegrid.training.generators import seed_of
-from pipegrid.training.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
-from pipegrid.training.stages.assignment import as_layout, pp_size
 
 ModelFactory = Callable[[], nn.Module]
 _STORE_SECONDS = 60.0

@@ -12,10 +12,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.training.generators import generators_as_before
+from pipegrid.stages.generators import generators_as_before
+from pipegrid.stages.slicing.slice_batches import IGNORED
+from pipegrid.stages.torch_compat import tree_map, tree_map_only
 from pipegrid.training.pipeline.microbatches import Microbatch, counts_of
-from pipegrid.training.stages.slicing.slice_batches import IGNORED
-from pipegrid.training.stages.torch_compat import tree_map, tree_map_only
 
 _MORE, _FEWER = 4, 2
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)

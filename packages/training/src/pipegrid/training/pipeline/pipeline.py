@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
+from pipegrid.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
+from pipegrid.checkpoint.state.names import bare_name
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
+from pipegrid.stages import Names, Stage
+from pipegrid.stages.assignment import names_of_ties
+from pipegrid.stages.generators import states_as_before
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
-from pipegrid.training.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
-from pipegrid.training.checkpoint.state.names import bare_name
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
-from pipegrid.training.generators import states_as_before
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
@@ -41,8 +43,6 @@ from pipegrid.training.pipeline.modules import (
 )
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
-from pipegrid.training.stages import Names, Stage
-from pipegrid.training.stages.assignment import names_of_ties
 from pipegrid.transport.control.opening import resolve_device
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]

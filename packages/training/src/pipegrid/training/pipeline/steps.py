@@ -15,6 +15,7 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
+from pipegrid.checkpoint.gathering import gather_plain, wait_for_all
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import tied_stages
@@ -34,16 +35,15 @@ from pipegrid.schedules import (
 )
 from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.megatron.call import LossSums
+from pipegrid.stages import Stage
+from pipegrid.stages.generators import restore, seed_by
 from pipegrid.timeline import Track
-from pipegrid.training.gathering import gather_plain, wait_for_all
-from pipegrid.training.generators import restore, seed_by
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, form_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
-from pipegrid.training.stages import Stage
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.streams import has_streams
 

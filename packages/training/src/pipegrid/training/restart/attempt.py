@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipegrid.checkpoint.gathering import gather_plain, wait_for_all
 from pipegrid.core.fields import Count, Index, Seconds, checked
 from pipegrid.gradients.all_reduce import all_reduce
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.monitor.epochs import RankLostError
 from pipegrid.schedules import DisagreementError, JobFailedError, Monitor, PipelineError
+from pipegrid.survive.neighbours import Neighbours
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups
 from pipegrid.training.errors import RestartError
-from pipegrid.training.gathering import gather_plain, wait_for_all
-from pipegrid.training.neighbours import Neighbours
 from pipegrid.training.restart.record import PREEMPTED, AttemptLine, AttemptRecord, read_attempts, reason_to_stop
 from pipegrid.training.restart.signals import StopSignals
 from pipegrid.training.restart.torchelastic import launch_name, restart_count, stop_restarts
 
 if TYPE_CHECKING:
-    from pipegrid.training.survive import Survivors
+    from pipegrid.survive import Survivors
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Trees: dicts, lists and tuples, nested, with tensors, numbers and None in them. No torch.
 
 What crosses an edge is a tree, and so is its declaration; this is the one place that walks them. Inside of a model,
-values also have classes that libraries register with torch's pytree: `pipegrid.training.stages.torch_compat` uses that.
+values also have classes that libraries register with torch's pytree: `pipegrid.stages.torch_compat` uses that.
 """
 
 from __future__ import annotations

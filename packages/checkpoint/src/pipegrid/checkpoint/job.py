@@ -1,0 +1,219 @@
+"""What ranks exchange about a checkpoint: plain data, over a gloo group of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cattrs
+import torch.distributed as dist
+
+from pipegrid.checkpoint.errors import CheckpointMismatchError
+from pipegrid.checkpoint.gathering import gather_plain
+from pipegrid.checkpoint.state.names import Held
+from pipegrid.monitor.collectives import Waiting
+from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
+from pipegrid.topology import GroupSpec, create_groups, destroy_groups
+from pipegrid.topology.bounded_calls import giving_up
+from pipegrid.transport.backends.wire import cut_all_connections
+from pipegrid.transport.collectives.waiting import host_collectives
+
+if TYPE_CHECKING:
+    from pipegrid.monitor.monitor import Monitor
+
+_T = TypeVar("_T")
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
+
+
+class Job:
+    """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one.
+
+    Args:
+        group: the ranks.
+        timeout: of a collective, in which all ranks wait for the one that writes longest.
+        deadline: until a rank that is not heard of has failed: one that does not come, or is gone. See `calling`.
+        monitor: of the job, which ends a call when the job has failed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+        deadline: float | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        self._alive: dist.ProcessGroup | None = None
+        self._deadline, self._monitor = deadline, monitor
+        self._lost: RuntimeError | None = None
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_process_group_ranks(group)
+            labels = ("checkpoints",) if deadline is None else ("checkpoints", "checkpoints, who is alive")
+            specs = [GroupSpec(ranks, label, shared=False) for label in labels]
+            coming = None if deadline is None else timedelta(seconds=deadline)
+            with reached("the first save() or load(): "), giving_up(self._failed):
+                made = create_groups(specs, backend="gloo", timeout=timeout, creation_timeout=coming)
+            self.group = made[specs[0]]
+            self._alive = None if deadline is None else made[specs[1]]
+            host_collectives.apart.update(made.values())
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    @contextmanager
+    def calling(self, what: str, *, monitored: bool = True) -> Iterator[None]:
+        """In the block, which all ranks enter for ``what``, a rank that is not heard of for the deadline is an error.
+
+        A thread meets those of the other ranks until all have left the block. So a rank may write for as long as it
+        takes, and one that has not come, has ended or is out of reach holds the others up no longer than the deadline:
+        the connections of the group are cut then, which ends what this rank waits for, torch's collectives included.
+
+        Args:
+            what: the call, for errors.
+            monitored: whether the failure of the job ends it as well.
+
+        Raises:
+            CheckpointError: some rank was not heard of; the text names it.
+        """
+        if self._alive is None or self._deadline is None:
+            yield
+            return
+        left = threading.Event()
+        waiting = Waiting(self._deadline, self._monitor if monitored else None, what)
+        meeting = threading.Thread(target=self._meet, args=(left, waiting), name="checkpoints-alive", daemon=True)
+        meeting.start()
+        try:
+            yield
+        except BaseException as error:
+            shared = isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError)
+            if self.group is not None and not shared:  # the others do not know of it, and would wait for this rank
+                cut_all_connections(self.group)
+            if self._lost is not None and isinstance(error, RuntimeError):
+                raise CheckpointError(str(self._lost)) from error
+            raise
+        finally:
+            left.set()
+            meeting.join()
+        if self._lost is not None:
+            raise CheckpointError(str(self._lost)) from self._lost
+
+    def _meet(self, left: threading.Event, waiting: Waiting) -> None:
+        assert self._deadline is not None
+        try:
+            while not all(gather_plain(left.is_set(), self._alive, waiting=waiting)):
+                left.wait(self._deadline / 3)
+        except RuntimeError as error:
+            self._lost = error
+            if self.group is not None:
+                cut_all_connections(self.group)
+
+    def _failed(self) -> str:
+        """Why the job has failed; empty while it has not."""
+        return "" if self._monitor is None else self._monitor.failure or ""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank, as JSON has them: tuples as lists, attrs objects as dicts."""
+        with reached():
+            return gather_plain(value, self.group)
+
+    def require_equal(self, outcome: str, values: Mapping[str, Any], hint: str = "") -> None:
+        """Raise on every rank unless those that have a value under a name have the same.
+
+        Args:
+            outcome: of a difference, the first words of its text.
+            values: of this rank, by name.
+            hint: the end of the text.
+        """
+        _require_equal(outcome, self.gather(values), hint)
+
+    def tables(self, outcome: str, held: Sequence[Held]) -> list[tuple[Held, ...]]:
+        """What each rank holds; every name is that of one tensor of the whole model, on one stage or tied on several.
+
+        Raises:
+            CheckpointMismatchError: names are local to a stage, or shapes differ; on every rank.
+        """
+        found = [cattrs.structure(table, tuple[Held, ...]) for table in self.gather(held)]
+        forms = [
+            {
+                f"{one.name!r} of module {one.module!r}": (
+                    "tied" if one.tied else f"stage {one.stage}",
+                    list(one.shape),
+                    one.dtype,
+                )
+                for one in table
+            }
+            for table in found
+        ]
+        hint = "; names are those of the whole model: give names=whole_names(...), or ties=..."
+        _require_equal(outcome, forms, hint)
+        return found
+
+    def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
+        """Call ``function`` on every rank; its results, in order of ranks, as `gather` has them.
+
+        Raises:
+            CheckpointError: it raised on some rank; the same text on every rank, in the class of the first error.
+        """
+        result, failed = None, None
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001 -- raised below, on all ranks
+            failed = error
+        outcomes = self.gather((result, None if failed is None else _told(failed)))
+        faults = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
+        if faults:
+            rank, kind, text = faults[0]
+            others = [other for other, *_ in faults[1:]]
+            also = f" (also ranks {others})" if others else ""
+            raise _ERRORS[kind](f"{what}: rank {rank}{also}: {text}") from failed
+        return [value for value, _ in outcomes]
+
+    def each(self, what: str, function: Callable[[], _T]) -> _T:
+        """What ``function``, called on every rank, returns here; raises as `together`."""
+        own: list[_T] = []
+        self.together(what, lambda: own.append(function()))
+        return own[0]
+
+    def first(self, what: str, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns on the first rank, which alone calls it; on every rank."""
+        return self.together(what, lambda: function() if self.rank == 0 else None)[0]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of its own."""
+        return [group for group in (self.group, self._alive) if group is not None]
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        destroy_groups(self.groups)
+
+
+def _require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: str) -> None:
+    known: dict[str, tuple[int, Any]] = {}
+    for rank, values in enumerate(of_ranks):
+        for name, value in values.items():
+            first, other = known.setdefault(name, (rank, value))
+            if value != other:
+                raise CheckpointMismatchError(
+                    f"{outcome}: {name} must be equal on all ranks; it is {other!r:.200} on rank {first} and "
+                    f"{value!r:.200} on rank {rank}{hint}"
+                )
+
+
+@contextmanager
+def reached(what: str = "") -> Iterator[None]:
+    """A rank that is gone, or does not come within the timeout, is an error of the checkpoint; ``what`` begins it."""
+    try:
+        yield
+    except RuntimeError as error:
+        known = isinstance(error, CheckpointError)  # else of the process group
+        text = str(error) if known else f"a rank of the job is gone, or does not save and load: {error}"
+        raise CheckpointError(what + text) from error
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    if isinstance(error, CheckpointError):
+        return type(error).__name__, str(error)
+    return CheckpointError.__name__, f"{type(error).__name__}: {error}"

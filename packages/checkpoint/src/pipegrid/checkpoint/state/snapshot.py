@@ -1,0 +1,196 @@
+"""The state of a rank at a step: its tensors, copied to the CPU before the next step changes them, and plain data.
+
+The copies live from save to save: a save costs one copy and no allocation. On an accelerator they are pinned, and the
+copy is ordered on the current stream before whatever the step does next; the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from pipegrid.checkpoint.state import optimizers
+from pipegrid.checkpoint.state.names import Held, StateTensors, TrainingState, stages_of
+from pipegrid.checkpoint.stored import dcp
+from pipegrid.checkpoint.stored.manifest import Manifest
+from pipegrid.checkpoint.stored.plain import raw_bytes, to_plain
+from pipegrid.gradients import foreach
+from pipegrid.gradients.dtensors import is_dtensor, local_of
+from pipegrid.stages.generators import States, capture
+
+OWN: Final = "generator."
+"""Before the name of a generator of the state, among the states of those of the process."""
+
+
+@frozen(eq=False, kw_only=True)
+class Snapshot:
+    """What one rank saves.
+
+    Attributes:
+        boxes: this rank's parts of the tensors, and their copies.
+        events: end when the copies are complete.
+        held: the tensors of the model.
+        random: states of the random generators.
+        plan: the text of the step's plan.
+        manifest: of this rank alone, without tensors and files.
+    """
+
+    boxes: Sequence[dcp.Box]
+    events: Sequence[Any]
+    held: tuple[Held, ...]
+    random: States
+    plan: str | None
+    manifest: Manifest
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        for event in self.events:
+            event.synchronize()
+
+    def checksums(self) -> dict[str, int]:
+        """By key and offset, of all that is equal on replicas: parameters and optimizer states, not buffers."""
+        buffers = {one.key for one in self.held if not one.parameter}
+        return {
+            f"the checksum of {item.index.fqn} at {tuple(item.index.offset or ())}": zlib.crc32(raw_bytes(copy))
+            for item, copy in self.boxes
+            if item.index.fqn not in buffers
+        }
+
+
+class Snapshots:
+    """Takes snapshots of one state, each into the memory of the one before; what does not change is read once."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self.state = state
+        self._plan, self._grids, self._layout = _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
+        self._model: StateTensors | None = None
+        self._tensors: dict[str, Tensor] = {}  # of the snapshot before, by key
+        self._boxes: list[dcp.Box] = []
+
+    def take(self, step: int) -> Snapshot:
+        """Copy the state; overwrites the snapshot before."""
+        state = self.state
+        model, values = self._found()
+        data = state.data.state_dict() if hasattr(state.data, "state_dict") else state.data
+        scaler = None if state.scaler is None else to_plain(state.scaler.state_dict(), "the state of the scaler")
+        manifest = Manifest(
+            step=step,
+            tensors={},
+            files={},
+            groups=tuple(optimizers.groups(state.optimizers, model.owners)),
+            values=values,
+            scaler=scaler,
+            data=to_plain(data, "the data position"),
+            seed=torch.initial_seed(),
+            ranks=(stages_of(model.held),),
+            grids=self._grids,
+            layout=self._layout,
+        )
+        return Snapshot(
+            boxes=self._boxes,
+            events=self._copy(),
+            held=model.held,
+            random=capture(model.device)
+            | {f"{OWN}{name}": generator.get_state() for name, generator in state.generators.items()},
+            plan=self._plan,
+            manifest=manifest,
+        )
+
+    def _found(self) -> tuple[StateTensors, dict[str, Any]]:
+        """What the state has of the model, and the entries of optimizer states that are no tensors.
+
+        It is read again where the objects of the state, or the shapes of its tensors, are others than before; after
+        that the boxes are those of all its tensors.
+        """
+        if self._model is not None and self._model.are_of(self.state):
+            tensors, values = self._read(self._model)
+            if self._fit(tensors):
+                self._tensors = tensors
+                return self._model, values
+        self._model = StateTensors(self.state)
+        tensors, values = self._read(self._model)
+        if not self._fit(tensors):
+            self._boxes = [(item, _room_for(tensors[item.index.fqn])) for item in dcp.items_of(tensors)]
+        self._tensors = tensors
+        return self._model, values
+
+    def _read(self, model: StateTensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of the model and of optimizer states by key; and the other entries of the states."""
+        tensors, values = model.now(), dict[str, Any]()
+        for key, value in optimizers.entries(self.state.optimizers, model.owners):
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            else:
+                values[key] = to_plain(value, key)
+        return tensors, values
+
+    def _fit(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the boxes are those of ``tensors``."""
+        return (
+            tensors.keys() == self._tensors.keys()
+            and all(_alike(tensor, self._tensors[key]) for key, tensor in tensors.items())
+            and all(copy.shape == local_of(tensors[item.index.fqn]).shape for item, copy in self._boxes)
+        )
+
+    @torch.no_grad()
+    def _copy(self) -> list[Any]:
+        """Copy the tensors into the boxes; events that end when all are complete."""
+        copies = [copy for _, copy in self._boxes]
+        sources = [local_of(self._tensors[item.index.fqn]) for item, _ in self._boxes]
+        devices = {source.device for source in sources if not source.is_cpu}
+        if not devices:
+            foreach.copy_(copies, sources)
+        for source, copy in zip(sources, copies, strict=True) if devices else ():
+            copy.copy_(source, non_blocking=True)
+        return [_recorded(device) for device in devices]
+
+
+def _alike(tensor: Tensor, known: Tensor) -> bool:
+    if tensor is known:
+        return True
+    if is_dtensor(tensor) or is_dtensor(known):
+        return False  # the sharding may be another one
+    return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    local = local_of(tensor)
+    return torch.empty(local.shape, dtype=local.dtype, pin_memory=not local.is_cpu)
+
+
+def _recorded(device: torch.device) -> Any:
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+def _plan_text(plan: Any) -> str | None:
+    if plan is None or isinstance(plan, str):
+        return plan
+    from pipegrid.plans.plan import to_text
+
+    return to_text(plan)
+
+
+def _grids(grids: Mapping[str, Any] | None) -> Any:
+    if grids is None:
+        return None
+    return {name: _grid(grid) for name, grid in grids.items()}
+
+
+def _grid(grid: Any) -> dict[str, Any]:
+    consecutive = isinstance(grid.ranks, range)
+    where = {"rank_offset": grid.rank_offset} if consecutive else {"ranks": list(grid.ranks)}
+    return {"dims": dict(zip(grid.dim_names, grid.shape, strict=True)), **where}
+
+
+def _layout(layout: Any) -> Any:
+    if isinstance(layout, Mapping):
+        return {module: _layout(one) for module, one in layout.items()}
+    return layout if layout is None or isinstance(layout, str) else layout.short_text()

@@ -1,0 +1,195 @@
+"""Which parameters the values of a tensor come from, while a function makes a model.
+
+Two runs of the function see the same parameters registered, in one order, the same tensors read from files of weights,
+and the same operations make parameters of others; these are the events. In the first run (`Plan`) parameters are on the
+meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast weight.
+The second is `Values` in its own file.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.safetensors_files import Stored
+from pipegrid.stages.torch_compat import (
+    TorchDispatchMode,
+    WeakTensorKeyDictionary,
+    called_on_meta,
+    extent_of,
+    is_random,
+    makes_memory,
+    memory_of,
+    name_of,
+    on_meta,
+    reads_shapes_only,
+    stays,
+    tensors_in,
+    written_by,
+)
+
+REMEDY = "make the model in full and cut that, pipeline_stage(make(), ...)"
+
+
+@frozen
+class Event:
+    """A parameter registered, a tensor read from a file, or an operation on tensors made of these.
+
+    What runs between two registrations may differ between the runs, since initialization is another one on the meta
+    device; so an operation is known by its place after a registration.
+
+    Attributes:
+        parameter: registrations before it; 0 for what is read.
+        name: of the operation; empty for a registration and for what is read.
+        shapes: of its results.
+        index: among the equal ones after the same registration.
+        stored: what is read.
+    """
+
+    parameter: int
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    index: int = 0
+    stored: Stored | None = None
+
+    @staticmethod
+    def of_file(stored: Stored) -> Event:
+        """A tensor is read."""
+        return Event(0, "", (stored.shape,), stored=stored)
+
+
+class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The events of one run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters: list[Event] = []
+        self._counts: Counter[Event] = Counter()
+        self._same = WeakTensorKeyDictionary()  # what was registered in place of a parameter
+
+    def registration(self, parameter: Tensor) -> Event:
+        """A module registers ``parameter``, which no event has made."""
+        self.parameters.append(Event(len(self.parameters), "", (tuple(parameter.shape),)))
+        self._counts.clear()
+        return self.parameters[-1]
+
+    def operation(self, func: Any, results: Sequence[Tensor]) -> Event:
+        """``func`` makes ``results`` of tensors with events."""
+        first = Event(len(self.parameters), name_of(func), tuple(tuple(each.shape) for each in results))
+        self._counts[first] += 1
+        return evolve(first, index=self._counts[first] - 1)
+
+    def _replace(self, parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+        """A parameter with other values, and all attributes of ``parameter``, registered in its place from now on."""
+        self._same[parameter] = made = nn.Parameter(values, parameter.requires_grad)
+        made.__dict__.update(vars(parameter))
+        return made
+
+
+class Plan(Events):  # type: ignore[no-untyped-call]
+    """The first run: no parameter has values.
+
+    Attributes:
+        parameters: their registrations.
+        nbytes: of the largest tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._origins: dict[Any, frozenset[Event]] = {}  # of memory on the meta device
+        self._replaced: dict[Any, frozenset[Event]] = {}  # of memory that was a parameter's until its registration
+        self._always: set[Event] = set()
+        self._read: set[Any] = set()  # memory of what is read
+
+    def read(self, stored: Stored) -> Tensor:
+        """What stands for a tensor of a file."""
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        self._read.add(memory_of(tensor))
+        self._origins[memory_of(tensor)] = frozenset([Event.of_file(stored)])
+        self.nbytes = max(self.nbytes, stored.nbytes)
+        return tensor
+
+    def files_behind(self, parameter: Tensor) -> set[Stored]:
+        """The tensors of files that ``parameter`` is made of."""
+        return {event.stored for event in self.behind([parameter]) if event.stored is not None}
+
+    def registered(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What a module registers in place of ``parameter``."""
+        if parameter in self._same:
+            return self._same[parameter]  # type: ignore[no-any-return]
+        key = memory_of(parameter)
+        origin = self._origins.get(key) or self._replaced.get(key)
+        if origin is None:
+            event = self.registration(parameter)
+            origin = frozenset([event])
+            self.nbytes = max(self.nbytes, extent_of(parameter))
+        if parameter.is_meta:
+            self._origins[key] = origin
+            return parameter
+        self._replaced[key] = origin
+        made = self._replace(parameter, on_meta(parameter))
+        self._origins[memory_of(made)] = origin
+        return made
+
+    def needed(self, kept: Sequence[Tensor], dropped: Sequence[Tensor]) -> set[Event]:
+        """The events behind ``kept``, and behind all that is alive and none of ``dropped``."""
+        final = {memory_of(tensor) for tensor in (*kept, *dropped)}
+        alive = [origin for key, origin in self._origins.items() if key not in final and not key.expired()]
+        if alive:  # perhaps in a cycle of what the function has dropped
+            gc.collect()
+            alive = [origin for key, origin in self._origins.items() if key not in final and not key.expired()]
+        return self._always.union(*alive, *self._of(kept))
+
+    def behind(self, parameters: Sequence[Tensor]) -> set[Event]:
+        """The events behind ``parameters``."""
+        return set[Event]().union(*self._of(parameters))
+
+    def _of(self, tensors: Sequence[Tensor]) -> list[frozenset[Event]]:
+        found = (self._origins.get(memory_of(tensor)) for tensor in tensors)
+        return [origin for origin in found if origin is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = self._of(tensors_in((args, kwargs)))
+        if not known:
+            return func(*args, **kwargs)
+        if stays(func, args, kwargs, torch.device("cpu")) and memory_of(args[0]) in self._read:
+            return args[0].detach()
+        try:
+            result = _among_meta(func, args, kwargs)
+        except RuntimeError as error:
+            raise CutError(
+                f"the function that makes the model reads values of parameters ({name_of(func)}), which not every rank "
+                f"has; {REMEDY}"
+            ) from error
+        behind = frozenset[Event]() if reads_shapes_only(func) else frozenset[Event]().union(*known)
+        if makes_memory(func):
+            if is_random(func):
+                self._always |= behind  # how far the generator advances may depend on values
+            results = tensors_in(result)
+            event = self.operation(func, results)
+            self.nbytes = max([self.nbytes, *map(extent_of, results)])
+            self._origins |= {memory_of(tensor): behind | {event} for tensor in results}
+        for tensor in written_by(func, args, kwargs):
+            before = self._origins.get(memory_of(tensor))
+            if before is not None:
+                self._origins[memory_of(tensor)] = before | behind
+        return result
+
+
+def _among_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on tensors with and without values; its result has none."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        if any(not tensor.is_meta for tensor in written_by(func, args, kwargs)):
+            raise
+        return called_on_meta(func, args, kwargs)

@@ -1,0 +1,162 @@
+"""How a forward begins and ends on a stage, and what is sent between stages."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrid.stages.assignment import Assignment
+from pipegrid.stages.calls import PIXELS, accepted_by, without_cache
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.shell import Leave, Run, first_tensor
+from pipegrid.stages.torch_compat import blank, first_parameter, tensors_in, tree_map_only
+
+_STATES = ("hidden_states", "attentions")
+"""Outputs with an entry for each layer, of which a stage has those of its own layers."""
+_TOGETHER = "cut the model such that all that it uses together is on one stage"
+
+
+class Flow:
+    """What is sent between stages, and how a forward begins and ends on a stage.
+
+    With one list of layers, a stage sends what its last layer returned. With an encoder and a decoder, stages send that
+    inside the encoder; the encoder's output at its end; and both, ``(returned, encoded)``, inside the decoder.
+    """
+
+    def __init__(self, whole: nn.Module, assignment: Assignment, number: int) -> None:
+        held = assignment.held(number)
+        self.whole, self.last = whole, number == assignment.num_stages - 1
+        self.before = assignment.before(number)
+        self.after = self.before + len(held)
+        self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
+        self.accepted = accepted_by(whole)
+        self.embeds = "inputs_embeds" in self.accepted
+        self._parameter: tuple[dict[str, Any], str] | None = None
+        self.empty = not held and not self.last and next(whole.parameters(), None) is None
+        # The last layer, until its first forward:
+        self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
+        if self.encoders and "encoder_outputs" not in self.accepted:
+            raise CutError(f"{type(whole).__name__} has an encoder, and its forward takes no encoder_outputs")
+
+    def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward over the parts of the stage."""
+        if self.empty:
+            return received
+        if self.leaves is not None:  # registered this late, the hook sees what those of parallel layers have made
+            self.leaves.register_forward_hook(run.pass_on if self.after == self.encoders else run.leave)
+            self.leaves = None
+        encoded, arrived = self._encoded_of(received) if self.encoders else None, received
+        if (
+            run.needs.writes
+        ):  # in place: to what arrived, of which the stage sends some on, or to the batch of other stages
+            arrived, args, kwargs = tree_map_only(Tensor, _once(Tensor.clone), (received, args, kwargs))
+        run.received, run.entered, run.left = self._hidden_of(arrived) if self.encoders else arrived, False, None
+        run.encoded, run.device = encoded, self._device((arrived, args, kwargs))
+        if arrived is not None and (self.encoders or self.embeds):
+            self._begin(run, arrived, kwargs)
+        given = without_cache(self.accepted, kwargs) if "use_cache" in self.accepted else kwargs
+        result, left, encoded = self._forward(run, args, given)
+        if self.last:
+            return result if received is None or isinstance(result, Tensor) else self._in_place(result)
+        if not self.encoders or self.after < self.encoders:
+            return left
+        return encoded if self.after == self.encoders else (left, encoded)
+
+    def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """What the model's forward returned, what the last own layer returned, the encoder's output."""
+        result: Any = None
+        hook: Any = None
+        try:
+            if run.encoded is None and 0 < self.encoders <= self.after and not self.last:
+                encoder: Any = self.whole.get_encoder()  # type: ignore[operator]
+                hook = encoder.register_forward_hook(run.encode)
+            result = self.whole(*args, **kwargs)
+        except Leave:
+            pass  # the parts that follow are on later stages
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise CutError(
+                f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; {_TOGETHER}"
+            ) from error
+        finally:
+            if hook is not None:
+                hook.remove()
+            left, encoded = run.left, run.encoded
+            run.received = run.left = run.encoded = run.device = None
+        return result, left, encoded
+
+    def _in_place(self, result: Any) -> Any:
+        """The model's output; stand-ins for earlier layers, where it has an entry for each layer that has run."""
+        for name, entries in list(result.items()) if isinstance(result, Mapping) and not self.encoders else ():
+            if name in _STATES and 0 < len(entries) <= self.after - self.before + 1:
+                first = first_tensor(entries)
+                result[name] = (blank(first, first.device),) * self.before + tuple(entries)
+        return result
+
+    def _device(self, given: Any) -> torch.device:
+        """The device of the stage: of its parameters, else of what it is given."""
+        if self._parameter is None or self._parameter[0].get(self._parameter[1]) is None:
+            self._parameter = first_parameter(self.whole)
+        if self._parameter is None:
+            return next((tensor.device for tensor in tensors_in(given)), torch.device("cpu"))
+        table, key = self._parameter
+        device: torch.device = table[key].device
+        return device
+
+    def _hidden_of(self, received: Any) -> Any:
+        """What the layer before has returned; inside the decoder, the encoder's output travels with it."""
+        return received[0] if self.encoders and self.before > self.encoders else received
+
+    def _encoded_of(self, received: Any) -> Any:
+        """The encoder's output, past the encoder."""
+        if received is None or not self.encoders or self.before < self.encoders:
+            return None
+        return received if self.before == self.encoders else received[1]
+
+    def _begin(self, run: Run, received: Any, kwargs: dict[str, Any]) -> None:
+        """Replace inputs that parts of earlier stages read; past the encoder, give the encoder's output.
+
+        The ids stay, for what the model's own code reads in them; the embedding on another stage returns a stand-in.
+        """
+        prefix, encoded = "", self._encoded_of(received)
+        if encoded is not None:
+            prefix = "decoder_"
+            kwargs["encoder_outputs"] = run.encoder_outputs(encoded)
+            if self.before == self.encoders:
+                return
+        if f"{prefix}inputs_embeds" in self.accepted:
+            hidden = first_tensor(self._hidden_of(received))
+            for name in PIXELS:
+                kwargs.pop(f"{prefix}{name}", None)
+            ids = kwargs.pop(f"{prefix}input_ids", None)
+            if ids is not None and (run.needs.longer or ids.numel() == math.prod(hidden.shape[:-1])):
+                kwargs[f"{prefix}input_ids"] = ids
+                kwargs.pop(f"{prefix}inputs_embeds", None)
+            else:
+                kwargs[f"{prefix}inputs_embeds"] = run.blank(self.embedded(received))
+
+    def embedded(self, received: Any) -> Tensor:
+        """A stand-in for the result of the embedding, of a stage that has no ids."""
+        hidden = first_tensor(self._hidden_of(received))
+        like = hidden.new_empty(()).expand(*hidden.shape[:-1], _width(self.whole) or hidden.shape[-1])
+        return blank(like, hidden.device)
+
+
+def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of each tensor; the same tensor in two places stays one."""
+    made: dict[int, Tensor] = {}
+    return lambda tensor: made[id(tensor)] if id(tensor) in made else made.setdefault(id(tensor), function(tensor))
+
+
+def _width(whole: nn.Module) -> int | None:
+    """The width of the word embedding, which may be another than that of the layers (OPT-350m)."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        width: int = whole.get_input_embeddings().embedding_dim  # type: ignore[operator]
+        return width
+    return None

@@ -1,0 +1,389 @@
+"""The proof of a cut: what crosses each boundary of a layout, from one traced forward of the whole model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor, nn
+
+from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.stages.assignment import ELSEWHERE, Assignment, as_layout, assign
+from pipegrid.stages.building.build import whole_of
+from pipegrid.stages.calls import PIXELS, accepted_by, called_with, without_cache
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.host_state import HostState
+from pipegrid.stages.names import Names
+from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, named
+from pipegrid.stages.proof.outline import Outline
+from pipegrid.stages.proof.segments import Call, difference
+from pipegrid.stages.proof.trace import Trace, trace
+from pipegrid.stages.proof.traced import Operation, Traced
+from pipegrid.stages.shell import Needs
+from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
+
+COMPARED = 100_000_000
+"""Parameters of the largest model whose stages are compared in numbers where their cut is not proved."""
+_NOTHING = Operation("", "", "", 0)
+
+
+def prove_cut(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: str | PipelineParallelLayerLayout,
+    batch: Any,
+    *,
+    names: Names | None = None,
+    loss: Callable[[Any], Any] | None = None,
+) -> CutProof:
+    """Show what crosses the boundaries of a cut: run the whole model once, on shapes.
+
+    Values that depend on a parameter have a shape and no memory; values that the batch alone determines are computed.
+
+    Args:
+        model: the whole model, or a function that makes it.
+        layout: as in `pipeline_stage`.
+        batch: what the model is called with: a dict of arguments by name, or a tuple of positional ones.
+        names: as in `pipeline_stage`.
+        loss: of what the model returns; None where the model returns its loss, or the loss reads the last layers alone.
+
+    Raises:
+        CutError: layers not found, a layout that does not fit, or a model whose code cannot run on shapes.
+    """
+    whole, layout = whole_of(model), as_layout(layout)
+    assignment = assign(whole, layout, names)
+    args, kwargs = called_with(batch)
+    outline = Outline(meta_copy(whole, buffers=False), assignment, layout.short_text())
+    return proof_of(outline, args, kwargs, loss=loss)[0]
+
+
+def proof_of(
+    outline: Outline,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    hidden: Mapping[str, Tensor] = MappingProxyType({}),
+    dropped: Sequence[str] = (),
+    loss: Callable[[Any], Any] | None = None,
+) -> tuple[CutProof, Needs]:
+    """The proof of a cut for a call of the model, and what stages need to know of the call.
+
+    Args:
+        outline: of the model and its cut.
+        args: of the call.
+        kwargs: of the call.
+        hidden: more of these, which stand for the result of the embedding.
+        dropped: names of arguments that stages behind the first are not called with.
+        loss: of what the model returns.
+    """
+    kwargs = without_cache(accepted_by(outline.model), kwargs)
+    call, host = Call(args, kwargs, hidden, loss), HostState(outline.model)
+    try:
+        return _proof_of(outline, call, host, dropped)
+    finally:
+        host.restore()  # no trace of the runs is left
+
+
+def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
+    assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
+    args, kwargs, hidden, loss = call.args, call.kwargs, call.hidden, call.loss
+    given = {name: value for name, value in kwargs.items() if name not in dropped}
+    compared = len(given) < len(kwargs) and not outline.encoder
+    try:
+        first = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
+        runs = call.of(outline, host, first)
+        forward = first
+        if any(one.cell.known for one in first.crossing):  # what a module keeps, such as a table, a stage makes itself
+            forward = runs[1] if runs[1:] else trace(outline, args, kwargs, hidden=hidden, loss=loss)
+        if compared:
+            host.restore()
+        other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else first
+    except Exception as error:  # noqa: BLE001 -- the model's code met tensors without values: any kind
+        text = next(iter(str(error).splitlines()), "")
+        return CutProof(
+            layout, (), (), (f"the model does not run on shapes: {type(error).__name__}: {text}",), ()
+        ), Needs()
+    order = _order(forward, layers)
+    wrong = _drawn(forward, order) or order
+    if wrong:
+        return CutProof(layout, (), (wrong,), (), ()), Needs()
+    found = _crossings(forward, outline)
+    places = {stage: assignment.before(stage) for stage in range(1, assignment.num_stages)}
+    boundaries = []
+    for stage, at in places.items():
+        sent = forward.sent[at]
+        texts = tuple(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in sent)
+        after = layers[at - 1] if at else ""
+        boundaries.append(Boundary(stage, after, texts, sum(one.nbytes for one in sent), tuple(found[at])))
+    guesses = {one.line: one for one in forward.guesses}.values()
+    proof = CutProof(
+        layout,
+        tuple(boundaries),
+        (
+            *_parameters(forward, assignment),
+            *_split(forward),
+            *_drawn_by_host(forward),
+            *_changed(first, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
+        ),
+        tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
+        tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
+        outline.asked(kwargs),
+    )
+    needs = Needs(
+        tuple(_missing(forward, outline, places[assignment.num_stages - 1])) if places else (),
+        any(one.writes for one in runs),
+        frozenset(stage for stage, at in places.items() if at in forward.dicts),
+        forward.encoder,
+        _longer(forward, kwargs.get("input_ids")),
+    )
+    if places and not proof.faults and not any(one.crossing for one in boundaries):
+        other_way = difference(outline, call, runs, host, needs)
+        proof = evolve(proof, faults=(other_way,)) if other_way else proof
+    return proof, needs
+
+
+def place(operation: Operation) -> str:
+    """Where an operation ran, in words."""
+    name = operation.name.removeprefix("aten.").partition(".")[0]
+    return f"by {name} in {operation.part or 'the model'} ({operation.line})"
+
+
+def _crossings(forward: Trace, outline: Outline) -> Mapping[int, Sequence[Crossing]]:
+    """Per boundary, the values that cross it and are not sent there.
+
+    The first layer alone takes what arrives before it; the model's own code has a stand-in there. What is sent at the
+    end of an encoder, later boundaries send as well.
+    """
+    first, encoded = outline.assignment.layers[0], None if outline.encoder is None else outline.encoder[1]
+    found: dict[int, dict[tuple[int, str], Crossing]] = {boundary: {} for boundary in range(forward.passed)}
+    for tensor in forward.crossing:
+        for made, used in tensor.uses:
+            if id(used) not in forward.live:
+                continue
+            for boundary in range(made.passed, used.passed):
+                at = [boundary] if encoded is None or boundary <= encoded else [boundary, encoded]
+                at = [where for where in at if made.passed <= where]  # else it has been written to since
+                sent = any(tensor is one for where in at for one in forward.sent[where])
+                if not sent or (boundary == 0 and used.part != first):
+                    # Of what a part has made the part is named, of the model's own code the line.
+                    value = Crossing(
+                        tuple(tensor.shape), str(tensor.dtype), tensor.nbytes, f"made {place(made)}", place(used)
+                    )
+                    found[boundary].setdefault((id(made), used.line), value)
+    return {boundary: tuple(values.values()) for boundary, values in found.items()}
+
+
+def _longer(forward: Trace, ids: Any) -> bool:
+    """Whether the first layer takes other tokens than those of the ids."""
+    hidden = forward.sent[0][:1]
+    return isinstance(ids, Tensor) and any(math.prod(one.shape[:-1]) != ids.numel() for one in hidden)
+
+
+def _missing(forward: Trace, outline: Outline, boundary: int) -> Iterator[str]:
+    """The places in the forward's result of what a stage behind ``boundary`` cannot make."""
+    sent = forward.sent[boundary]
+    if outline.encoder is not None and boundary > outline.encoder[1]:
+        sent = sent + forward.sent[outline.encoder[1]]
+    for path, leaf in named_leaves(forward.result):
+        early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
+        if early and not any(leaf is one for one in sent):
+            yield path
+
+
+def _split(forward: Trace) -> Iterator[str]:
+    """Writes in place to memory that a stage receives in two places."""
+    for operation in forward.split:
+        if id(operation) in forward.live:
+            yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
+            return
+
+
+def _drawn_by_host(forward: Trace) -> Iterator[str]:
+    """Random numbers of the host between layers."""
+    if forward.host_drew:
+        yield (
+            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
+            "each stage draws other numbers"
+        )
+
+
+def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
+    """What is computed in another way behind boundary ``first`` where arguments are dropped."""
+    behind = ([(one, values) for one, values in run.behind or () if one.passed > first] for run in (forward, other))
+    for (one, values), (there, others) in zip_longest(*behind, fillvalue=(_NOTHING, ())):
+        if (one.name, one.passed, values) != (there.name, there.passed, others):
+            changed = place(there if one is _NOTHING else one)
+            missing = " and ".join(dropped)
+            yield f"stages behind the first have no {missing}, without which other code runs, first {changed}"
+            return
+
+
+def _drawn(forward: Trace, order: str) -> str:
+    """What the model decides behind its first layer by random numbers, or in place of layers; "" if nothing."""
+    for read in forward.draws:
+        if order or read.passed:
+            return (
+                f"a random number is read {place(read)}: stages draw others, and do not agree on what it decides; set "
+                "layerdrop to 0"
+            )
+    return ""
+
+
+def _order(forward: Trace, layers: Sequence[str]) -> str:
+    """What is wrong with the order of the layers; "" if nothing is."""
+    if forward.order == list(range(len(layers))):
+        return ""
+    ran = [layers[number] for number in forward.order]
+    missing = [layer for layer in layers if layer not in ran]
+    twice = [layer for layer in layers if ran.count(layer) > 1]
+    if missing or twice:
+        return f"each layer runs once; twice ran {named(twice)}, not at all {named(missing)}"
+    return f"layers run in the order {', '.join(ran[:8])}, and the list has them in another"
+
+
+def _parameters(forward: Trace, assignment: Assignment) -> Iterator[str]:
+    """Parameters used on stages that do not hold them."""
+    tied = {name: set(tie.stages) for tie in assignment.ties for name in (tie.name, *tie.names)}
+    for name, uses in forward.parameters.items():
+        holders = tied.get(name, {assignment.stage_of_parameter[name]})
+        found = [(use, *_running(use.passed, assignment)) for use in uses if id(use) in forward.live]
+        wrong = [(use, first) for use, first, last in found if not any(first <= one <= last for one in holders)]
+        if not wrong or ELSEWHERE in holders:
+            continue
+        use, stage = wrong[0]
+        moved = "" if len(wrong) < len(found) else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
+        yield f"{name} is on stage {min(holders)}, and stage {stage} uses it {place(use)}{moved}"
+
+
+def _running(passed: int, assignment: Assignment) -> tuple[int, int]:
+    """The first and the last stage that may run what runs when so many boundaries are passed."""
+    layers, stages = assignment.layers, assignment.stage_of_layer
+    if passed == 0:
+        return 0, stages[layers[0]]
+    if passed > len(layers):  # a stage that is not the last ends with its last layer
+        return min(stages[layers[-1]] + 1, assignment.num_stages - 1), assignment.num_stages - 1
+    return stages[layers[passed - 1]], stages[layers[passed - 1]]
+
+
+class Proofs:
+    """What crosses the boundaries of a cut, by what calls are made of: names, dtypes, None or not, flags.
+
+    Shared by the stages of one `pipeline_stage`.
+    """
+
+    def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
+        self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
+        self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
+        self._found: dict[object, tuple[CutProof, Needs]] = {}
+        self._held: dict[object, Needs] = {}  # of calls whose proof holds
+
+    def require(
+        self,
+        stage: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        hidden: Tensor | None,
+        compare: Callable[[], None] | None = None,
+    ) -> Needs:
+        """Prove a call, unless one like it has been.
+
+        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`).
+
+        Args:
+            stage: that is called.
+            args: of the call of the whole model.
+            kwargs: likewise.
+            hidden: of a stage that is called without the ids, what stands for the result of the embedding.
+            compare: compares the loss and gradients of the call with those of the whole model; None: not on this stage.
+
+        Raises:
+            CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
+                the numbers differ.
+        """
+        key = _key(stage, args, kwargs, hidden)
+        if key in self._held:
+            return self._held[key]
+        known = len(self._found)
+        proof, needs = self.found(stage, args, kwargs, hidden)
+        if proof.holds:
+            self._held[key] = needs
+        else:
+            proof.require()
+            if len(self._found) > known:
+                size = sum(one.numel() for one in self.outline.model.parameters())
+                compared = compare is not None and size <= COMPARED
+                by_itself = f"{size:,} parameters; without being asked at most {COMPARED:,}"
+                what = (
+                    "Stage 0 compares loss and gradients of this microbatch with those of the whole model "
+                    f"({by_itself}); PipelineConfig(check=False) leaves that out"
+                    if compared
+                    else "check_stages, or PipelineConfig(check=True), compares loss and gradients with those of the "
+                    f"whole model ({by_itself})"
+                )
+                warnings.warn(
+                    f"layout {self.outline.layout} is not proved: {'; '.join(proof.unproved)}. {what}", stacklevel=4
+                )
+                if compared and compare is not None:
+                    compare()
+        return needs
+
+    def found(
+        self, stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None = None
+    ) -> tuple[CutProof, Needs]:
+        """The proof of a call, which may not hold, and what `require` returns. Arguments as there."""
+        key = _key(stage, args, kwargs, hidden)
+        if key not in self._found:
+            self.outline.take_modes(stage)
+            self.outline.require_no_layerdrop()
+            embedded = {} if hidden is None else {"inputs_embeds": hidden}
+            self._found[key] = proof_of(self.outline, args, kwargs, hidden=embedded, dropped=self._dropped)
+        return self._found[key]
+
+
+def _key(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None) -> object:
+    """What of a call may change the operations of a forward."""
+    given = []
+    for name, one in kwargs.items():  # most are tensors
+        given.append((name, (one.dtype, one.dim()) if isinstance(one, Tensor) else _kind(one)))
+    return stage.training, hidden is None, *map(_kind, args), *sorted(given, key=_NAME)
+
+
+_NAME = itemgetter(0)
+
+
+def _kind(value: Any) -> object:
+    """What of an argument may change the operations of a forward."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+class Absent(Tensor):
+    """Stands for what the model returns and another stage makes."""
+
+    place: str
+
+    @staticmethod
+    def at(place: str) -> Absent:
+        """The stand-in for one place of the output."""
+        made = torch.empty(()).as_subclass(Absent)
+        made.place = place
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise: the value is not here."""
+        del func, types
+        place = next(one.place for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))
+        raise CutError(f"output{place} of the model is made on an earlier stage, and is used on the last one")
+
+
+def without(result: Any, places: Sequence[str]) -> Any:
+    """What the model returns on the last stage, with stand-ins at ``places``."""
+    return mapped_by_place(lambda place, leaf: Absent.at(place) if place in places else leaf, result)

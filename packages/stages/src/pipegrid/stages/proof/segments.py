@@ -1,0 +1,212 @@
+"""Each stage of a cut on shapes, as it is built on a rank, against its segment of the whole model's trace.
+
+The two are the same where all that leaves a stage is made by the same operations, with the same numbers, names and
+generators, of the same parameters, of what has arrived and of values of the batch. So what layers tell each other
+through Python, or ask of the model, is found by what it changes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from typing import Any
+
+from attrs import evolve, frozen
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipegrid.stages.assignment import joined
+from pipegrid.stages.calls import accepted_by, by_name
+from pipegrid.stages.flow import Flow
+from pipegrid.stages.host_state import HostState
+from pipegrid.stages.proof.outline import Outline
+from pipegrid.stages.proof.trace import Trace, device_of, line_of, run, tensors_of, trace, watch
+from pipegrid.stages.proof.traced import Operation, traced_in
+from pipegrid.stages.shell import Foreign, Needs, Run, shell_of
+from pipegrid.stages.torch_compat import named_leaves
+
+_NOTHING = Operation("", "", "", 0)
+_HOST = "what layers share through Python, or ask of the model, is not sent between stages"
+
+
+@frozen(eq=False)
+class Call:
+    """A call of the whole model, to be traced; attributes as the arguments of `trace`."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    hidden: Mapping[str, Tensor]
+    loss: Callable[[Any], Any] | None = None
+    unlike: bool = False
+
+    def of(self, outline: Outline, host: HostState, first: Trace | None = None) -> list[Trace]:
+        """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host.
+
+        What a later layer leaves there, an earlier one reads in the next forward.
+        """
+        options = {"hidden": self.hidden, "loss": self.loss, "unlike": self.unlike}
+        runs = [first or trace(outline, self.args, self.kwargs, **options)]  # type: ignore[arg-type]
+        return [*runs, trace(outline, self.args, self.kwargs, **options)] if host.changed() else runs  # type: ignore[arg-type]
+
+
+def difference(outline: Outline, call: Call, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
+    """What a stage computes in another way than the whole model, in words; "" where nothing is.
+
+    Where layers read numbers that are not there, all is run again with others in their place.
+
+    Args:
+        outline: of the model and its cut.
+        call: of the whole model.
+        runs: its traces.
+        host: before them.
+        needs: of the stages.
+    """
+    found = _first_difference(outline, call, runs, host, needs)
+    if found or not any(runs[0].reads.values()):
+        return found
+    host.restore()
+    unlike = evolve(call, unlike=True)
+    try:
+        runs = unlike.of(outline, host)
+    except Exception:  # noqa: BLE001 -- numbers that no forward has: the model's code may raise anything, and proves nothing
+        return ""
+    return _first_difference(outline, unlike, runs, host, needs)
+
+
+def _first_difference(outline: Outline, call: Call, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
+    for number in range(1 if call.hidden else 0, outline.assignment.num_stages):
+        host.restore()
+        stage = _Stage(outline, number, needs)
+        for whole in () if stage.flow.empty else runs:
+            try:
+                found = stage.traced(whole, call)
+            except Exception as error:  # noqa: BLE001 -- the model's code may raise anything
+                text = next(iter(str(error).splitlines()), "")
+                said = f"{type(error).__name__}: {text} ({line_of(error)})"
+                return f"stage {number} ends with {said}, and the model does not; {_HOST}"
+            if text := stage.difference(whole, found):
+                return text
+    return ""
+
+
+class _Run(Run):
+    """A forward of a stage without values, whose stand-ins are those of a trace."""
+
+    placed: Callable[[Tensor], Tensor]
+
+    def blank(self, like: Tensor) -> Tensor:
+        """A tensor that another stage makes, in place of NaN."""
+        return self.placed(super().blank(like))
+
+
+class _Stage(nn.Module):
+    """A stage without values; its forward is `Flow.run`."""
+
+    def __init__(self, outline: Outline, number: int, needs: Needs) -> None:
+        super().__init__()
+        assignment = outline.assignment
+        self.outline, self.number, self.absent = outline, number, needs.absent
+        # Copies are no operations of the model: a trace has a tensor of its own for all that arrives or stands in.
+        self.running = _Run(needs=evolve(needs, writes=False))
+        self.whole = shell_of(outline.model, assignment, number, self.running)
+        self.flow = Flow(self.whole, assignment, number)
+        self.last = number == assignment.num_stages - 1
+        # Tensors of other stages, which a trace shows by their names as well:
+        self.ghosts = [
+            (table, key, one, joined(joined(part.name, path), key))
+            for part in self.whole.modules()
+            if isinstance(part, Foreign)
+            for path, inner in part.ghost.named_modules()
+            for table in (inner._parameters, inner._buffers)  # noqa: SLF001 -- the tensors take part in no forward of a stage
+            for key, one in table.items()
+            if one is not None
+        ]
+
+    def forward(self, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As on a rank."""
+        return self.flow.run(self.running, received, args, kwargs)
+
+    def traced(self, whole: Trace, call: Call) -> Trace:
+        """The trace of a forward, of what the trace of the whole model has sent to the stage."""
+        before, encoders = self.flow.before, self.flow.encoders
+        first = min(before, encoders or before)  # what the encoder has sent, each stage behind it has
+        mode = Trace(device_of(call.args, call.kwargs), unlike=call.unlike, first=first)
+        names = self.outline.first_names
+        own = {f"whole.{name}": one for name, one in tensors_of(mode, self.whole, names).items()}
+        for table, key, one, name in self.ghosts:
+            table[key] = mode.outside(one, parameter=names.get(name, name))
+        received: Any = None
+        if self.number:
+            received = whole.results[before]
+            if encoders and before > encoders:
+                received = received, whole.results[encoders]
+            received = mode.stand_ins(received)
+        if encoders and before >= encoders:  # the encoder does not run
+            mode.passed = encoders
+            mode.pass_boundary(received if before == encoders else received[1])
+        self.running.placed = mode.placed
+
+        def forward(given: Any) -> Any:
+            args, kwargs = given
+            if self.number:
+                args, kwargs = (), by_name(accepted_by(self.whole), args, kwargs)
+            random.seed(self.number)  # a rank has a state of its own
+            return functional_call(self, own, (received, args, kwargs), tie_weights=False)
+
+        with ExitStack() as stack:
+            watch(mode, stack, self.outline, self.whole)
+            run(mode, forward, call.args, call.kwargs, call.loss if self.last else None)
+        return mode
+
+    def difference(self, whole: Trace, found: Trace) -> str:
+        """What the stage has computed in another way than the whole model."""
+        runs, first, after = (whole, found), self.flow.before + (self.number > 0), self.flow.after
+        for boundary in range(first, after + 1):
+            if whole.ends[boundary] != found.ends.get(boundary):
+                return self._named(runs, whole.sent[boundary], found.sent.get(boundary, []))
+        applied = [
+            [
+                one
+                for one in run.applied
+                if (first if self.number else 0) <= one.passed and (self.last or one.passed <= after)
+            ]
+            for run in runs
+        ]
+        for ours, theirs in zip_longest(*applied, fillvalue=_NOTHING):
+            if ours.signature != theirs.signature:
+                return self._text(ours, theirs)
+        if not self.last:
+            return ""
+        results = [dict(self._leaves(run)) for run in runs]
+        for place in results[0]:
+            if results[0][place] != results[1].get(place):
+                return self._named(runs, traced_in(whole.result), traced_in(found.result), place)
+        return ""
+
+    def _leaves(self, run: Trace) -> Iterator[tuple[str, Any]]:
+        for place, leaf in named_leaves(run.result):
+            if place in self.absent:
+                continue
+            if isinstance(leaf, Tensor):
+                yield place, run.reference(run.outside(leaf))
+            elif isinstance(leaf, (bool, int, float, str)):
+                yield place, leaf
+
+    def _named(self, runs: tuple[Trace, Trace], ours: Sequence[Any], theirs: Sequence[Any], at: str = "") -> str:
+        """The first operations that differ, of those that make ``ours`` and ``theirs``."""
+        first = self.flow.before + 1 if self.number else 0
+        whole, found = runs
+        pairs = zip_longest(whole.behind_of(ours, first), found.behind_of(theirs, first), fillvalue=_NOTHING)
+        for one, other in pairs:
+            if one.signature != other.signature:
+                return self._text(one, other)
+        return f"stage {self.number} has another value in {at or 'what it sends'} than the model; {_HOST}"
+
+    def _text(self, ours: Operation, theirs: Operation) -> str:
+        def said(one: Operation) -> str:
+            return f"{one.text} in {one.part or 'the model'} ({one.line})" if one.text else "nothing more"
+
+        other = " of other values" if ours.text == theirs.text else ""
+        return f"stage {self.number} computes {said(theirs)}{other} where the model computes {said(ours)}; {_HOST}"

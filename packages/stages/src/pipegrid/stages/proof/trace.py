@@ -1,0 +1,612 @@
+"""One forward of a whole model, traced: which operation made each tensor, from what, and when it was used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import sys
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipegrid.stages.assignment import joined
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.generators import generators_as_before
+from pipegrid.stages.proof.outline import Outline
+from pipegrid.stages.proof.traced import (
+    OVERWRITING,
+    Cell,
+    Lists,
+    Operation,
+    Traced,
+    by_places,
+    read,
+    traced_in,
+)
+from pipegrid.stages.torch_compat import (
+    TorchDispatchMode,
+    is_random,
+    name_of,
+    named_leaves,
+    on_meta,
+    reads_shapes_only,
+    tensors_in,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    without_modes,
+    written_by,
+)
+
+_TORCH, _HERE, _LIBRARY = (str(Path(file).parent) + os.sep for file in (torch.__file__, __file__, os.__file__))
+_SITE = os.sep + "site-packages" + os.sep
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on what is behind traced tensors, and notes which values cross boundaries.
+
+    Attributes:
+        order: the layers in the order in which they returned, by number.
+        passed: number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned.
+        sent: per boundary, the tensors that a stage sends there.
+        dicts: the boundaries at which it sends a dict.
+        crossing: tensors that were used behind a boundary that was passed after their making.
+        parameters: the uses of each parameter.
+        guesses: operations outside of layers and parts by which the host read what the batch does not determine.
+        draws: those by which it read a random number.
+        result: what the forward returned.
+        writes: an operation wrote in place to what another part has made, or to the batch.
+        split: operations that wrote in place to what is sent twice at one boundary.
+        encoder: where the encoder returned a dict, its type and the key of the encoder's output.
+        behind: where asked for, the operations behind the first boundary that have no values, each with digests of
+            those inputs that the batch determines.
+        parts: the layers and parts that run now.
+        operations: those that have no values, in their order.
+        applied: calls of functions with a backward of their own, whose arguments their operations may not show.
+        ends: per boundary, what the tensors were made of that a stage sends there (see `reference`).
+        results: per boundary, stand-ins for what a stage sends there: the model may write to that later.
+        reads: how many numbers the host has read of values that are not there, by part.
+        host_drew: where the model's own code drew from Python's or numpy's generator behind the first layer.
+    """
+
+    def __init__(self, device: torch.device, *, compared: bool = False, unlike: bool = False, first: int = 0) -> None:
+        """Trace on ``device``; see `trace`, and ``first``: of a stage, the boundary that it begins at."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.running = device, False
+        self.order: list[int] = []
+        self.passed = 0
+        self.sent: dict[int, list[Traced]] = {}
+        self.dicts: set[int] = set()
+        self.crossing: list[Traced] = []
+        self.parameters: dict[str, list[Operation]] = {}
+        self.guesses: list[Operation] = []
+        self.draws: list[Operation] = []
+        self.result: Any = None
+        self.writes = False
+        self.split: list[Operation] = []
+        self.encoder: tuple[type, str] | None = None
+        self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
+        self.parts: list[str] = []
+        self.operations: list[Operation] = []
+        self.applied: list[Operation] = []
+        self.ends: dict[int, list[str]] = {}
+        self.results: dict[int, Any] = {}
+        self.reads: Counter[str] = Counter()
+        self.host_drew = ""
+        self._unlike, self._first = unlike, first
+        self._count = 0
+        self._digests: dict[object, str] = {}
+        self._drawn: dict[int, tuple[Any, int, tuple[str, ...]]] = {}  # per generator: itself, its state, draws of it
+        self._seeded = _state_of(None)
+        self._host = _host_generators()
+        self._outer: list[Any] = []  # states of Python's and numpy's generators outside of the parts that run
+        self._given, self._state = Operation("", "", "", 0), Operation("", "", "", 0)
+        self._cells: dict[int, Cell] = {}  # by storage
+        self._outside: dict[int, tuple[Tensor, Traced]] = {}
+
+    @cached_property
+    def live(self) -> set[int]:
+        """The identities of the operations that the result depends on."""
+        ends = traced_in(self.result)
+        return _behind([one for end in ends for one in (end.origin, end.cell.written)] + self.guesses)
+
+    def behind_of(self, ends: Sequence[Traced], first: int) -> list[Operation]:
+        """The operations without values behind ``ends`` that ran at boundary ``first`` or later, in their order."""
+        found = _behind([one for end in ends for one in (end.origin, end.cell.written)])
+        return [one for one in self.operations if id(one) in found and one.passed >= first]
+
+    def read_by_host(self, tensor: Traced, name: str) -> None:
+        """Note a read of ``tensor`` that is no operator of torch."""
+        operation = self._operation(name)
+        self._use(tensor, operation)
+        if tensor.cell.placed:
+            self.guess(operation)
+
+    def _operation(self, name: str) -> Operation:
+        self._count += 1
+        return Operation(name, self.parts[-1] if self.parts else "", _line(), self.passed, number=self._count)
+
+    # ---- What tensors are made of
+
+    def reference(self, tensor: Traced) -> str:
+        """What a tensor is: its values, its place in what was sent, its name, or a signature of all it was made of."""
+        written = tensor.cell.written
+        if tensor.cell.known and not tensor.behind.is_meta:
+            return self._digest(tensor)
+        if tensor.arrived is not None:
+            base, since = tensor.arrived[0], tensor.arrived[1].number
+        else:
+            base = tensor.parameter or f"{tensor.origin.signature or 'given'}.{tensor.nth}"
+            since = tensor.origin.number
+        return f"{base}@{written.signature}" if written.number > since else base
+
+    def _digest(self, tensor: Traced) -> str:
+        inner = tensor.behind
+        view = (id(tensor.cell), tensor.cell.written.number, inner.shape, inner.stride(), inner.storage_offset())
+        key = (*view, inner.dtype) if inner.layout is torch.strided else (id(tensor), tensor.cell.written.number)
+        if key not in self._digests:
+            with without_modes():
+                self._digests[key] = f"{inner.dtype} {tuple(inner.shape)} {_digest(inner)}"
+        return self._digests[key]
+
+    def _sign(self, operation: Operation, func: Any, given: Any, *, shapes_only: bool = False) -> None:
+        """Give an operation its signature and its text; ``given`` are its arguments."""
+        signed: list[str] = []
+        written: list[str] = []
+        for place, leaf in named_leaves(given):
+            if isinstance(leaf, Traced):
+                signed.append(f"{place} {leaf.dtype} {tuple(leaf.shape)}" if shapes_only else self.reference(leaf))
+                written.append(_shown(leaf))
+            elif isinstance(leaf, torch.Generator):
+                signed.append(self._drawn_from(leaf, operation.name))
+                written.append(f"generator after {len(self._drawn[id(leaf)][2]) - 1} draws")
+            elif leaf is not None:
+                signed.append(f"{place} {leaf}")
+                written.append(str(leaf))
+        if func is not None and is_random(func) and not any("generator" in one for one in written):
+            state = _state_of(None)
+            if state != self._seeded:  # the forward itself has seeded it
+                signed.append(self._drawn_from(None, operation.name))
+                written.append(f"seeded generator after {len(self._drawn[id(None)][2]) - 1} draws")
+        text = f"{operation.name}({'; '.join(signed)})"
+        operation.signature = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        operation.text = f"{operation.name.removeprefix('aten.').partition('.')[0]}({', '.join(written)})"
+
+    def _drawn_from(self, generator: torch.Generator | None, name: str) -> str:
+        """The state of a generator: on shapes, draws do not advance it."""
+        state = _state_of(generator)
+        _, known, draws = self._drawn.get(id(generator), (generator, state, ()))
+        draws = draws if known == state else ()
+        self._drawn[id(generator)] = generator, state, (*draws, name)
+        return f"{state} {draws}"
+
+    def apply(self, function: type, given: Any) -> None:
+        """Note a call of a function that has a backward of its own; ``given``: its arguments that are no tensors."""
+        operation = self._operation(function.__name__)
+        self._sign(operation, None, given)
+        self.applied.append(operation)
+
+    def _number(self, dtype: torch.dtype) -> Any:
+        """What the host reads in place of a value that is not there; the same in the same part at each run.
+
+        A number that no code has by itself, so that it shows where a part keeps it and another one takes it.
+        """
+        part = self.parts[-1] if self.parts else ""
+        self.reads[part] += 1
+        if dtype is torch.bool:
+            return not self._unlike
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return 2 if self._unlike else 1
+        odd = zlib.crc32(f"{part} {self.reads[part]}".encode()) % 65521 / 2**20
+        return (1e4 if self._unlike else 1.0) * (1 + odd)
+
+    # ---- Values
+
+    def outside(self, value: Any, *, parameter: str = "", state: bool = False) -> Any:
+        """The traced tensor for one from outside: a parameter has no values, others are copied.
+
+        ``state``: a parameter or buffer, to which a model writes where it will.
+        """
+        if isinstance(value, Traced) and value.owner is not self:
+            if not value.cell.known:
+                raise CutError("the model keeps a tensor of an earlier forward that the batch did not determine")
+            value = value.behind
+        if not isinstance(value, Tensor) or isinstance(value, Traced):
+            return value
+        if id(value) not in self._outside:
+            inner = on_meta(value.detach()) if parameter or value.is_meta else value.detach().clone()
+            origin = self._state if state else self._given
+            cell = self._cell(inner, Cell(not inner.is_meta, bool(parameter), origin))
+            made = Traced.of(self, inner, cell, origin, parameter=parameter)
+            self._outside[id(value)] = value, made
+        return self._outside[id(value)][1]
+
+    def placed(self, value: Tensor) -> Traced:
+        """A tensor with the shape of ``value`` that one stage has made."""
+        with without_modes():
+            inner = on_meta(value.behind if isinstance(value, Traced) else value.detach())
+        return Traced.of(self, inner, self._cell(inner, Cell(False, True, self._given)), self._given, placed=True)
+
+    def _cell(self, inner: Tensor, new: Cell) -> Cell:
+        """The cell of the storage of ``inner``, which is ``new`` if it has none."""
+        storage = inner.untyped_storage()
+        cell = self._cells.setdefault(id(storage), new)
+        if not any(one is storage for one in cell.storages):
+            cell.storages.append(storage)  # which keeps its identity
+        return cell
+
+    # ---- Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` on values where the batch determines all of them, else on shapes."""
+        del types
+        args, kwargs = tree_map(self.outside, args), tree_map(self.outside, kwargs or {})
+        inputs = traced_in((args, kwargs))
+        targets = traced_in(written_by(func, args, kwargs))
+        replaced = targets if func in OVERWRITING and _covers_storage(targets[0]) else []
+        inputs = [one for one in inputs if not any(one is other for other in replaced)]
+        random = is_random(func)
+        known = not random and all(one.cell.known for one in inputs)
+        inputs = [] if reads_shapes_only(func) else inputs
+        drawn = random or any(one.cell.drawn for one in inputs)
+        drawn = drawn and all(one.cell.known or one.cell.drawn for one in inputs)
+        placed = random or bool(self.parts) or any(one.cell.placed for one in inputs)
+        operation = self._operation(str(func))
+        for one in inputs:
+            self._use(one, operation)
+        if self.behind is not None and operation.passed and not known:
+            digests = tuple(_digest(one.behind) for one in inputs if one.cell.known)
+            self.behind.append((operation, digests))
+        if not known:
+            self._sign(operation, func, (args, kwargs), shapes_only=reads_shapes_only(func))
+            self.operations.append(operation)
+        for one in () if known else targets:
+            self._forget(one)
+        for one in replaced if known else ():
+            self._hold(one)
+        outs = self._run(func, args, kwargs, operation, known=known)
+        if placed and known and not tensors_in(outs):
+            self.guess(operation)
+        for one in targets:
+            self._write(one.cell, operation)
+            one.cell.known, one.cell.placed, one.cell.drawn = known, placed, drawn
+            one.cell.written, one.cell.through = operation, one
+        made = tree_map(lambda out: self._made(out, targets, operation, placed=placed, drawn=drawn), outs)
+        for nth, one in enumerate(traced_in(made)):
+            one.nth = nth if one.origin is operation else one.nth
+        return made
+
+    def _use(self, tensor: Traced, operation: Operation) -> None:
+        operation.after += [tensor.origin, tensor.cell.written]
+        if tensor.parameter:
+            self.parameters.setdefault(tensor.parameter, []).append(operation)
+        elif tensor.cell.placed and operation.passed > tensor.made.passed:
+            if not tensor.uses:
+                self.crossing.append(tensor)
+            tensor.uses.append((tensor.made, operation))
+
+    def _write(self, cell: Cell, operation: Operation) -> None:
+        """Note a write in place, where a stage needs memory of its own for it, or has not all that it changes."""
+        made = cell.written
+        self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
+        if cell.twice:
+            self.split.append(operation)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, operation: Operation, *, known: bool) -> Any:
+        if known:
+            made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+            # What memory happened to hold is no value of the batch.
+            return made.zero_() if name_of(func).startswith(("empty", "new_empty")) and not made.is_meta else made
+        drawn = all(one.cell.drawn for one in traced_in((args, kwargs)))
+        args = by_places(func, args, lambda mask: mask.behind if mask.cell.known else None)
+        args, kwargs = tree_map(self._shape, args), tree_map(self._shape, kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        answer = read(func, args, self._number)
+        if answer is NotImplemented:
+            return func(*args, **kwargs)
+        self.guess(operation)
+        if drawn and not self.parts and not isinstance(answer, Tensor):
+            self.draws.append(operation)
+        return answer
+
+    def guess(self, operation: Operation) -> None:
+        """Note that the model's own code reads a value that the batch does not determine, or that one stage has."""
+        if not self.parts:
+            self.guesses.append(operation)
+
+    def _forget(self, tensor: Traced) -> None:
+        """Drop the values behind a tensor; it goes on sharing its cell."""
+        if not tensor.behind.is_meta:
+            tensor.behind = on_meta(tensor.behind)
+            self._cell(tensor.behind, tensor.cell)
+
+    def _hold(self, tensor: Traced) -> None:
+        """Give a tensor memory for values that replace all of those that it has not."""
+        if tensor.behind.is_meta:
+            like = tensor.behind
+            tensor.behind = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+            self._cell(tensor.behind, tensor.cell)
+
+    def _shape(self, value: Any) -> Any:
+        """What is behind a tensor, without values."""
+        if not isinstance(value, Traced):
+            return value
+        if not value.cell.known:
+            self._forget(value)
+        return on_meta(value.behind)
+
+    def _made(self, out: Any, targets: Sequence[Traced], operation: Operation, *, placed: bool, drawn: bool) -> Any:
+        if not isinstance(out, Tensor):
+            return out
+        for one in targets:
+            if out is one.behind:
+                return one
+        cell = self._cell(out, Cell(not out.is_meta, placed, operation, drawn=drawn))
+        return Traced.of(self, out, cell, operation, placed=placed)
+
+    # ---- Parts and boundaries
+
+    def begin(self, name: str) -> None:
+        """A part or a layer begins. Python's and numpy's generators are in it as at each run of it."""
+        self._note_draws()
+        self.parts.append(name)
+        self._outer.append(_host_generators())
+        _seed_host_generators(zlib.crc32(name.encode()))
+
+    def end(self) -> None:
+        """The part returns."""
+        self.parts.pop()
+        _set_host_generators(self._outer.pop())
+
+    def _note_draws(self) -> None:
+        state = _host_generators()
+        if not self.parts and self.passed > 1 and not self.host_drew and state != self._host:
+            self.host_drew = self.parts[-1] if self.parts else _line()
+        self._host = state
+
+    def watch_part(self, stack: ExitStack, part: nn.Module, name: str) -> None:
+        """Until the end of ``stack``, note when ``part`` begins and returns."""
+        stack.enter_context(part.register_forward_pre_hook(lambda _, __: self.begin(name)))
+        stack.enter_context(part.register_forward_hook(lambda *_: self.end()))
+
+    def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
+        """The same of a layer, which begins or ends at a boundary."""
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if number == 0 and not self.order:
+                self.pass_boundary(args[0] if args else next(iter(kwargs.values())))
+            self.passed = max(self.passed, number + 1)  # a stage of the decoder does not run the encoder
+            self.begin(name)
+
+        def end(_: nn.Module, __: Any, result: Any) -> None:
+            self.end()
+            self.order.append(number)
+            if ends:
+                self.pass_boundary(result)
+
+        stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
+        stack.enter_context(layer.register_forward_hook(end))
+
+    def end_encoder(self, result: Any) -> None:
+        """The encoder returned ``result``, the first of which a stage sends."""
+        if isinstance(result, Mapping):
+            self.encoder = type(result), next(iter(result))
+        self.pass_boundary(result[0])
+
+    def pass_boundary(self, sent: Any) -> None:
+        """A stage may end here, and sends ``sent``."""
+        if isinstance(sent, Mapping):
+            self.dicts.add(self.passed)
+        self.sent[self.passed] = tensors = traced_in(sent)
+        for number, one in enumerate(tensors):
+            one.cell.twice |= any(one.cell is other.cell for other in tensors[:number])
+        self.results[self.passed] = self.stand_ins(sent)
+        self.ends[self.passed] = [self.reference(one) for one in tensors]
+        for place, one in enumerate(tensors) if self.passed >= self._first else ():
+            one.arrived = f"sent {self.passed}.{place}", one.cell.written
+        self._note_draws()
+        self.passed += 1
+
+    def stand_ins(self, sent: Any) -> Any:
+        """What a stage has in place of what others send: values that the batch determines, else shapes."""
+        made: dict[int, Traced] = {}  # what is sent twice stays one
+        return tree_map_only(Tensor, lambda one: made.setdefault(id(one), self._stand_in(one)), sent)
+
+    def _stand_in(self, value: Tensor) -> Traced:
+        if not (isinstance(value, Traced) and value.cell.known):
+            return self.placed(value)
+        with without_modes():
+            inner = value.behind.detach().clone()
+        return Traced.of(self, inner, self._cell(inner, Cell(True, True, self._given)), self._given, placed=True)
+
+
+def _behind(operations: list[Operation]) -> set[int]:
+    """The identities of ``operations``, and of all that they depend on."""
+    found = set(map(id, operations))
+    while operations:
+        new = [one for one in operations.pop().after if id(one) not in found]
+        found.update(map(id, new))
+        operations += new
+    return found
+
+
+def _inner(value: Any) -> Any:
+    return value.behind if isinstance(value, Traced) else value
+
+
+def _shown(tensor: Traced) -> str:
+    if tensor.parameter:
+        return tensor.parameter
+    if tensor.cell.known and tensor.numel() == 1:
+        with without_modes():
+            return str(tensor.behind.item())
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _state_of(generator: torch.Generator | None) -> int:
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return zlib.crc32(state.numpy().tobytes())
+
+
+def _host_generators() -> Any:
+    """The states of Python's generator and, where it is in use, of numpy's."""
+    numpy: Any = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state())
+
+
+def _set_host_generators(states: Any) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy.random"].set_state(pickle.loads(states[1]))  # noqa: S301 -- written here
+
+
+def _seed_host_generators(seed: int) -> None:
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed)
+
+
+@contextmanager
+def _noting_functions(mode: Trace) -> Iterator[None]:
+    """Tell ``mode`` of each call of a ``torch.autograd.Function``, for which torch has no mode."""
+    function: Any = torch.autograd.Function
+    original = vars(function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        mode.apply(cls, [one for one in tree_leaves((args, kwargs)) if isinstance(one, (bool, int, float, str))])
+        return original.__func__(cls, *args, **kwargs)
+
+    function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function.apply = original
+
+
+def _digest(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return zlib.crc32(repr(tensor).encode())
+    tensor = tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]  # of expanded ones
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return zlib.crc32(data, hash(tensor.shape) & 0xFFFFFFFF)
+
+
+def _covers_storage(tensor: Traced) -> bool:
+    return tensor.behind.nbytes == tensor.behind.untyped_storage().nbytes()
+
+
+def _line() -> str:
+    """The innermost line of code that is neither torch's nor Python's."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame.f_back is not None and not _is_models(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """The same, of where an error was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_models(frame.filename)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "outside of its code"
+
+
+def _is_models(file: str) -> bool:
+    return not file.startswith((_TORCH, _HERE)) and (_SITE in file or not file.startswith(_LIBRARY))
+
+
+def trace(
+    outline: Outline,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    hidden: Mapping[str, Tensor] = MappingProxyType({}),
+    loss: Callable[[Any], Any] | None = None,
+    compared: bool = False,
+    unlike: bool = False,
+) -> Trace:
+    """Run a model once, without gradients.
+
+    Args:
+        outline: of the model.
+        args: positional arguments of its forward.
+        kwargs: those by name.
+        hidden: more of these, which stand for the result of the embedding; their shapes are read.
+        loss: a function of what the forward returns, traced as well.
+        compared: fill `Trace.behind`.
+        unlike: give the host other numbers in place of those that it reads of values that are not there.
+    """
+    mode = Trace(device_of(args, kwargs), compared=compared, unlike=unlike)
+
+    def call(given: Any) -> Any:
+        given[1].update({name: mode.placed(one) for name, one in hidden.items()})
+        return functional_call(outline.model, own, *given, tie_weights=False)
+
+    with ExitStack() as stack:
+        own = tensors_of(mode, outline.model, outline.first_names)
+        watch(mode, stack, outline, outline.model)
+        run(mode, call, args, kwargs, loss)
+    return mode
+
+
+def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor of a call."""
+    tensors = tensors_in((tuple(args), dict(kwargs)))
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def tensors_of(mode: Trace, model: nn.Module, parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The traced tensors of a model, by name; those of ``parameters`` have no values."""
+    made = {}
+    for path, module in model.named_modules():  # each once: `functional_call` leaves what is given twice in its place
+        own = (
+            *module.named_parameters("", recurse=False, remove_duplicate=False),
+            *module.named_buffers("", recurse=False),
+        )
+        for key, one in own:
+            name = joined(path, key)
+            made[name] = mode.outside(one, parameter=parameters.get(name, ""), state=True)
+    return made
+
+
+def watch(mode: Trace, stack: ExitStack, outline: Outline, model: nn.Module) -> None:
+    """Until the end of ``stack``, note the parts and boundaries of ``model``, the outline's or a stage's."""
+    encoder = outline.encoder
+    for number, name in enumerate(outline.assignment.layers):
+        last_of_encoder = encoder is not None and number == encoder[1] - 1
+        mode.watch_layer(stack, model.get_submodule(name), name, number, ends=not last_of_encoder)
+    for name in outline.parts:
+        mode.watch_part(stack, model.get_submodule(name), name)
+    if encoder is not None:
+        hook = model.get_submodule(encoder[0]).register_forward_hook
+        stack.enter_context(hook(lambda _, __, result: mode.end_encoder(result)))
+
+
+def run(
+    mode: Trace,
+    call: Callable[[Any], Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Any] | None,
+) -> None:
+    """Trace ``call`` of the arguments, and ``loss`` of what it returns."""
+    given = tree_map(mode.outside, (tuple(args), dict(kwargs)))
+    with generators_as_before(), torch.no_grad(), Lists(), _noting_functions(mode), mode:
+        mode.running = True
+        try:
+            result = call(given)
+            mode.result = result if loss is None else loss(result)
+        finally:
+            mode.running = False  # its tensors take part in nothing more

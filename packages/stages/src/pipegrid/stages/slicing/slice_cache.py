@@ -1,0 +1,45 @@
+"""The cache that a Hugging Face model gets on a slice of a sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+if TYPE_CHECKING:
+    from pipegrid.stages.slicing.part import Slice
+
+
+class SliceCache(Cache):
+    """Keys and values of a microbatch's slices, with an entry for each layer of the model.
+
+    Attributes:
+        read: the numbers of the layers that have read their entry.
+    """
+
+    def __init__(self, part: Slice, num_layers: int, past: int) -> None:
+        self.read: set[int] = set()
+        super().__init__(layers=[_Layer(part, number, past, self.read) for number in range(num_layers)])
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # of transformers
+    """The keys and values of one layer, ``past`` tokens before the slice.
+
+    Also that of a sliding window: it has all tokens, and the model's mask hides those outside of the window.
+    """
+
+    def __init__(self, part: Slice, number: int, past: int, read: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._part, self._number, self._past, self._read = part, number, past, read
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values up to the end of the slice, ``[batch, heads, tokens, head size]``."""
+        del args, kwargs
+        self._read.add(self._number)
+        return self._part.update(key_states, value_states, self._number)
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens of the earlier slices: also after `update`, since a forward asks for it at its start."""
+        del args
+        return self._past

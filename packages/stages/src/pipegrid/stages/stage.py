@@ -1,0 +1,277 @@
+"""The module of one stage: the model's own forward, over the parts of the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from pipegrid.autograd import compile_split
+from pipegrid.core.fields import checked
+from pipegrid.stages.assignment import Assignment, Tie
+from pipegrid.stages.calls import by_name
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.flow import Flow
+from pipegrid.stages.proof import Proofs, without
+from pipegrid.stages.shell import Needs, Run, first_tensor, shell_of
+from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
+from pipegrid.stages.tested_versions import say_untested_versions
+from pipegrid.stages.torch_compat import adopt, tree_map_only
+
+if TYPE_CHECKING:
+    from pipegrid.stages.slicing.part import Slice
+
+
+Compile = Literal["whole", "split"]
+
+
+class Stage(nn.Module):
+    """A stage of a model, made by `pipeline_stage`. Parameters and ``state_dict`` have the names of the whole model.
+
+    Attributes:
+        number: of the stage in the layout.
+        placement: the pp rank of each stage of the layout, where `pipeline_stage` was given the grid.
+        whole: the model's tree with foreign parts replaced.
+        ties: the parameters of the model that are on several stages, of this one or not.
+        config: read by the step functions; with ``check`` True, the first forward of stage 0 compares the stages, with
+            None one whose cut is not proved.
+        proofs: of the calls of this cut; None: calls are not proved.
+        received: what arrived for the running microbatch: a payload, or payloads by source module.
+        kv_caches: while tokens are generated, the KV cache of each microbatch.
+        current_microbatch: its number, set by the step functions.
+        current_slice: the slice of it, set by the step functions of a schedule with slices.
+    """
+
+    whole: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        assignment: Assignment,
+        number: int,
+        *,
+        placement: tuple[int, ...] | None = None,
+        module: str | None = None,
+        output: Callable[[Any], Any] | None = None,
+        config: Any = None,
+        carry: Sequence[str] = (),
+        proofs: Proofs | None = None,
+        check: Any = None,
+    ) -> None:
+        super().__init__()
+        say_untested_versions()  # once in a process: generate() runs stages that were made here
+        self._run = Run(needs=Needs(writes=assignment.num_stages > 1))
+        whole = shell_of(model, assignment, number, self._run)
+        self.__dict__["whole"] = whole  # no submodule: parameters keep their names
+        adopt(self, whole)
+        self.number, self.module, self.config = number, module, config
+        self.placement = placement
+        self.received: Any = None
+        self.kv_caches: Sequence[Any] | None = None
+        self.current_microbatch = 0
+        self.current_slice: Slice | None = None
+        self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
+        self._flow = Flow(whole, assignment, number)
+        self._sends = output is not None or not self.is_last
+        self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
+        for name in self._carry:
+            if name not in self._flow.accepted:
+                takes = ", ".join(self._flow.accepted)
+                raise CutError(f"carry has {name!r}, and the forward of {type(whole).__name__} takes {takes}")
+        self.training = model.training  # of its parts each is as it was made
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has no stage before it."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has no stage after it."""
+        return self.number == self.assignment.num_stages - 1
+
+    @property
+    def stage_of_layout(self) -> tuple[int, int]:
+        """The stage's number, and how many there are: what a step function compares with its communicator."""
+        return self.number, self.assignment.num_stages
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the stage's layers."""
+        return self.assignment.held(self.number)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters of the model on several stages."""
+        return self.assignment.ties
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """A module by its name in the whole model, of which one may be called ``layers``."""
+        return self.whole.get_submodule(target) if target else self
+
+    def train(self, mode: bool = True) -> Stage:
+        """Switch to training or to evaluation."""
+        super().train(mode)
+        self.whole.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Stage:
+        """``to(dtype)`` and its like, which the proofs of calls follow."""
+        if self.proofs is not None:
+            self.proofs.outline.cast(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def set_input_tensor(self, received: Any) -> None:
+        """Take what arrived: a list of one payload, or a dict of payloads by source module."""
+        # Module.__setattr__ looks at it as at a parameter or a module, in each microbatch.
+        self.__dict__["received"] = received[0] if isinstance(received, list) else received
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model returns, on the last stage; the hidden states before.
+
+        Arguments are those of the whole model.
+        """
+        received: Any = None if self.number == 0 else self._arrived()
+        part = None if self.current_slice is None or self._slice_argument is None else self.current_slice
+        if received is not None or self._carry or self.kv_caches is not None or part is not None:
+            kwargs, args = by_name(self._flow.accepted, args, kwargs) if args else kwargs, ()
+        carried: list[Any] = []
+        if self._carry and received is None:
+            carried = [self._to_carry(name, kwargs) for name in self._carry]
+        elif self._carry:
+            received, *carried = received
+            given = zip(self._carry, carried, strict=True)
+            kwargs |= {name: value for name, value in given if value is not None}
+        compare = self._comparison(args, kwargs) if received is None else None
+        if compare is not None and getattr(self.config, "check", None):
+            compare()
+            self._check = compare = None
+        # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
+        further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
+        if self.proofs is not None and self.assignment.num_stages > 1 and not further:
+            hidden = None if received is None or not self._flow.embeds else self._stand_in(received, kwargs)
+            self._run.needs = self.proofs.require(self, args, kwargs, hidden, compare)
+        needs = self._run.needs
+        of_modules = not isinstance(received, torch.Tensor) and isinstance(received, Mapping)
+        if of_modules and needs.dicts is not None and self.number not in needs.dicts:
+            raise self._no_module(received)
+        if self.kv_caches is not None:
+            kwargs = self._with_cache(received, kwargs)
+        if part is None or self._slice_argument is None:
+            result = self._flow.run(self._run, received, args, kwargs)
+        else:
+            result = forward_of_slice(
+                self.whole,
+                self.assignment,
+                self.number,
+                part,
+                self._tokens(received, kwargs),
+                kwargs,
+                self._slice_argument,
+                lambda given: self._flow.run(self._run, received, (), given),
+            )
+        if needs.absent and not further and self.is_last:
+            result = without(result, needs.absent)
+        return self._sent(result, carried) if self._sends else result
+
+    def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
+        """What compares a call in numbers, of a stage whose config asks for it or leaves it open."""
+        check, asked = self._check, getattr(self.config, "check", None)
+        if check is None or asked is False or (asked is None and not (self.training and check.can_make)):
+            return None
+        return lambda: check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
+
+    def _to_carry(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+        if name not in kwargs and self.kv_caches is None:
+            raise CutError(
+                f"carry has {name!r}, and stage 0 is called with {', '.join(kwargs) or 'nothing'}; call it with "
+                f"{name}=... (None is a value), or leave it out of carry"
+            )
+        return kwargs.get(name)
+
+    def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """What stands for the result of the embedding, of a stage whose rank has no ids."""
+        if kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None:
+            return None
+        return self._flow.embedded(received)
+
+    def _arrived(self) -> Any:
+        """The payload of the stage before: hidden states, and what is carried with them."""
+        received = self.received
+        if (self.module is not None or self._carry) and isinstance(received, Mapping):
+            if self.module not in received:
+                raise self._no_module(received)
+            received = received[self.module]
+        if received is None:
+            raise CutError(f"stage {self.number} has received nothing; call set_input_tensor, as the step functions do")
+        return received
+
+    def _no_module(self, received: Mapping[Any, Any]) -> CutError:
+        return CutError(
+            f"stage {self.number} has received from {', '.join(map(repr, received))}, and its own module is "
+            f"{self.module!r}; give pipeline_stage(..., module=...)"
+        )
+
+    def _sent(self, result: Any, carried: Sequence[Any]) -> Any:
+        """The payload for the stage after; on the last stage ``output`` of what the model returns.
+
+        Lanes send what they are given, and only memory in order: views (a transpose, a bias of heads) are copied here.
+        """
+        if self.is_last and self._output is not None:
+            result = self._output(result)
+        elif self._carry:
+            result = (result, *carried)
+        result = tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+        return result if self.module is None else {self.module: result}
+
+    def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward, with the KV cache of the microbatch."""
+        assert self.kv_caches is not None
+        tokens = self._tokens(received, kwargs)
+        batch, length = tokens.shape[:2]
+        inputs = self.kv_caches[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
+        return {name: value for name, value in inputs.items() if name in self._flow.accepted}
+
+    def _tokens(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """What has the batch and the tokens of a forward as its first two axes: hidden states or ids."""
+        hidden = kwargs.get("inputs_embeds") if received is None else first_tensor(received)
+        return kwargs["input_ids"] if hidden is None else hidden
+
+    @cached_property
+    def _slice_argument(self) -> str | None:
+        """The argument for the cache of Hugging Face's; None where attention modules read the slice themselves."""
+        if any(hasattr(module, "current_slice") for module in self.modules() if module is not self):
+            return None
+        return require_slices(self, self.whole, self.assignment)
+
+
+def compile_layers(
+    stage: Stage,
+    *,
+    compile: Compile = "split",  # noqa: A002 -- what is asked of torch.compile
+    backend: str = "inductor",
+    dynamic: bool | None = False,
+) -> None:
+    """Compile each layer of a stage in place, before its first forward and after `parallelize_module`.
+
+    Args:
+        stage: made by `pipeline_stage`.
+        compile: ``"split"``: the backward of a layer runs in halves where the schedule has halves. ``"whole"``:
+            torch's own regions, which run whole at I. Tensor-parallel layers cannot be split.
+        backend: of `torch.compile`.
+        dynamic: as of `torch.compile`; False compiles once for each shape.
+
+    Raises:
+        SplitBackwardError: this torch has no joint graphs (see `compile_split`). A region that cannot be split raises
+            one in its first forward.
+    """
+    if checked(compile, Compile, "compile", CutError) == "whole":
+        for name in stage.layers:
+            stage.get_submodule(name).compile(backend=backend, dynamic=dynamic)
+        return
+    for name in stage.layers:
+        compile_split(stage.get_submodule(name), backend=backend, dynamic=dynamic)

@@ -1,0 +1,60 @@
+"""The stages of a model in one process: a microbatch through them in turn, and gradients by the names of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipegrid.stages import cut
+
+
+def stages_of(make, layout, *, ranks=None, **options):
+    """All stages of a model, in float64, with the values of seed 1.
+
+    Cut as on ``ranks`` ranks, to which the stages go in turn; by default as on one for each stage.
+    """
+    stages = [None] * (layout.count("|") + 1)
+    for rank in range(ranks or len(stages)):
+        torch.manual_seed(1)
+        numbers = range(rank, len(stages), ranks or len(stages))
+        for number, stage in zip(numbers, cut(make, layout, numbers, allow_empty=True, **options), strict=True):
+            stages[number] = stage.double()
+    return stages
+
+
+def sent(payload):
+    """The payload as it arrives on the next stage."""
+    return tree_map_only(torch.Tensor, lambda sent: sent.detach().clone().requires_grad_(sent.requires_grad), payload)
+
+
+def step(stages, batch, loss_of):
+    """Forward and backward through the stages in turn, as if each were on a rank of its own; the loss."""
+    arrived, left = [None], []
+    for stage in stages:
+        stage.set_input_tensor([arrived[-1]])
+        left.append(stage(**batch))
+        arrived.append(sent(left[-1]) if not stage.is_last else None)
+    loss = loss_of(left[-1])
+    loss.backward()
+    for outputs, inputs in reversed(list(zip(left[:-1], arrived[1:-1], strict=True))):
+        pairs = [
+            (output, received.grad)
+            for output, received in zip(tree_leaves(outputs), tree_leaves(inputs), strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad and received.grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+    return loss.detach()
+
+
+def gradients(whole, stages):
+    """For each parameter of the model its name, its gradient and that of the stages, summed over tied copies."""
+    of_name = dict(whole.named_parameters(remove_duplicate=False))
+    summed, counted = {}, set()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in counted and parameter.grad is not None:
+                key = id(of_name[name])
+                summed[key] = summed.get(key, 0) + parameter.grad
+            counted.add(id(parameter))
+    return [(name, parameter.grad, summed.get(id(parameter))) for name, parameter in whole.named_parameters()]

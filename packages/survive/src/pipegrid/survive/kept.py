@@ -1,0 +1,144 @@
+"""What a run of a function keeps, so that it can run again: gradients, buffers, loss scales, random generators.
+
+Parameters are not kept: only the optimizer changes them, between two runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from pipegrid.gradients.dtensors import local_of
+from pipegrid.gradients.layout import TieMark
+from pipegrid.gradients.loss_scale import LossScale
+from pipegrid.gradients.loss_scaler import LossScaler
+from pipegrid.gradients.main_grad import Modules, named_modules, parameters_of
+from pipegrid.schedules.megatron.config import config_owner, option
+from pipegrid.stages.generators import States, capture, restore
+from pipegrid.survive.errors import SurviveError
+
+_PLACES = ("grad", "main_grad")
+
+
+@frozen(eq=False)
+class _Kept:
+    """A gradient of a parameter or a buffer of a module: the attribute ``place`` of ``holder``.
+
+    Attributes:
+        tensor: that is in it, or None.
+        value: a copy of what the tensor held.
+    """
+
+    holder: torch.nn.Parameter | torch.nn.Module
+    place: str
+    tensor: torch.Tensor | None
+    value: torch.Tensor | None
+
+    @classmethod
+    def of(cls, holder: Any, place: str, into: torch.Tensor | None = None) -> _Kept:
+        tensor: torch.Tensor | None = getattr(holder, place)
+        return cls(holder, place, tensor, _copy(tensor, into))
+
+    def restore(self) -> None:
+        if self.tensor is not None and self.value is not None:
+            local_of(self.tensor).copy_(self.value)
+        setattr(self.holder, self.place, self.tensor)
+
+
+@frozen
+class _Seen:
+    """The attribute ``place`` of a parameter, by the identity of its tensor and the number of writes to that.
+
+    Those through ``.data`` are not counted.
+    """
+
+    parameter: torch.nn.Parameter = field(eq=id)
+    place: str
+    tensor: torch.Tensor | None = field(eq=id)
+    writes: int
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter, place: str) -> _Seen:
+        tensor: torch.Tensor | None = getattr(parameter, place, None)
+        writes = 0 if tensor is None else local_of(tensor)._version  # noqa: SLF001 -- the documented way to ask for writes
+        return cls(parameter, place, tensor, writes)
+
+
+class KeptState:
+    """The state of ``modules`` at the last `keep`, of their loss scalers, and of this process's random generators.
+
+    A gradient that is None costs nothing (``zero_grad(set_to_none=True)``, torch's default); one that is a tensor is
+    copied, and so is every buffer, such as the running statistics of a batch norm. A buffer that a forward replaces by
+    another tensor is put back.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._gradients: list[_Kept] = []
+        self._seen: list[_Seen] = []
+        self._buffers: list[_Kept] = []  # in every run: torch's count of writes leaves out those of a batch norm
+        self._sums: list[tuple[TieMark, bool]] = []
+        self._scales: list[tuple[LossScaler, LossScale, int]] = []
+        self._states: States = {}
+
+    @torch.no_grad()
+    def keep(self, *, gradients: bool = True) -> None:
+        """Keep the state as it is now; without ``gradients``, `restore` leaves those alone: see `require_unwritten`."""
+        parameters = [parameter for _, parameter in parameters_of(self._modules)]
+        held = [(parameter, place) for parameter in parameters for place in _PLACES if hasattr(parameter, place)]
+        self._gradients = [_Kept.of(*each) for each in held] if gradients else []
+        self._seen = [] if gradients else [_Seen.of(*each) for each in held]
+        marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
+        self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
+        configs = [getattr(config_owner(stage), "config", None) for _, stage in named_modules(self._modules)]
+        scalers = {id(scaler): scaler for scaler in (option(config, "grad_scale_func") for config in configs)}
+        self._scales = [(one, one.state, one.skipped) for one in scalers.values() if isinstance(one, LossScaler)]
+        values = {id(kept.tensor): kept.value for kept in self._buffers}
+        self._buffers = [
+            _Kept.of(module, name, values.get(id(buffer)))
+            for _, stage in named_modules(self._modules)
+            for module in stage.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001 -- torch has no list with entries that are None
+        ]
+        self._states = capture()
+
+    def require_unwritten(self, key: str) -> None:
+        """Raise where gradients are others than at the last `keep`, which was without them.
+
+        Raises:
+            SurviveError: the function of ``key`` has written one, or put another tensor in its place.
+        """
+        for seen in self._seen:
+            if seen != _Seen.of(seen.parameter, seen.place):
+                raise SurviveError(
+                    f"the function of {key!r} has changed the gradient of a parameter of shape "
+                    f"{tuple(seen.parameter.shape)} with keep_gradients=False, so it could not run again: leave that "
+                    "out, or change gradients after it"
+                )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore what the last `keep` kept."""
+        for kept in (*self._gradients, *self._buffers):
+            kept.restore()
+        for mark, summed in self._sums:
+            mark.summed = summed
+        for scaler, state, skipped in self._scales:
+            scaler.state, scaler.skipped = state, skipped
+        restore(self._states)
+
+    def drop(self) -> None:
+        """Free the copies of gradients; the memory of those of buffers serves the next `keep`."""
+        self._gradients.clear()
+
+
+def _copy(tensor: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of ``tensor``, in the memory of the copy before where that fits."""
+    if tensor is None:
+        return None
+    held = local_of(tensor.detach())
+    if into is None or (into.shape, into.dtype, into.device) != (held.shape, held.dtype, held.device):
+        return held.clone()
+    return into.copy_(held)

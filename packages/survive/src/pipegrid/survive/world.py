@@ -1,0 +1,300 @@
+"""The world of a pipeline of data-parallel replicas: what its ranks make for an epoch, and again after a death."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch.distributed as dist
+from attrs import define, field, frozen
+
+from pipegrid.checkpoint import Checkpoints
+from pipegrid.core.fields import shown
+from pipegrid.gradients.loss_scaler import LossScaler
+from pipegrid.gradients.main_grad import Modules, named_modules
+from pipegrid.gradients.reduction import ties_among
+from pipegrid.plans.generators.routed import routed
+from pipegrid.schedules import Actor, Plan, Proof, Routes, UnitTimes, lower, measured_speeds, reroute, verify
+from pipegrid.schedules.megatron.config import config_owner, option, with_options
+from pipegrid.survive.connections import end_connections
+from pipegrid.survive.errors import SurviveError
+from pipegrid.survive.living import Grids, Living, grids_of
+from pipegrid.survive.pipelines import connect_chain, connect_modules, module_positions
+from pipegrid.topology import (
+    GroupSpec,
+    ProcessGroupCollection,
+    create_groups,
+    destroy_groups,
+    discard_groups,
+)
+from pipegrid.topology.torch_compat import set_timeout
+
+if TYPE_CHECKING:
+    from pipegrid.monitor.epochs import Epoch
+    from pipegrid.schedules import SlowRank
+    from pipegrid.transport.lane_communicator import LaneCommunicator
+
+_OF_A_SAVE: Final = timedelta(minutes=10)
+_MEASURED: Final = 10  # steps
+# Of a collection's groups those that a step uses; a name is that of the dims of a module's grid.
+_GROUPS = ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp")
+
+
+def _paced(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
+    return reroute(routes, speeds=speeds, plan=plan) if speeds else routes
+
+
+@define(eq=False, slots=False)
+class PipelineWorld:
+    """What this rank communicates through in one epoch. Further attributes are the script's, such as a runtime.
+
+    Attributes:
+        epoch: its number; 0 has all ranks.
+        living: who takes part.
+        actor: the position and the replica of this rank.
+        routes: of all units, around the dead actors, and away from slow ones where the job's ``speeds`` say so.
+        groups: this rank's, of the ranks that take part; by module, where modules have grids of their own.
+        job_group: all that take part.
+        communicator: between positions, and across replicas where units move.
+    """
+
+    epoch: int
+    living: Living
+    actor: Actor
+    routes: Routes
+    groups: ProcessGroupCollection | Mapping[str, ProcessGroupCollection]
+    job_group: dist.ProcessGroup
+    communicator: LaneCommunicator
+    _checkpoints: Checkpoints | None = field(alias="checkpoints")
+    _schedule: Callable[[Routes], Plan] = field(alias="schedule")
+    _paced: Callable[[Mapping[Actor, float]], Routes] = field(alias="paced")
+    _times: UnitTimes | None = field(alias="times")
+    _made: list[dist.ProcessGroup] = field(alias="made")
+    _timeout: timedelta = field(alias="timeout")
+    _before: list[tuple[Any, str, Any]] = field(factory=list, init=False)  # attributes that `configure` has set
+    _aborted: bool = field(default=False, init=False)
+    _steps: int = field(default=0, init=False)
+
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """The ranks of this one's place in other replicas; see `OpenWorld.peers`."""
+        groups: Any = next(iter(self.groups.values())) if isinstance(self.groups, Mapping) else self.groups
+        group: dist.ProcessGroup = groups.dp
+        return group
+
+    @cached_property
+    def proof(self) -> Proof:
+        """The plan of a step, with its messages, proved: for a `PipelineRuntime`. Step functions make their own."""
+        return verify(lower(self._schedule(self.routes)))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a step, with its messages."""
+        return self.proof.plan
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those of the job's directory, of the ranks that take part.
+
+        Raises:
+            SurviveError: the job has no directory.
+        """
+        if self._checkpoints is None:
+            raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
+        return self._checkpoints
+
+    def end_step(self) -> tuple[SlowRank, ...]:
+        """Say in a function, after its step, that this has ended; the ranks that were slow in each of the last ten.
+
+        Every ten steps, with ``speeds="measured"``, a collective of all ranks: they gather their times, so all find the
+        same. The next step has routes by which units leave those ranks, or are at home again; `proof` is that of them.
+        """
+        if self._times is None:
+            return ()
+        self._times.end_step()
+        self._steps += 1
+        if self._steps % _MEASURED:
+            return ()
+        slow = self._times.slow(self.job_group)
+        routes = self._paced(measured_speeds(slow))
+        if routes != self.routes:
+            self.routes = routes
+            self.__dict__.pop("proof", None)
+        return slow
+
+    def configure(self, modules: Modules) -> None:
+        """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks.
+
+        And, with ``speeds="measured"``, the hook that measures.
+        """
+        owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
+        ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
+        label = f"epoch {self.epoch}"
+        living = ties_among(ties.values(), self.living.ranks, label=label, timeout=self._timeout) if ties else ()
+        self._made += [tie.group for tie in living if tie.group is not None]
+        for owner in owners:
+            here = {tie.name for tie in option(owner.config, "tied_parameters")}
+            scaler = option(owner.config, "grad_scale_func")
+            if isinstance(scaler, LossScaler):
+                self._set(scaler, "job_group", self.job_group)
+            changed = with_options(
+                owner.config,
+                job_group=self.job_group,
+                tied_parameters=tuple([tie for tie in living if tie.name in here]),
+                hooks=(*option(owner.config, "hooks"), *(() if self._times is None else (self._times,))),
+            )
+            self._set(owner, "config", changed)
+
+    def _set(self, holder: Any, name: str, value: Any) -> None:
+        self._before.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
+
+    def abort(self, cause: str) -> None:
+        """See `World.abort`."""
+        self._aborted = True
+        self.communicator.abort(cause)
+        end_connections([*self._made, *(() if self._checkpoints is None else self._checkpoints.groups())], cause)
+
+    def close(self) -> None:
+        """See `World.close`."""
+        while self._before:
+            setattr(*self._before.pop())
+        self.communicator.close()
+        if self._checkpoints is not None:
+            (self._checkpoints.discard if self._aborted else self._checkpoints.close)()
+        if self._aborted:
+            discard_groups(self._made)
+        else:
+            destroy_groups(self._made)
+
+
+@frozen(eq=False)
+class PipelineJob:
+    """Makes the `PipelineWorld` of each epoch: a ``build`` of `Survivors`.
+
+    Attributes:
+        grid: with ``pp`` and ``dp`` among its dims. One for all positions: their ranks have a
+            `P2PCommunicator`. Or one per module, all with as many replicas (``dp``): their ranks have a
+            `MultiModulePipelineCommunicator`.
+        plan: what a replica runs while all ranks live, of computes; of one module, or of a graph (`schedule_for`).
+        config: of the communicator.
+        routes: while all ranks live; None: each replica computes its own microbatches.
+        schedule: the plan along routes.
+        timeout: seconds for the ranks to come to each group: how long others wait for one that dies while the world is
+            made.
+        options: of the `MultiModulePipelineCommunicator`, by name: ``edges``, ``placements``, ...
+        checkpoints: directory of the run's, for `PipelineWorld.checkpoints`; None: the job has none.
+        speeds: of `reroute`, by actor; ``"measured"``: of the ranks that `PipelineWorld.end_step` finds to be slow.
+
+    Raises:
+        SurviveError: the grids do not fit the plan, or each other; or another text than ``"measured"``.
+    """
+
+    grid: Grids
+    plan: Plan
+    config: Any = None
+    routes: Routes | None = None
+    schedule: Callable[[Plan, Routes], Plan] = routed
+    timeout: float = 30.0
+    options: Mapping[str, Any] = field(factory=dict)
+    checkpoints: str | os.PathLike[str] | None = None
+    speeds: Mapping[Actor, float] | Literal["measured"] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self._living(())  # raises where the grids do not fit
+        if not (self.speeds in (None, "measured") or isinstance(self.speeds, Mapping)):
+            raise SurviveError(f"speeds is {shown(self.speeds)}; give speeds by actor, or 'measured'")
+        if self.options and not isinstance(self.grid, Mapping):
+            raise SurviveError(
+                f"options {list(self.options)} are those of bridges; give PipelineJob one grid per module"
+            )
+
+    def _living(self, members: Collection[int]) -> Living:
+        positions = module_positions(self.plan, self.grid) if isinstance(self.grid, Mapping) else None
+        return Living(self.grid, members, positions)
+
+    def __call__(self, epoch: Epoch) -> PipelineWorld:
+        """The world of ``epoch``, made together with its other members.
+
+        Raises:
+            JobFailedError: a position lives in no replica.
+        """
+        living, rank = self._living(epoch.members), dist.get_rank()
+        self._living([one for one in epoch.members if one not in epoch.joining]).require_every_position()
+        if not isinstance(self.grid, Mapping):
+            self.grid.create_places("pp")
+        routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
+        routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
+        paced = partial(_paced, routes, self.plan)
+        specs = self._specs(living, rank, epoch.number)
+        made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
+        job_group = made[specs["", "job"]]
+        try:
+            checkpoints = self._open(job_group)
+            communicator = self._connect(living, rank)
+        except BaseException:
+            end_connections(made.values(), "the communicator was not made")
+            discard_groups(made.values())
+            raise
+        return PipelineWorld(
+            epoch=epoch.number,
+            living=living,
+            actor=living.actor(rank),
+            routes=paced(self.speeds) if isinstance(self.speeds, Mapping) else routes,
+            groups=self._groups(specs, made),
+            job_group=job_group,
+            communicator=communicator,
+            checkpoints=checkpoints,
+            schedule=partial(self.schedule, self.plan),
+            paced=paced,
+            times=UnitTimes(living.actor(rank), steps=_MEASURED) if self.speeds == "measured" else None,
+            made=list(made.values()),
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def retire(self, dead: frozenset[int]) -> tuple[int, ...]:
+        """The living ranks that compute only together with one of ``dead``: their tp and cp peers."""
+        every = {rank for grid in grids_of(self.grid) for rank in grid.ranks}
+        living = self._living(every - dead)
+        return tuple([rank for rank in living.members if rank not in living.ranks])
+
+    def _open(self, job_group: dist.ProcessGroup) -> Checkpoints | None:
+        if self.checkpoints is None:
+            return None
+        made = Checkpoints(self.checkpoints, group=job_group, timeout=timedelta(seconds=self.timeout))
+        for group in made.groups():  # of a save, the end of the slowest; a death ends the wait for it
+            set_timeout(group, _OF_A_SAVE)
+        return made
+
+    def _specs(self, living: Living, rank: int, epoch: int) -> dict[tuple[str, str], GroupSpec]:
+        """The groups of this rank by module and name; those of one grid have no module."""
+        found = {("", "job"): GroupSpec(living.ranks, f"job of epoch {epoch}")}
+        grids = self.grid if isinstance(self.grid, Mapping) else {"": self.grid}
+        for module, grid in grids.items():
+            for name in _GROUPS if rank in grid.ranks else ():
+                dims = [dim for dim in name.split("_") if dim in grid.dim_names]
+                if dims:
+                    label = f"{module and f'{module} '}{'+'.join(dims)} of epoch {epoch}"
+                    found[module, name] = GroupSpec(living.group(dims, rank, module), label)
+        return found
+
+    def _groups(
+        self, specs: Mapping[tuple[str, str], GroupSpec], made: Mapping[GroupSpec, Any]
+    ) -> ProcessGroupCollection | Mapping[str, ProcessGroupCollection]:
+        by_module: dict[str, dict[str, Any]] = {}
+        for (module, name), spec in specs.items():
+            if name != "job":
+                by_module.setdefault(module, {})[name] = made[spec]
+        if not isinstance(self.grid, Mapping):
+            pipeline = self.grid.get_pg("pp")  # also with dead ranks, for their places
+            return ProcessGroupCollection(**by_module[""], pp=pipeline, grid=self.grid)
+        grids = self.grid
+        return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in by_module.items()}
+
+    def _connect(self, living: Living, rank: int) -> LaneCommunicator:
+        if isinstance(self.grid, Mapping):
+            return connect_modules(self.grid, self.plan, living, rank, self.config, self.options)
+        return connect_chain(self.grid, self.plan, living, rank, self.config)

@@ -21,9 +21,6 @@ import itertools
 from functools import cached_property
 from typing import NamedTuple
 
-from pipegrid.core.edge import Direction
-from pipegrid.plans.plan import Lane
-
 STUCK = "stuck"  # some order of events ends before every position has done all its steps
 WRONG = "wrong"  # all runs to the end, and something was done twice, never, with wrong data or for nothing
 
@@ -421,33 +418,3 @@ def explore(plan, lanes="separate", batches="in_order", *, every_order=True):
     explorer = (Explorer if plan.routes is None else RoutedExplorer)(plan, lanes, batches)
     parts = [explorer.part(position, steps) for position, steps in enumerate(plan.positions)]
     return explorer.judge(parts, every_order=every_order)
-
-
-def explore_creation(plan, creation, *, lanes="separate"):
-    """What can go wrong while groups and lanes are made, each by all its members at once, in every order.
-
-    With shared lanes a pair of positions makes one communicator, with the first lane it comes to.
-    """
-    explorer = Explorer(plan, lanes)
-    members = dict(explorer.members)
-    for way, ends in explorer.ways.items():
-        makers, users = (explorer.places[stage] for stage in ends)
-        for pair in itertools.product(makers, users) if makers != users and way not in explorer.carriers else ():
-            if pair[0] != pair[1]:
-                members[Lane(*pair, Direction.FORWARD if way[2] else Direction.BACKWARD)] = set(pair)
-    for position, names in enumerate(creation):
-        wanted = {name for name, positions in members.items() if position in positions}
-        if len(names) != len(wanted) or set(names) != wanted:
-            return {WRONG}
-
-    def communicator(name):
-        return frozenset(members[name]) if lanes == "shared" and not isinstance(name, str) else name
-
-    # A communicator is a group that meets once; nothing else is to be done.
-    explorer.members = {communicator(name): positions for name, positions in members.items()}
-    explorer.wanted = [set() for _ in creation]
-    parts = []
-    for position, names in enumerate(creation):
-        own = dict.fromkeys(map(communicator, names))
-        parts.append(Part(explorer, position, [(Reading(ends=((("group", name), position, name),)),) for name in own]))
-    return explorer.judge(parts, every_order=True)

@@ -17,8 +17,8 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import from_text, parse_action
-from pipegrid.plans.verify import check_creation, default_creation, verify
-from plan_kit.explorer import STUCK, explore, explore_creation
+from pipegrid.plans.verify import verify
+from plan_kit.explorer import STUCK, explore
 from plan_kit.mutations import MODES, random_mutant, rules_broken, single_mutations
 from plan_kit.plans import GENERATORS, lowered, random_module_plan
 
@@ -179,33 +179,3 @@ def test_an_edge_by_collective_is_explored_too():
     assert explore(plan) == set()
     steps = plan.positions[0]
     assert explore(evolve(plan, positions=(steps[:1] + steps[2:], plan.positions[1]))) != set()
-
-
-@pytest.mark.parametrize(("count", "seed"), [(200, 6), pytest.param(3000, 7, marks=nightly)], ids=["some", "many"])
-def test_orders_of_creation_are_judged_alike(count, seed):
-    """At random: what `check_creation` says of them is what happens."""
-    rng = random.Random(seed)
-    verdicts = {True: 0, False: 0}
-    while sum(verdicts.values()) < count:
-        plan, options = random_module_plan(rng.randrange(2**32))
-        if plan.num_positions > 4:
-            continue
-        plan = lower(plan, **options)
-        creation = [list(names) for names in default_creation(plan)]
-        for _ in range(rng.randint(0, 3)):
-            names = rng.choice(creation)
-            if not names:
-                continue
-            mistake = rng.choice(("swap", "swap", "swap", "drop", "twice"))
-            i, j = rng.randrange(len(names)), rng.randrange(len(names))
-            if mistake == "swap":
-                names[i], names[j] = names[j], names[i]
-            elif mistake == "drop":
-                del names[i]
-            else:
-                names.insert(i, names[j])
-        for lanes in ("separate", "shared"):
-            faults = check_creation(plan, creation, lanes=lanes)
-            assert bool(faults) == bool(explore_creation(plan, creation, lanes=lanes)), (lanes, creation)
-            verdicts[not faults] += 1
-    assert min(verdicts.values()) > 50

@@ -3,11 +3,9 @@
 import pytest
 from attrs import evolve
 
-from pipegrid.core.edge import Direction
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
     Group,
-    Lane,
     PlanError,
     forward_only,
     from_text,
@@ -21,7 +19,6 @@ from pipegrid.plans import (
     zero_bubble_v,
 )
 from pipegrid.plans.plan.actions import parse_action
-from pipegrid.plans.verify import check_creation, default_creation
 
 # 1F1B on two positions by hand, right; tests change it.
 RIGHT = """
@@ -417,63 +414,6 @@ def test_collectives_in_two_groups_may_wait_for_each_other_in_a_circle():
         )
         assert fault.rule == "cycle"
         assert "position 0, step 2: 0COLLECTIVE@h waits for position 1, step 3: 1COLLECTIVE@h" in fault.message
-
-
-# Creation
-
-
-def lane(source, destination, direction):
-    return Lane(source, destination, Direction(direction))
-
-
-def test_a_group_made_by_one_side_only_is_refused():
-    plan = lower(one_f_one_b(2, 2), tied={"tied": [0, 1]})
-    ours, theirs = default_creation(plan)
-    assert ours == theirs == ("tied", lane(0, 1, "F"), lane(1, 0, "B"))
-
-    def found(creation, **options):
-        return [(fault.rule, fault.position, fault.message) for fault in check_creation(plan, creation, **options)]
-
-    assert found([ours])[0][2] == "there are 1 lists; the plan has 2 positions"
-    assert found([ours, theirs[1:]]) == [
-        (
-            "creation",
-            None,
-            "group 'tied' is not created by positions [1]; only positions [0] create it, and wait for ever",
-        )
-    ]
-    assert found([ours[:1], theirs[:1]])[0][2].startswith("lane F0>1 is not created by positions [0, 1]; no position")
-    assert found([(*ours, "tied"), theirs]) == [("creation", 0, "creates group 'tied' twice")]
-    assert found([(*ours, "other"), theirs]) == [("creation", 0, "creates group 'other', which the plan does not have")]
-    assert found([(*ours, lane(0, 2, "F")), theirs])[0][2] == "creates lane F0>2, which the plan does not have"
-    swapped = (theirs[0], theirs[2], theirs[1])
-    ((rule, position, message),) = found([ours, swapped])
-    assert (rule, position) == ("creation", 0)
-    assert message.splitlines()[1:] == [
-        "      position 0 creates lane F0>1 and waits for position 1, which creates lane F0>1 later",
-        "      position 1 creates lane B1>0 and waits for position 0, which creates lane B1>0 later",
-    ]
-    # On one communicator for both directions, the two lanes are one thing.
-    assert not found([ours, swapped], lanes="shared")
-    assert found([ours, (*theirs[1:], theirs[0])], lanes="shared")[0][0] == "creation"
-
-
-def test_a_member_outside_the_group_is_refused():
-    plan = evolve(lower(one_f_one_b(3, 2)), groups=[Group("g", [0, 1])])
-    first, second, third = default_creation(plan)
-    (fault,) = check_creation(plan, [first, second, ("g", *third)])
-    assert (fault.position, fault.message) == (2, "creates group 'g', whose members are [0, 1]")
-
-
-def test_creation_in_a_cyclic_order_is_refused():
-    groups = [Group("a", [0, 1]), Group("b", [1, 2]), Group("c", [0, 2])]
-    plan = evolve(lower(one_f_one_b(3, 2)), groups=groups)
-    lanes = [names[2:] for names in default_creation(plan)]
-    orders = [("a", "c"), ("b", "a"), ("c", "b")]
-    creation = [(*order, *own) for order, own in zip(orders, lanes, strict=True)]
-    (fault,) = check_creation(plan, creation)
-    assert fault.message.startswith("3 positions wait for each other in a cycle while they create")
-    assert not check_creation(plan, default_creation(plan))
 
 
 # Memory

@@ -14,9 +14,8 @@ from attrs import Factory, define
 class Program:
     """The events of one position, in order: what `play` plays.
 
-    `PositionVerifier` writes that of a position's steps while it verifies them, `check_creation` that of an order in
-    which groups and lanes are created, `prove_order` one for each host, compute stream and line of a rank. Each takes
-    the ids of events from one numbering for the whole plan.
+    `PositionVerifier` writes that of a position while it verifies its steps, `prove_order` one for each host, compute
+    stream and line of a rank. Each takes the ids of events from one numbering for the whole plan.
 
     ``operations``: an event id to set, or ``~id`` to wait for. ``ends``: per step of the plan, the number of operations
     to its end.

@@ -281,3 +281,16 @@ def _served(plan: Plan, routes: Routes, edge: Edge) -> Iterable[tuple[int, list[
         if passing:
             within = source == destination
             yield call, [call] if within else sorted({routes.call(unit, destination) for unit in passing})
+
+
+def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:
+    """Per position the groups (by name) and lanes that it creates before the first step, in one order of the plan.
+
+    Creating a group waits for all its members: orders that disagree can wait for each other in a cycle, parts of one
+    order cannot. A plan of computes alone needs none.
+    """
+    if not plan.has_communication:
+        return ((),) * plan.num_positions
+    flows = dataflow_of(plan)
+    members = dict(flows.groups) | {lane: (lane.source, lane.destination) for lane in flows.lanes}
+    return tuple(tuple(name for name in members if position in members[name]) for position in range(plan.num_positions))

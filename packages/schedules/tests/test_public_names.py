@@ -53,7 +53,7 @@ FURTHER = {
     *("forward_step", "forward_step_calc_loss", "get_pp_rank_microbatches", "get_schedule_table"),
     *("get_tensor_shapes", "position_of", "scale_loss", "scaled", "set_current_microbatch", "tied_stages"),
     *("unit_costs", "unscale_gradients_"),
-    *("UnitBatches", "agree_on_routes", "ties_among"),
+    *("UnitBatches", "agree_on_routes", "ties_among", "to_torch", "torch_schedule"),
 }
 
 

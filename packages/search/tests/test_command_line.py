@@ -12,7 +12,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from pipegrid.plans import lower, one_f_one_b
+from pipegrid.core.order import ORDER_MODELS
+from pipegrid.plans import lower, one_f_one_b, to_csv, to_torch, v_half
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.registry import SCHEDULES, find_schedule
 from pipegrid.plans.plan import from_csv, from_text
@@ -43,6 +44,20 @@ def test_show_draws_in_every_form(tmp_path, capsys):
     assert "<title>1f1b: 4 positions, 8 microbatches</title>" in files["html"].read_text()
     assert json.loads(files["json"].read_text())["traceEvents"]
     assert verify(from_csv(files["csv"].read_text())).num_microbatches == 8
+
+
+def test_export_writes_what_torch_loads_and_prints_the_proof(tmp_path, capsys):
+    out = tmp_path / "plan.csv"
+    assert main(["export", "v_half", "--pp", "2", "--microbatches", "4", "--to", "torch", "--out", str(out)]) == 0
+    assert out.read_text() == to_torch(lower(v_half(2, 4)))
+    assert capsys.readouterr().err.count("no deadlock under") == len(ORDER_MODELS)
+    assert main(["export", "v_half", "--pp", "2", "--microbatches", "4", "--to", "torch", "--computes"]) == 0
+    assert capsys.readouterr().out == to_csv(v_half(2, 4))
+
+
+def test_export_of_what_torch_does_not_run_is_an_error(capsys):
+    assert main(["export", "forward_only", "--pp", "2", "--microbatches", "4", "--to", "torch"]) == 2
+    assert "torch.distributed.pipelining runs no plan with stages without a backward" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "greedy"])

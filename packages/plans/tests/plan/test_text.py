@@ -1,6 +1,7 @@
 """Text, CSV and JSON, both ways; and what a mistake in a table is told."""
 
 import json
+import re
 
 import pytest
 
@@ -17,11 +18,15 @@ from pipegrid.plans import (
     interleaved_1f1b,
     lower,
     multi_module_1f1b,
+    offload,
     one_f_one_b,
+    seq1f1b,
     to_csv,
     to_json,
     to_text,
+    to_torch,
     verify,
+    with_reduce,
 )
 from plan_kit.plans import compute_plans, random_module_plan
 
@@ -87,6 +92,32 @@ def test_csv_of_torch_reads_and_is_written_alike():
 def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
     plan = from_csv("0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,0B0,1B1,0B1\n")
     assert str(plan).splitlines()[-1] == "0: 0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1"
+
+
+def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
+    assert to_torch(lower(one_f_one_b(2, 1))) == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+    assert to_torch(one_f_one_b(2, 1)) == to_csv(one_f_one_b(2, 1))
+    reduced = from_text("0: 0F0 0B0 0REDUCE 1F0 1B0 1REDUCE")  # in the place of the plan's own reductions
+    assert to_torch(reduced) == "0F0,0B0,0REDUCE_GRAD,1F0,1B0,1REDUCE_GRAD\n"
+    batched = lower(one_f_one_b(2, 2))
+    assert "1B0 [1RECV_F1<0 1SEND_B0>0] 1F1" in to_text(batched)
+    assert "1B0,1RECV_F1,1SEND_B0,1F1" in to_torch(batched)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (forward_only(2, 2), "runs no plan with stages without a backward"),
+        (seq1f1b(2, 2, num_slices=2), "runs no plan with slices"),
+        (from_text("modules a:1 b:1\n0: 0F0 0B0\n1: 1F0 1B0"), "runs no plan with modules beside each other"),
+        (from_text("placement 0 0,1\n0: 0F0 1F0 1B0 0B0\n1: 1F0 1B0"), "runs no plan with a stage on several positions"),
+        (offload(lower(one_f_one_b(4, 8)), 2.5), "has no action such as 0OFFLOAD0"),
+        (with_reduce(lower(one_f_one_b(2, 2)), {"word": (0, 1)}), "has no action such as 0REDUCE@word"),
+    ],
+)
+def test_what_torch_does_not_run_is_an_error(plan, text):
+    with pytest.raises(PlanError, match=re.escape(text)):
+        to_torch(plan)
 
 
 CONTRADICTIONS = [

@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
-from pipegrid.schedules import PlanError, interleaved_1f1b, to_csv, verify
+from pipegrid.plans import from_csv, lower, one_f_one_b, to_torch, v_half
+from pipegrid.schedules import PlanError, interleaved_1f1b, to_csv, torch_schedule, verify
 from pipegrid.schedules.__main__ import main
 
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
@@ -156,3 +157,61 @@ def test_an_object_that_tells_no_order_is_an_error():
 def test_torch_reads_every_cell_of_a_written_csv_as_it_stands():
     for row in to_csv(interleaved_1f1b(2, 4)).splitlines():
         assert [str(schedules._Action.from_str(cell)) for cell in row.split(",")] == row.split(",")
+
+
+# ---- Plans of pipegrid in torch's runtime
+
+
+def stages_of(plan, rank=0):
+    return [
+        PipelineStage(nn.Linear(2, 2), stage, plan.num_stages, torch.device("cpu")) for stage in plan.stages_at[rank]
+    ]
+
+
+def test_what_a_plan_takes_of_torchs_private_names(one_of_four):
+    runtime = schedules._PipelineScheduleRuntime
+    assert list(inspect.signature(runtime._load_csv).parameters) == ["self", "filename", "format"]
+    assert list(inspect.signature(schedules.PipelineScheduleMulti.__init__).parameters)[1:4] == [
+        "stages",
+        "n_microbatches",
+        "loss_fn",
+    ]
+    assert {"group_size", "group_rank", "stage_index", "num_stages"} <= vars(
+        PipelineStage(nn.Linear(2, 2), 0, 4, torch.device("cpu"))
+    ).keys()
+
+
+def test_a_plan_is_in_torchs_runtime_as_it_was_lowered(one_of_four):
+    plan = v_half(RANKS, MICROBATCHES)
+    lowered = lower(plan)
+    assert plan_of_torch(torch_schedule(plan, stages_of(plan), loss_fn=nn.functional.mse_loss)).has_communication
+    theirs = plan_of_torch(torch_schedule(lowered, stages_of(plan), loss_fn=nn.functional.mse_loss))
+    for position in range(RANKS):
+        ours = [str(action) for action in lowered.actions(position)]
+        assert [str(action) for action in theirs.actions(position)][: len(ours)] == ours
+
+
+def test_stages_that_are_not_those_of_the_plan_are_an_error(one_of_four):
+    plan = v_half(RANKS, MICROBATCHES)
+    with pytest.raises(PlanError, match=r"rank 0 has the stages \[0, 4\] of 8; in the plan it has \[0, 7\] of 8"):
+        torch_schedule(plan, stages_of(interleaved_1f1b(RANKS, MICROBATCHES, num_chunks=2)))
+    with pytest.raises(PlanError, match="a group of 4 ranks, the plan has 2 positions"):
+        torch_schedule(v_half(2, 4), stages_of(plan))
+
+
+def with_late_receives(plan):
+    """The plan with each receive right before the compute of its stage and microbatch."""
+    rows = []
+    for row in to_torch(plan).splitlines():
+        cells = [cell for cell in row.split(",") if "REDUCE" not in cell]
+        receives = {cell.replace("RECV_", ""): cell for cell in cells if "RECV" in cell}
+        rows.append(",".join(one for cell in cells if "RECV" not in cell for one in (receives.get(cell), cell) if one))
+    return from_csv("\n".join(rows))
+
+
+def test_a_plan_whose_receives_hang_on_one_group_is_an_error(one_of_four):
+    plan = with_late_receives(lower(one_f_one_b(RANKS, MICROBATCHES)))
+    stages = stages_of(plan)
+    with pytest.raises(PlanError, match="deadlock under nccl2"):
+        torch_schedule(plan, stages, order=["gloo", "nccl2"])
+    assert isinstance(torch_schedule(plan, stages, order=["gloo"]), schedules._PipelineScheduleRuntime)

@@ -57,6 +57,7 @@ from pipegrid.plans.plan import (
     to_csv,
     to_json,
     to_text,
+    to_torch,
 )
 from pipegrid.plans.simulate import (
     Costs,
@@ -140,6 +141,7 @@ __all__ = [
     "to_csv",
     "to_json",
     "to_text",
+    "to_torch",
     "u_shape",
     "u_shape_counts",
     "unit_costs",

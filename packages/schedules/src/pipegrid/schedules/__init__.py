@@ -129,6 +129,7 @@ _LAZY = {
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
     "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage UnitTimes "
     "position_of warm_up",
+    "torch_runtime": "torch_schedule",
 }
 
 __getattr__, __dir__ = lazy_names(

@@ -1,4 +1,4 @@
-"""Look at schedules: ``python -m pipegrid.search show | verify | compare``."""
+"""Look at schedules: ``python -m pipegrid.search show | verify | compare | export``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipegrid.plans.orders import (
     prove_order,
 )
 from pipegrid.plans.passes.lowering import lower
-from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text
+from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text, to_torch
 from pipegrid.plans.simulate import Costs, CostsError, costs_from_json, simulate
 from pipegrid.plans.verify import as_limit, verify
 from pipegrid.search import COMPARED, Progress, compare, comparison_table, greedy, search
@@ -119,24 +119,27 @@ def require_used(arguments: argparse.Namespace, *, is_file: bool) -> None:
             raise PlanError(f"--{name} is for {' and '.join(users)}; {arguments.schedule} does not use it")
 
 
-def show(arguments: argparse.Namespace) -> int:
-    """Draw one schedule."""
-    costs = read_costs(arguments.costs)
+def chosen(arguments: argparse.Namespace, costs: Costs) -> tuple[Plan, str]:
+    """The plan of a name, or in a file, and what it is called."""
     name: str = arguments.schedule
     path = Path(name)
     is_file = path.is_file() or bool(path.suffix)  # no schedule has a dot in its name
     require_used(arguments, is_file=is_file)
     if is_file:
-        plan, name = read_plan(path), path.name
-    else:
-        if arguments.pp is None or arguments.microbatches is None:
-            raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
-        if name in SEARCHED:
-            plan = searched(arguments, costs)
-        else:
-            schedule = find_schedule(name, arguments.chunks)
-            plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks, num_slices=arguments.slices)
-            name = schedule.name
+        return read_plan(path), path.name
+    if arguments.pp is None or arguments.microbatches is None:
+        raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
+    if name in SEARCHED:
+        return searched(arguments, costs), name
+    schedule = find_schedule(name, arguments.chunks)
+    plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks, num_slices=arguments.slices)
+    return plan, schedule.name
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Draw one schedule."""
+    costs = read_costs(arguments.costs)
+    plan, name = chosen(arguments, costs)
     if arguments.lower:
         plan = lower(plan)
     cut = costs.cut_into(
@@ -154,6 +157,21 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         write_plan(plan, arguments.plan)
     print(terminal_timeline(drawn), end="")
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a proved plan for another runtime; the proof goes to stderr."""
+    plan, _ = chosen(arguments, read_costs(arguments.costs))
+    lowered = plan if plan.has_communication else lower(plan)
+    text = to_torch(plan if arguments.computes else lowered)
+    print(verify(lowered), file=sys.stderr)
+    for name in () if arguments.computes else ORDER_MODELS:  # each message alone on one group, as torch launches it
+        print(prove_order(orders_from_csv(text), name), file=sys.stderr)
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -229,20 +247,28 @@ def compare_all(arguments: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m pipegrid.search", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="show | verify | compare")
+    commands = top.add_subparsers(required=True, metavar="show | verify | compare | export")
 
-    draw = commands.add_parser("show", help="draw a named schedule, or the plan in a file")
-    draw.add_argument("schedule", help=f"{', '.join((*SCHEDULES, *SEARCHED))}; or a file (.csv, .json, .txt)")
-    draw.add_argument("--pp", type=int, help="positions")
-    draw.add_argument("--microbatches", type=int)
-    draw.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
-    draw.add_argument(
+    plans = argparse.ArgumentParser(add_help=False)
+    plans.add_argument("schedule", help=f"{', '.join((*SCHEDULES, *SEARCHED))}; or a file (.csv, .json, .txt)")
+    plans.add_argument("--pp", type=int, help="positions")
+    plans.add_argument("--microbatches", type=int)
+    plans.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
+    plans.add_argument(
         "--slices", type=int, help="slices of each microbatch (default 1), for the schedules named seq1f1b"
     )
-    draw.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
-    draw.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
-    draw.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
-    draw.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
+    plans.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
+    plans.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
+    plans.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
+    plans.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
+
+    out = commands.add_parser("export", parents=[plans], help="write a proved plan for the runtime of another project")
+    out.add_argument("--to", choices=("torch",), required=True, help="torch: the CSV of torch.distributed.pipelining")
+    out.add_argument("--computes", action="store_true", help="without messages: torch adds its own")
+    out.add_argument("--out", type=Path, metavar="FILE", help="default: printed")
+    out.set_defaults(run=export)
+
+    draw = commands.add_parser("show", parents=[plans], help="draw a named schedule, or the plan in a file")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
     draw.add_argument("--svg", type=Path, help="write a picture")

@@ -18,7 +18,7 @@ from pipegrid.plans.plan.actions import (
     parse_action,
     weight_backward,
 )
-from pipegrid.plans.plan.csv import from_csv, to_csv
+from pipegrid.plans.plan.csv import from_csv, to_csv, to_torch
 from pipegrid.plans.plan.json import from_json, load_json, to_json
 from pipegrid.plans.plan.parts import Group, Step, actions_of, as_placement, module_places, stages_on, step_text
 from pipegrid.core.graph import chain
@@ -84,5 +84,6 @@ __all__ = [
     "to_csv",
     "to_json",
     "to_text",
+    "to_torch",
     "weight_backward",
 ]

@@ -8,6 +8,7 @@ comes first in lines of ``#:``.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from attrs import evolve
@@ -15,8 +16,8 @@ from attrs import evolve
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import chain
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.actions import Action, ActionKind
-from pipegrid.plans.plan.parts import Text, step_text
+from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, Action, ActionKind
+from pipegrid.plans.plan.parts import Text, actions_of, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
 from pipegrid.plans.plan.tokens import Token
@@ -33,6 +34,50 @@ def to_csv(plan: Plan) -> str:
     rows = [",".join(map(step_text, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
     header = [] if _is_implied_by_its_table(plan) else [f"#: {line}" for line in header_lines(plan)]
     return "\n".join([*header, *rows]) + "\n"
+
+
+def to_torch(plan: Plan) -> str:
+    """The plan as CSV that torch's runtime loads: of computes as ``compute_only``, lowered as ``compute_comms``.
+
+    In a lowered plan the messages of a batch follow one another, and a stage ends with ``REDUCE_GRAD``, where torch
+    scales its gradients: in the place of its ``REDUCE``, by default after the last action of its position.
+
+    Raises:
+        PlanError: a plan that torch does not run: no chain, a stage on several positions, routes, slices, forwards
+            alone, or actions other than computes, messages, a ``REDUCE`` of each stage, ``UNSHARD`` and ``RESHARD``.
+    """
+    require_plan(plan)
+    others = {
+        "modules beside each other": plan.graph != chain(plan.num_stages),
+        "a stage on several positions": any(len(places) > 1 for places in plan.placement),
+        "routes": plan.routes is not None,
+        "slices": plan.num_slices > 1,
+        "stages without a backward": bool(plan.forward_only),
+    }
+    if found := [name for name, there in others.items() if there]:
+        raise PlanError(f"torch.distributed.pipelining runs no plan with {', '.join(found)}")
+    rows = []
+    for position in range(plan.num_positions):
+        cells = [_torch_cell(action) for step in plan.positions[position] for action in actions_of(step)]
+        if plan.has_communication:
+            cells += [cell for stage in plan.stages_at[position] if (cell := f"{stage}REDUCE_GRAD") not in cells]
+        if twice := [cell for cell, count in Counter(cells).items() if count > 1 and cell.endswith("REDUCE_GRAD")]:
+            raise PlanError(f"position {position} has {twice[0]} several times; torch scales gradients at each")
+        rows.append(",".join(cells))
+    return "\n".join(rows) + "\n"
+
+
+_OF_TORCH = {ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD}
+
+
+def _torch_cell(action: Action) -> str:
+    if action.kind in MESSAGES:
+        return f"{action.stage}{action.kind}{action.microbatch}"
+    if action.kind is ActionKind.REDUCE and action.group is None:
+        return f"{action.stage}REDUCE_GRAD"
+    if action.kind in COMPUTES or action.kind in _OF_TORCH:
+        return str(action)
+    raise PlanError(f"torch.distributed.pipelining has no action such as {action}")
 
 
 @checked_arguments(PlanError)

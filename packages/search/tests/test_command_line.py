@@ -330,3 +330,20 @@ def test_the_command_line_ends_quietly_where_nobody_reads_on():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_simulate_prints_the_figures_of_each_position(capsys):
+    assert main(["simulate", "zero_bubble_v", "--pp", "4", "--microbatches", "8"]) == 0
+    first, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert first == "zero_bubble_v: makespan 25.5, span 24, bubble 5.9%"
+    assert rows[3].split() == ["3", "1.5", "25.5", "24", "5.9%", "4", "4"]
+    assert main(["simulate", "1f1b", "--pp", "2", "--microbatches", "4", "--memory-limit", "3"]) == 2
+    assert "--memory-limit is for greedy and search; 1f1b does not use it" in capsys.readouterr().err
+
+
+def test_search_prints_its_bound_and_writes_the_plan(tmp_path, capsys):
+    out = tmp_path / "best.csv"
+    assert main(["search", "--pp", "4", "--microbatches", "8", "--memory-limit", "2", "--plan", str(out)]) == 0
+    assert re.fullmatch(r"makespan 41, peak 2, from [\w ]+: the best on its placement\n", capsys.readouterr().out)
+    assert simulate(from_csv(out.read_text()), Costs()).makespan == 41
+    assert verify(from_csv(out.read_text()), memory_limit=2).num_microbatches == 8

@@ -219,7 +219,7 @@ class Listed(looped.Looped):
 
 def test_a_list_of_what_the_embedding_returns_is_named():
     found = prove_cut(Listed(PLAIN, "none"), "Ettt|ttL", looped.batch(), names=looped.NAMES)
-    with pytest.raises(CutError, match=r"made by sum in embed .* used by tolist in the model \(test_training_proof"):
+    with pytest.raises(CutError, match=r"made by sum in embed .* used by tolist in the model \(test_stages_proof"):
         found.require()
 
 
@@ -381,7 +381,7 @@ def test_a_stage_that_runs_with_other_arguments_is_named_with_both_lines(way, st
     theirs, ours = line.split(" where the model computes ")
     assert stage in theirs
     assert whole in ours
-    assert theirs.count("(test_training_proof.py:") == ours.count("(test_training_proof.py:") == 1
+    assert theirs.count("(test_stages_proof.py:") == ours.count("(test_stages_proof.py:") == 1
 
 
 @pytest.mark.parametrize("way", ["none", "python random", "own cache"])

@@ -1,4 +1,4 @@
-"""Look at schedules: ``python -m pipegrid.search show | verify | compare | export``."""
+"""Look at schedules: ``python -m pipegrid.search show | verify | simulate | search | compare | export``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipegrid.core.fields import Count, checked
 from pipegrid.core.order import ORDER_MODELS
+from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.orders import (
@@ -24,13 +25,15 @@ from pipegrid.plans.orders import (
 )
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text, to_torch
-from pipegrid.plans.simulate import Costs, CostsError, costs_from_json, simulate
+from pipegrid.plans.simulate import Costs, CostsError, Simulation, costs_from_json, simulate
 from pipegrid.plans.verify import as_limit, verify
-from pipegrid.search import COMPARED, Progress, compare, comparison_table, greedy, search
+from pipegrid.search import COMPARED, Found, Progress, compare, comparison_table, greedy, search
 from pipegrid.timeline import (
     Timeline,
+    amount,
     order_timeline,
     terminal_timeline,
+    time_text,
     timeline,
     write_html,
     write_perfetto,
@@ -72,16 +75,17 @@ def read_costs(path: Path | None) -> Costs:
 SEARCHED = ("greedy", "search")
 
 
-def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
-    """The plan of `greedy` or `search`; the latter reports progress on a terminal."""
-    if arguments.slices not in (None, 1):
-        raise PlanError(f"--slices is {arguments.slices}; {arguments.schedule} orders whole microbatches")
+def sizes_of(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Positions and stages of a plan that is searched."""
     chunks = 1 if arguments.chunks is None else arguments.chunks
     pp = checked(arguments.pp, Count, "num_positions", PlanError)
-    stages = pp * checked(chunks, Count, "num_chunks", PlanError)
+    return pp, pp * checked(chunks, Count, "num_chunks", PlanError)
+
+
+def searched(arguments: argparse.Namespace, costs: Costs) -> Found:
+    """What `search` finds, with its progress on a terminal."""
+    pp, stages = sizes_of(arguments)
     cut, limit, microbatches = costs.cut_into(stages, slices=pp), arguments.memory_limit, arguments.microbatches
-    if arguments.schedule == "greedy":
-        return greedy(cut, limit, num_positions=pp, num_microbatches=microbatches, num_stages=stages)
 
     def report(progress: Progress) -> None:
         print(f"\r{progress.share:4.0%}  {progress.best:.6g}  {progress.origin:40}", end="", file=sys.stderr)
@@ -98,7 +102,7 @@ def searched(arguments: argparse.Namespace, costs: Costs) -> Plan:
     )
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    return found.plan
+    return found
 
 
 BY_NAME = "a schedule by name"
@@ -130,7 +134,13 @@ def chosen(arguments: argparse.Namespace, costs: Costs) -> tuple[Plan, str]:
     if arguments.pp is None or arguments.microbatches is None:
         raise PlanError(f"{name} needs --pp and --microbatches (or give the file of a plan)")
     if name in SEARCHED:
-        return searched(arguments, costs), name
+        if arguments.slices not in (None, 1):
+            raise PlanError(f"--slices is {arguments.slices}; {name} orders whole microbatches")
+        if name == "search":
+            return searched(arguments, costs).plan, name
+        pp, stages = sizes_of(arguments)
+        cut, limit, microbatches = costs.cut_into(stages, slices=pp), arguments.memory_limit, arguments.microbatches
+        return greedy(cut, limit, num_positions=pp, num_microbatches=microbatches, num_stages=stages), name
     schedule = find_schedule(name, arguments.chunks)
     plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks, num_slices=arguments.slices)
     return plan, schedule.name
@@ -142,11 +152,7 @@ def show(arguments: argparse.Namespace) -> int:
     plan, name = chosen(arguments, costs)
     if arguments.lower:
         plan = lower(plan)
-    cut = costs.cut_into(
-        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
-    )
-    simulation = simulate(plan, cut)
-    drawn = timeline(simulation, unit=arguments.unit)
+    drawn = timeline(played(plan, costs), unit=arguments.unit)
     drawn = timeline(drawn, title=f"{name}: {drawn.title}")
     if arguments.svg:
         write_svg(drawn, arguments.svg, arrows=arguments.arrows)
@@ -157,6 +163,52 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         write_plan(plan, arguments.plan)
     print(terminal_timeline(drawn), end="")
+    return 0
+
+
+def played(plan: Plan, costs: Costs) -> Simulation:
+    """The plan with ``costs``, of which a number is that of a whole position."""
+    beside, edges = plan.stages_beside, plan.graph.stage_edges
+    return simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=beside, edges=edges))
+
+
+def show_figures(arguments: argparse.Namespace) -> int:
+    """The figures of one schedule: of a step, and of each position."""
+    plan, name = chosen(arguments, read_costs(arguments.costs))
+    step = played(plan, read_costs(arguments.costs))
+    print(
+        f"{name}: makespan {time_text(step.makespan, arguments.unit)}, span {time_text(step.span, arguments.unit)}, "
+        f"bubble {step.bubble():.1%}"
+    )
+    columns = ("position", "first", "last", "busy", "bubble", "peak until W", "peak until I")
+    spans, busy, bubbles = step.spans, step.busy, step.bubbles()
+    peaks, earlier = step.peaks(), step.peaks(until="I")
+    rows = [
+        (
+            str(at),
+            *(time_text(time, arguments.unit) for time in (*spans[at], busy[at])),
+            f"{bubbles[at]:.1%}",
+            amount(peaks[at]),
+            amount(earlier[at]),
+        )
+        for at in range(plan.num_positions)
+    ]
+    print(text_table(columns, rows), end="")
+    return 0
+
+
+def find(arguments: argparse.Namespace) -> int:
+    """The shortest plan under a memory cap, beside its bound."""
+    found = searched(arguments, read_costs(arguments.costs))
+    objective = arguments.objective or "makespan"
+    value = found.makespan if objective == "makespan" else found.span
+    ends = "" if found.complete else "; the time limit ended the search"
+    said = "the best on its placement" if found.optimal else f"no plan on this placement is below {amount(found.bound)}"
+    print(
+        f"{objective} {time_text(value, arguments.unit)}, peak {amount(found.peak)}, from {found.origin}: {said}{ends}"
+    )
+    if arguments.plan:
+        write_plan(found.plan, arguments.plan)
     return 0
 
 
@@ -247,9 +299,15 @@ def compare_all(arguments: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m pipegrid.search", description=__doc__)
-    commands = top.add_subparsers(required=True, metavar="show | verify | compare | export")
+    commands = top.add_subparsers(required=True, metavar="show | verify | simulate | search | compare | export")
 
-    plans = argparse.ArgumentParser(add_help=False)
+    caps = argparse.ArgumentParser(add_help=False)
+    caps.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
+    caps.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
+    caps.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
+    caps.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
+
+    plans = argparse.ArgumentParser(add_help=False, parents=[caps])
     plans.add_argument("schedule", help=f"{', '.join((*SCHEDULES, *SEARCHED))}; or a file (.csv, .json, .txt)")
     plans.add_argument("--pp", type=int, help="positions")
     plans.add_argument("--microbatches", type=int)
@@ -257,10 +315,18 @@ def parser() -> argparse.ArgumentParser:
     plans.add_argument(
         "--slices", type=int, help="slices of each microbatch (default 1), for the schedules named seq1f1b"
     )
-    plans.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
-    plans.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
-    plans.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
-    plans.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
+
+    play = commands.add_parser("simulate", parents=[plans], help="the figures of a step, and of each position")
+    play.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    play.set_defaults(run=show_figures)
+
+    best = commands.add_parser("search", parents=[caps], help="the shortest plan under a memory cap, with its bound")
+    best.add_argument("--pp", type=int, required=True, help="positions")
+    best.add_argument("--microbatches", type=int, required=True)
+    best.add_argument("--chunks", type=int, help="stages per position")
+    best.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    best.add_argument("--plan", type=Path, help="write the plan (.csv, .json, otherwise text)")
+    best.set_defaults(run=find)
 
     out = commands.add_parser("export", parents=[plans], help="write a proved plan for the runtime of another project")
     out.add_argument("--to", choices=("torch",), required=True, help="torch: the CSV of torch.distributed.pipelining")

@@ -60,6 +60,13 @@ def _with_needs(*names: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+# What is installed without torch: neither they nor what they need declare it.
+_DECLARES_TORCH = {
+    name for name in ALL if any(re.match(r"torch\b", need) for need in _metadata(name)["project"]["dependencies"])
+}
+WITHOUT_TORCH = tuple(name for name in ALL if not _DECLARES_TORCH.intersection(_with_needs(name)))
+
+
 # What a package's tests need, from its dependency group `test`.
 TEST_NEEDS: dict[str, list[str]] = {name: _metadata(name)["dependency-groups"]["test"] for name in ALL}
 # What the tests of several packages need together.
@@ -312,6 +319,7 @@ def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[
 def install_as_written(session: nox.Session) -> None:
     """The `pip install` lines of the READMEs: each is complete; the one for everything works where nothing is.
 
+    Before that what installs without torch, and its commands; fake_nccl and testing, alone, in a project of others.
     Then all packages with the extras that docs/install.md names.
     """
     for name in ALL:
@@ -320,6 +328,19 @@ def install_as_written(session: nox.Session) -> None:
     quick = ("--no-compile", *PIP, str(CONSTRAINTS))  # each is imported once
     # pip builds each in an environment of its own, which is under the second name; before pip 25.3 under the first.
     builds = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(CONSTRAINTS))
+    session.install(*quick, *[str(PACKAGES / name) for name in WITHOUT_TORCH], env=builds)
+    session.run("python", "tools/alone.py")
+    session.run("pip", "uninstall", "--quiet", "--yes", *(f"pipegrid-{name}" for name in WITHOUT_TORCH))
+    session.install(*quick, str(PACKAGES / "testing"), str(PACKAGES / "fake_nccl"), env=builds)
+    project = Path(session.create_tmp())
+    page = (ROOT / "docs" / "how_to" / "test_on_ranks.md").read_text()
+    (project / "pytest.ini").write_text("[pytest]\n")
+    (project / "test_of_others.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    with session.chdir(project):
+        session.run("pytest", "-q", "-p", "no:cacheprovider", "test_of_others.py")
+        session.run(
+            "pytest", "-q", "-p", "no:cacheprovider", "--backend", "fake_nccl", "-k", "agree", "test_of_others.py"
+        )
     session.install(*quick, *everything, env=builds)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)

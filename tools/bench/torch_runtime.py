@@ -34,6 +34,7 @@ class Held:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
+        """Count what autograd saves inside."""
         import torch
 
         def pack(tensor: torch.Tensor) -> object:
@@ -55,6 +56,7 @@ class Held:
             yield
 
     def free(self, pointer: int, size: int) -> None:
+        """Count that a saved tensor is gone."""
         self.counts[pointer] -= 1
         if not self.counts[pointer]:
             self.now -= size
@@ -82,7 +84,9 @@ def rank(microbatches: int, steps: int, width: int) -> None:
     own, size = dist.get_rank(), dist.get_world_size()
     numbers = (own, 2 * size - 1 - own)
     torch.manual_seed(0)
-    modules = {n: nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))) for n in numbers}
+    modules = {
+        n: nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))) for n in numbers
+    }
     x, y = torch.randn(8 * microbatches, width), torch.zeros(8 * microbatches, width)
     loss = nn.functional.mse_loss
 
@@ -160,7 +164,9 @@ def main() -> None:
     }
     for name in SCHEDULES:
         shares = [f"{peaks[name] / 1024:.0f} ({peaks[name] / peaks[SCHEDULES[0]]:.2f})" for peaks, _ in rows]
-        print(f"{name:12} {1000 * seconds[name]:8.2f} {seconds[name] / seconds[SCHEDULES[0]]:5.2f}  {', '.join(shares)}")
+        print(
+            f"{name:12} {1000 * seconds[name]:8.2f} {seconds[name] / seconds[SCHEDULES[0]]:5.2f}  {', '.join(shares)}"
+        )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from torch import nn
 
 from pipegrid.stages import cut, prove_cut
 from pipegrid.stages.errors import CutError
-
-from . import looped_models as looped
+from stages_kit import looped_models as looped
 
 PLAIN = (("none", "tanh"),) * looped.LAYERS
 

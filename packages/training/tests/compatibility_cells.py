@@ -15,12 +15,12 @@ from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, get_forwa
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
 from pipegrid.training import compile_layers, generate, pipeline_stage, tie_stage_parameters
 from pipegrid.transport import P2PCommunicator
+from stages_kit.chain import step as through_stages
 from stages_kit.gradients import gradient_errors, named_in
 from stages_kit.models import loss_of
 
 from .compatibility_family import Family
 from .kit.parallel import sharded
-from .test_training_cut import step as through_stages
 
 MICROBATCHES, NEW_TOKENS = 3, 4
 SECONDS = (

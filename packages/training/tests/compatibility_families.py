@@ -11,11 +11,11 @@ import transformers
 from attrs import evolve
 
 from pipegrid.training import Names
+from stages_kit import models
 from stages_kit.models import MAKERS, TWO_LISTS, WORDS, LowRank, batch_of, llama, phi3, text_model
 
 from .compatibility_family import LAYOUTS, LAYOUTS_OF_TWO, ROWS, Family
 from .compatibility_seen import SEEN
-from .kit import models
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

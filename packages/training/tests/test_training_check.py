@@ -19,9 +19,8 @@ from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import CutError, check_stages, cut
 from pipegrid.training.__main__ import main
 from pipegrid.transport import P2PCommunicator
+from stages_kit import looped_models as looped
 from stages_kit.models import batch_of, llama
-
-from . import looped_models as looped
 
 PLAIN = (("none", "tanh"),) * looped.LAYERS
 LAYOUT = "Ettt|ttL"

@@ -9,10 +9,9 @@ from torch import nn
 
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import CutError, DropoutMasks, Pipeline, cut
+from stages_kit import models
 from stages_kit.gradients import require_gradients
 from stages_kit.models import MAKERS, batch_of
-
-from .kit import models
 
 LAYOUTS = ("Et*4L", "Et|t*3L", "E|tt|t|tL")
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineError
+from pipegrid.stages import tested_versions
 from pipegrid.stages.transformers_compat import cache_name, require_known_names
-from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tested_versions, tie
+from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
 from pipegrid.transport import P2PCommunicator
 from stages_kit.gradients import named_in, require_gradients
 from stages_kit.models import MAKERS, WORDS, batch_of, llama, phi3, text_model

@@ -95,7 +95,10 @@ def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
 
 
 def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
-    assert to_torch(lower(one_f_one_b(2, 1))) == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+    assert (
+        to_torch(lower(one_f_one_b(2, 1)))
+        == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+    )
     assert to_torch(one_f_one_b(2, 1)) == to_csv(one_f_one_b(2, 1))
     reduced = from_text("0: 0F0 0B0 0REDUCE 1F0 1B0 1REDUCE")  # in the place of the plan's own reductions
     assert to_torch(reduced) == "0F0,0B0,0REDUCE_GRAD,1F0,1B0,1REDUCE_GRAD\n"
@@ -110,7 +113,10 @@ def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
         (forward_only(2, 2), "runs no plan with stages without a backward"),
         (seq1f1b(2, 2, num_slices=2), "runs no plan with slices"),
         (from_text("modules a:1 b:1\n0: 0F0 0B0\n1: 1F0 1B0"), "runs no plan with modules beside each other"),
-        (from_text("placement 0 0,1\n0: 0F0 1F0 1B0 0B0\n1: 1F0 1B0"), "runs no plan with a stage on several positions"),
+        (
+            from_text("placement 0 0,1\n0: 0F0 1F0 1B0 0B0\n1: 1F0 1B0"),
+            "runs no plan with a stage on several positions",
+        ),
         (offload(lower(one_f_one_b(4, 8)), 2.5), "has no action such as 0OFFLOAD0"),
         (with_reduce(lower(one_f_one_b(2, 2)), {"word": (0, 1)}), "has no action such as 0REDUCE@word"),
     ],

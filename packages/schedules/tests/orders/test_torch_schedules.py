@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
 from pipegrid.plans import from_csv, lower, one_f_one_b, to_torch, v_half
+from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
 from pipegrid.schedules import PlanError, interleaved_1f1b, to_csv, torch_schedule, verify
 from pipegrid.schedules.__main__ import main
 

@@ -47,7 +47,8 @@ def torch_schedule(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(text, encoding="utf-8")
-        schedule._load_csv(str(path), format="compute_comms" if plan.has_communication else "compute_only")
+        form = "compute_comms" if plan.has_communication else "compute_only"
+        schedule._load_csv(str(path), format=form)  # noqa: SLF001 -- torch has no public way
     orders = orders_of_torch(schedule, batched=True)
     for name in order:
         prove_order(orders, name)

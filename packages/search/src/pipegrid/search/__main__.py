@@ -393,6 +393,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return result
 
 
+def search_command(arguments: Sequence[str]) -> int:
+    """``pipegrid search``, whose name would otherwise mean the whole of this command line."""
+    return main(["search", *arguments])
+
+
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly

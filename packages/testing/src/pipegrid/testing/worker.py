@@ -196,9 +196,9 @@ class RankSession:
         return None if made is None else self._directories.setdefault(path, made)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Ignore everything but the wanted paths, where a directory above them is the argument."""
-        return None if any(path.is_relative_to(collection_path) for path in self._wanted) else True
+    def pytest_ignore_collect(self, collection_path: Path) -> bool:
+        """Ignore everything but the wanted paths and those above them, whatever their names (norecursedirs)."""
+        return not any(path.is_relative_to(collection_path) for path in self._wanted)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why a file could not be collected."""

@@ -39,6 +39,8 @@ from attrs import asdict, define, evolve, frozen
 from pipegrid.schedules import JobFailedError, PipelineError
 from pipegrid.transport import P2PLaneDeadError, P2PPeerError
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "stages" / "tests"))  # its kit, where pytest has not set the paths
+
 from .compatibility_cells import COLUMNS, FailsAloneError, World, WrongNumbersError
 from .compatibility_families import FAMILIES
 

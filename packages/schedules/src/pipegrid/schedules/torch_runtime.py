@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -47,7 +47,7 @@ def torch_schedule(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(text, encoding="utf-8")
-        form = "compute_comms" if plan.has_communication else "compute_only"
+        form: Literal["compute_comms", "compute_only"] = "compute_comms" if plan.has_communication else "compute_only"
         schedule._load_csv(str(path), format=form)  # noqa: SLF001 -- torch has no public way
     orders = orders_of_torch(schedule, batched=True)
     for name in order:

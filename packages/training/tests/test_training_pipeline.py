@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from pipegrid.bridges import Axes, EdgeOptions, Whole
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError
@@ -264,6 +266,22 @@ def test_what_cannot_be_a_batch_is_a_typed_error_before_anything_is_sent(ranks):
         assert pipeline.step([texts(0, rows=2), texts(1, rows=4)]).isfinite()  # cut already
     with job(num_microbatches=7) as pipeline, pytest.raises(StepArgumentError, match="6 rows for num_microbatches=7"):
         pipeline.step(texts(0))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("call", "among"), [("evaluate", (1, 3)), ("clip", (0,)), ("clip", (3,)), ("clip", (1, 3))])
+def test_a_call_of_some_ranks_alone_is_an_error_on_all_and_meets_no_other_call(ranks, call, among):
+    """A clip beside a step returned the norm of what the others counted."""
+    config = PipelineConfig(variable_seq_lengths=True, deadline=20.0, check=False)
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    with Pipeline(made(llama()), "Ett|ttL", grid, config=config, num_microbatches=2) as pipeline:
+        pipeline.step(texts(pipeline.replica, rows=2))
+        with pytest.raises((DisagreementError, PipelineError)) as raised:
+            if ranks.rank in among:
+                getattr(pipeline, call)(1.0 if call == "clip" else texts(pipeline.replica, rows=2))
+            else:
+                pipeline.step(texts(pipeline.replica, rows=2))
+    assert re.search(rf"in (step\(\), .* in {call}\(\)|{call}\(\), .* in step\(\))", str(raised.value))
 
 
 def alone(own, loss, logits, **inputs):

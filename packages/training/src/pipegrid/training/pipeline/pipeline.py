@@ -25,6 +25,7 @@ from pipegrid.stages.generators import states_as_before
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.pipeline.counts import CALLS, NAMES, marks_of, require_one_call
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
@@ -44,6 +45,7 @@ from pipegrid.training.pipeline.modules import (
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.transport.control.opening import resolve_device
+from pipegrid.transport.streams import has_streams
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Tensors, arrays and lists with one entry for each row, and what has none; or a list of dicts, one a microbatch."""
@@ -306,7 +308,9 @@ class Pipeline:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""
         if self.is_spare:
             return self._nothing()
-        return clip_grad_norm_(
+        numbers = [0.0] * (len(NAMES) - 2) + marks_of("clip")  # with those of a norm as many as other calls begin with
+        marks = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        norm = clip_grad_norm_(
             self.stages,
             self.groups,
             max_norm,
@@ -314,7 +318,11 @@ class Pipeline:
             job_group=self.config.job_group,
             deadline=self.config.deadline,
             monitor=self.config.monitor,
+            beside=marks,
         )
+        if not has_streams(self.device):  # where there are, the host does not wait
+            require_one_call("clip", marks.tolist()[-len(CALLS) :])
+        return norm
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
         """What a checkpoint holds of this rank: stages, ``optimizer`` (or a list of them) and the data position."""

@@ -142,7 +142,8 @@ class Steps:
         first = None if forward_only or routes is not None else self.first
         if first is not None and first.begin(parts, batch):
             self._comparing = first
-        counts = self._counts(given["data_iterator"], len(parts) if self.is_one_batch and routes is None else None)
+        number = len(parts) if self.is_one_batch and routes is None else None
+        counts = self._counts(given["data_iterator"], number, "evaluate" if forward_only else "step")
         step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._told, trained=not forward_only))
         self._counts_now = counts
@@ -162,8 +163,11 @@ class Steps:
             first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
         return mean
 
-    def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None) -> StepCounts:
-        """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them."""
+    def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None, call: str) -> StepCounts:
+        """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them.
+
+        ``call``: of `CALLS`.
+        """
         own = [
             each
             for name, stages in self.stages.items()
@@ -173,7 +177,8 @@ class Steps:
         ]
         if number is not None:
             return StepCounts.known(own, number, self.device)
-        return StepCounts.start(own if self._is_counted else [], self.device, self.config.job_group, self._waiting)
+        counted = own if self._is_counted else []
+        return StepCounts.start(counted, self.device, self.config.job_group, self._waiting, call=call)
 
     def _told(self, told: Sequence[Tensor], *, trained: bool) -> Tensor:
         """This rank's part of what the losses tell, and whether a layer of its stages has attached one."""

@@ -630,7 +630,8 @@ def test_copies_of_a_tied_weight_under_other_options_are_an_error_in_the_next_st
     """Options by place; with ``check_replicas`` the copies are compared after each reduction, else in the second."""
     ids = torch.randint(0, LAYERED_WORDS, (4, 5), generator=torch.Generator().manual_seed(0))
     grid = HyperCommGrid([1, 2], ["dp", "pp"])
-    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0, check_replicas=checked)
+    # Without `check`, which compares the first update and is there before them:
+    config = PipelineConfig(variable_seq_lengths=True, deadline=30.0, check_replicas=checked, check=False)
     make = made(lambda: Layered(tied=True))
     with Pipeline(make, "Ett|ttL", grid, num_microbatches=2, loss=of_words, config=config) as pipeline:
         pipeline.step({"ids": ids})

@@ -65,8 +65,10 @@ class Pipeline:
 
     The first `step` of one model over dp and pp, of at most 20 million parameters, is compared with one process: the
     first rank runs the whole model on the batch of all replicas, with the script's own loss, and a loss, gradient or
-    buffer of a stage that is not that of one process is a `CutError` on every rank. It takes as long as that process
-    does. ``PipelineConfig(check=True)`` compares a model of any size that a rank can hold, and False none.
+    buffer of a stage that is not that of one process is a `CutError` on every rank. So is, in the next `step`, what
+    the script's optimizers have made of the parameters first. It takes as long as that process does.
+    ``PipelineConfig(check=True)`` compares a model of any size that a rank can hold, and False none; a line on stderr
+    says what is not compared.
 
     Args:
         model: a function that makes the model, such as ``lambda: LlamaForCausalLM(config)``; or modules by name.
@@ -200,9 +202,17 @@ class Pipeline:
             all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
             self.generators,
             self._cut["rows"],
-            None
-            if parallelize is not None
-            else FirstStep.of(described, self.stages, self.config, loss, self._cut["rows"], self.device, self.replica),
+            self.named_parameters,
+            FirstStep.of(
+                described,
+                self.stages,
+                self.config,
+                loss,
+                self._cut["rows"],
+                self.device,
+                self.named_parameters,
+                self.replica,
+            ),
         )
 
     @property
@@ -406,6 +416,7 @@ class Pipeline:
             if self._end is not None:
                 self._end.wait()
             return
+        self._steps.close()
         try:
             for checkpoints in self._checkpoints.values():
                 checkpoints.close()

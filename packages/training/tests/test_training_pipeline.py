@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +232,23 @@ def job(**options):
     """A job of two stages, with what a test changes."""
     given = {"layout": "Ett|ttL", "grid": HyperCommGrid([2], ["pp"]), "loss": next_words} | options
     return Pipeline(made(MAKERS["gpt2"]), **given)
+
+
+@pytest.mark.ranks(2)
+def test_a_closed_pipeline_is_freed_by_its_last_reference(ranks):
+    """With its lanes, their threads and descriptors; what watches the script's optimizers for the first update too."""
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline = job()
+        pipeline.step(texts(0))
+        torch.optim.SGD(pipeline.parameters(), lr=0.1).step()
+        freed = [weakref.ref(each) for each in (pipeline, pipeline.stages["model"][0])]
+        pipeline.close()
+        del pipeline
+        assert [each() for each in freed] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.ranks(2)

@@ -188,6 +188,7 @@ class Pipeline:
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device, ranks),
         )
+        named = partial(_named, self.stages)  # a method of this would keep lanes until a garbage collection
         self._steps = Steps(
             own,
             self.stages,
@@ -202,7 +203,7 @@ class Pipeline:
             all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
             self.generators,
             self._cut["rows"],
-            self.named_parameters,
+            named,
             FirstStep.of(
                 described,
                 self.stages,
@@ -210,7 +211,7 @@ class Pipeline:
                 loss,
                 self._cut["rows"],
                 self.device,
-                self.named_parameters,
+                named,
                 self.replica,
             ),
         )
@@ -306,13 +307,7 @@ class Pipeline:
 
         Options by name: ``AdamW([{"params": [p], "lr": ...} for name, p in ...] or [{"params": []}])``.
         """
-        seen: set[nn.Parameter] = set()
-        for stage in (stage for held in self.stages.values() for stage in held):
-            tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
-            for name, parameter in stage.named_parameters():
-                if parameter.requires_grad and parameter not in seen:
-                    seen.add(parameter)
-                    yield tied.get(bare_name(name), name), parameter
+        return _named(self.stages)
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""
@@ -448,3 +443,14 @@ def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:
     if edited is not None and edited is not stage:
         raise StepArgumentError(f"parallelize returned {type(edited).__name__}; it edits the stage in place")
     return stage
+
+
+def _named(modules: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """`Pipeline.named_parameters` of the stages of ``modules``."""
+    seen: set[nn.Parameter] = set()
+    for stage in (stage for held in modules.values() for stage in held):
+        tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                yield tied.get(bare_name(name), name), parameter

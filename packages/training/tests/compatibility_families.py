@@ -88,6 +88,27 @@ def whisper():
     return transformers.WhisperForConditionalGeneration(models.whisper(max_target_positions=40, **special))
 
 
+def switch():
+    """Switch Transformers, with experts in two layers of each list."""
+    made = transformers.SwitchTransformersConfig(
+        vocab_size=WORDS,
+        d_model=16,
+        d_kv=4,
+        d_ff=32,
+        num_layers=4,
+        num_decoder_layers=4,
+        num_heads=4,
+        num_experts=4,
+        num_sparse_encoder_layers=2,
+        num_sparse_decoder_layers=2,
+        router_jitter_noise=0,
+        dropout_rate=0,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    return transformers.SwitchTransformersForConditionalGeneration(made)
+
+
 def lora():
     """A Llama of which adapters alone are trained."""
     model = llama()().requires_grad_(False)
@@ -157,6 +178,17 @@ FAMILIES = {
     "SmolLM3": text("SmolLM3ForCausalLM", "SmolLM3Config", bos_token_id=1, eos_token_id=2),
     "GLM-4": text("Glm4ForCausalLM", "Glm4Config", head_dim=4),
     "GPT-2": known("gpt2"),
+    "CTRL": text(
+        "CTRLLMHeadModel",
+        "CTRLConfig",
+        n_embd=16,
+        n_layer=4,
+        n_head=4,
+        dff=32,
+        n_positions=64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+    ),
     "GPT-J": text(
         "GPTJForCausalLM",
         "GPTJConfig",
@@ -259,6 +291,7 @@ FAMILIES = {
         **_NO_DROPOUT,
     ),
     "T5": known("t5"),
+    "Switch Transformers": Family(switch, _text_batch, None, layouts=LAYOUTS_OF_TWO, dtype=torch.float32),
     "BART": known("bart"),
     "Whisper": Family(whisper, spoken, None, layouts=LAYOUTS_OF_TWO),
     "Whisper, encoder": known("whisper encoder"),

@@ -63,6 +63,38 @@ def test_stages_that_are_the_model_are_equal_and_the_report_says_what_was_compar
     assert lines[-1] == "equal (limit 1e-08)"
 
 
+def by_name(named):
+    """Options as recipes choose them: no decay of embeddings."""
+    return torch.optim.AdamW([{"params": [one], "weight_decay": 0.5 * ("embed" not in name)} for name, one in named])
+
+
+def by_depth(named):
+    """A place among the parameters of a stage is another one than among all."""
+    return torch.optim.SGD([{"params": [one], "lr": 0.1 * 0.9**number} for number, (_, one) in enumerate(named)])
+
+
+class OfAll(torch.optim.SGD):
+    """Divides all gradients by the norm of all."""
+
+    def __init__(self, named):
+        super().__init__([one for _, one in named], lr=0.1)
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
+        super().step(closure)
+
+
+def test_an_update_is_compared_by_the_names_of_one_process():
+    torch.manual_seed(3)
+    options = {"layout": "Et|tt|tL", "batch": batch_of("llama"), "dtype": torch.float64}
+    found = check_stages(llama(tie_word_embeddings=True), optimizer=by_name, **options)
+    assert len(found.updates) == 39, "both copies of the tied weight"
+    assert str(found).splitlines()[-2] == "39 parameters after an update, the largest error 0"
+    for kind in (by_depth, OfAll):
+        with pytest.raises(CutError, match=r"gradients, buffers and updates.*\n  update of model\.\S+ on stage \d"):
+            check_stages(llama(tie_word_embeddings=True), optimizer=kind, **options)
+
+
 def test_what_a_proof_cannot_decide_is_decided_by_numbers():
     with pytest.raises(CutError, match="do not compute what the model computes") as error:
         check(reading)

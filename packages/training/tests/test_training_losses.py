@@ -231,6 +231,21 @@ def test_what_is_counted_gives_an_attached_loss_the_mean_over_microbatches(name,
             weighed([of_sum(count)], logits, labels, sizes, beside)
 
 
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [2, 2], [3, 1, 2]])
+@pytest.mark.parametrize("name", ["rows", "microbatches"])
+def test_what_is_counted_is_known_without_labels(name, sizes):
+    """In a microbatch of one row both are 1."""
+    outputs = torch.randn(sum(sizes), 3, dtype=torch.float64).requires_grad_()
+    parts = [microbatch({"x": some.detach()}, Share(), CPU) for some in outputs.split(sizes)]
+    counts = StepCounts.start(parts, CPU, None, Waiting())
+    loss = GivenLoss(lambda output, _: (output.square().sum(), len(output) if name == "rows" else 1))
+    found = [loss(output, part, counts) for output, part in zip(outputs.split(sizes), parts, strict=True)]
+    told = torch.stack([each for _, _, each in found]).sum(dim=0)
+    require_mean(told.tolist(), counts.numbers()[MICROBATCHES], attached=True)
+    of = sum(sizes) if name == "rows" else len(sizes)
+    assert (told[0] / told[1]).item() == pytest.approx((outputs.square().sum() / of).item())
+
+
 def test_a_count_by_the_mask_is_the_same_on_a_replica_without_padding():
     """In its first microbatch such a count is also that of all places, which another replica's is not."""
     labels = torch.tensor([[1, 2, 3, 0]] * 2 + [[1, 2, -100, -100], [3, 1, 2, -100]])

@@ -44,6 +44,7 @@ def clip_grad_norm_(
     deadline: float | None = None,
     monitor: Monitor | None = None,
     add: Literal["as_computed", "by_unit"] = "as_computed",
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Clip the gradients of the whole job to one norm. Every rank of the job calls it and gets the same value.
 
@@ -63,6 +64,7 @@ def clip_grad_norm_(
         monitor: of the job, whose deadline and failures then end the wait.
         add: ``"by_unit"`` rounds the sum over ranks once, so that it does not depend on which ranks there are; the host
             waits for it. For tests, with `PipelineConfig` of the same ``grad_add``.
+        beside: float64 numbers that the all-reduce of the norm adds up as well, in place.
 
     Returns:
         The norm before clipping, a float64 scalar on the gradients' device.
@@ -96,11 +98,14 @@ def clip_grad_norm_(
         whole = parts.nan_to_num(nan=0.0, posinf=math.inf)
         total[0] = whole.max() if infinite else whole.pow(norm_type).sum()
         total[1] = parts.isnan().any()
+    total = total if beside is None else torch.cat([total, beside])
     waiting = Waiting(deadline, monitor, "the norm of the gradients in clip()")
     if add == "by_unit" and not infinite:
         total = _rounded_once(total, job_group, waiting)
     else:
         all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(waiting)
+    if beside is not None:
+        beside.copy_(total[2:])
     norm = total[0] if infinite else total[0] ** (1.0 / norm_type)
     norm = torch.where(total[1] > 0, torch.full_like(norm, math.nan), norm)
     if max_norm < math.inf:

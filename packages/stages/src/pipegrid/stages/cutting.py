@@ -223,6 +223,7 @@ def check_stages(
     carry: Sequence[str] = (),
     loss: Callable[[Any], Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
 ) -> StageComparison:
     """Compare the stages of a cut with the whole model: one microbatch, its loss and every gradient, in this process.
 
@@ -242,6 +243,8 @@ def check_stages(
         carry: as in `pipeline_stage`; stages behind the first are called without these arguments.
         loss: of what the model returns. None: the model's own loss, or a weighted sum of all that it returns.
         dtype: compute in this dtype, such as ``torch.float64``; None: as made.
+        optimizer: from named parameters to an optimizer, as the script makes it of ``Pipeline.named_parameters()``. One
+            of each stage then makes an update, and so does one of the whole model.
 
     Raises:
         CutError: the cut is not proved, or values differ by more than rounding: the text names the parameters, the
@@ -256,6 +259,6 @@ def check_stages(
         model = made() if isinstance(make, nn.Module) else make
         return pipeline_stage(model, layout, number, names=names, carry=carry, allow_empty=True)
 
-    found = compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype)
+    found = compare(made, stage_of, args, kwargs, carry=carry, loss=loss, dtype=dtype, optimizer=optimizer)
     found.require()
     return found

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from pipegrid.stages.assignment import names_of_ties
 from pipegrid.stages.calls import accepted_by, by_name, without_cache
 from pipegrid.stages.comparison.chain import Turn, at_layers, forwards, gradients, trained
 from pipegrid.stages.errors import CutError, few
@@ -20,6 +22,7 @@ from pipegrid.stages.proof import CutProof
 from pipegrid.stages.torch_compat import named_leaves, tree_map_only
 
 Loss = Callable[[Any], Tensor]
+OptimizerOf = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Gradients = Mapping[str, Tensor | None]
 _SHOWN = 4  # values per error
 
@@ -59,6 +62,7 @@ class StageComparison:
         limit: the largest error that rounding explains: the square root of the epsilon of the parameters' dtype.
         strides: where rounding depends on the strides of hidden states, by how much; the stages are compared with the
             whole model whose hidden states are contiguous between stages, as the received ones are.
+        updates: what an optimizer of each stage makes of its parameters.
     """
 
     proof: CutProof
@@ -68,11 +72,12 @@ class StageComparison:
     buffers: tuple[Compared, ...]
     limit: float
     strides: float = 0.0
+    updates: tuple[Compared, ...] = ()
 
     @property
     def different(self) -> tuple[Compared, ...]:
         """The values that differ, the largest errors first."""
-        found = [one for one in (*self.gradients, *self.buffers) if not one.error <= self.limit]
+        found = [one for one in (*self.gradients, *self.buffers, *self.updates) if not one.error <= self.limit]
         return tuple(sorted(found, key=lambda one: -math.inf if math.isnan(one.error) else -one.error))
 
     @property
@@ -94,10 +99,10 @@ class StageComparison:
             return
         found = self.different
         lines = few([str(one) for one in found], _SHOWN)
-        count = len(self.gradients) + len(self.buffers)
+        count = len(self.gradients) + len(self.buffers) + len(self.updates)
         raise CutError(
             f"the stages of layout {self.proof.layout} do not compute what the model computes: {self._losses()}; "
-            f"{len(found)} of {count} gradients and buffers differ by more than {self.limit:.1g} of their norm"
+            f"{len(found)} of {count} gradients, buffers and updates differ by more than {self.limit:.1g} of their norm"
             + "".join(f"\n  {line}" for line in lines)
         )
 
@@ -106,6 +111,9 @@ class StageComparison:
         stages = sorted({stage for one in self.gradients for stage in one.stages})
         lines = [str(self.proof), self._losses()]
         lines += [self._stage(stage, [one for one in self.gradients if stage in one.stages]) for stage in stages]
+        if self.updates:
+            worst = max(self.updates, key=lambda one: one.error)
+            lines.append(f"{len(self.updates)} parameters after an update, the largest error {worst.error:.2g}")
         lines.append(f"{'equal' if self.holds else 'different'} (limit {self.limit:.1g})")
         if self.strides:
             lines[-1] += f", where hidden states are contiguous; other strides change the model by {self.strides:.1g}"
@@ -129,6 +137,7 @@ def compare(
     carry: Sequence[str] = (),
     loss: Loss | None = None,
     dtype: torch.dtype | None = None,
+    optimizer: OptimizerOf | None = None,
 ) -> StageComparison:
     """Run one microbatch through the whole model and through its stages, in this process, as `check_stages`.
 
@@ -140,9 +149,10 @@ def compare(
         stage_of: the stage of a number, with parameters of its own.
         args: of the call of the whole model; tensors are moved to its device.
         kwargs: likewise.
-        carry: as in `check_stages`, as are ``loss`` and ``dtype``.
+        carry: as in `check_stages`, as are ``loss``, ``dtype`` and ``optimizer``.
         loss: of what the model returns.
         dtype: of the computation.
+        optimizer: of named parameters.
 
     Raises:
         CutError: the cut is not proved, values of stages and model differ from the start, or nothing has a gradient.
@@ -185,7 +195,8 @@ def compare(
         right = _gradients(whole, losses[0], hosts)
         found = against(whole, losses[0].item(), right)
         if found.holds:
-            return found
+            updates = () if optimizer is None else _updates(optimizer, whole, stages, right, hosts, limit)
+            return attrs.evolve(found, updates=tuple(updates))
         # Rounding, of a model that computes in a lower precision than its parameters have? Then strides show it.
         restore(start)
         other = hosts.made(lambda: make().to(dtype))
@@ -323,6 +334,39 @@ def _of_stages(
         for alias, gradient in found.items():
             summed[names[alias]] = gradient + summed[names[alias]] if names[alias] in summed else gradient
     return summed, stages
+
+
+def _updates(
+    optimizer: OptimizerOf,
+    whole: nn.Module,
+    stages: Sequence[Any],
+    right: Gradients,
+    hosts: _Hosts,
+    limit: float,
+) -> Iterator[Compared]:
+    """What an optimizer of each stage makes of its parameters, beside one of all; of equal gradients, those of all."""
+    before = {name: one.detach().clone() for name, one in trained(whole).items()}
+    after = dict(_stepped(optimizer, whole, {}, right, hosts))
+    for stage in stages:
+        tied = names_of_ties(stage.assignment.ties, stage.number)
+        for name, value in _stepped(optimizer, stage, tied, right, hosts):
+            least = 4 * torch.finfo(value.dtype).eps * _norm(before[name]) / limit  # the rounding of a sum
+            moved = value - before[name], after[name] - before[name]
+            yield compared(f"update of {name}", [stage.number], *moved, least)
+
+
+def _stepped(
+    optimizer: OptimizerOf, model: nn.Module, tied: Mapping[str, str], right: Gradients, hosts: _Hosts
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of ``model`` after a step, by their names in the whole model."""
+    named = [(tied.get(name, name), one) for name, one in trained(model).items()]
+    for name, one in named:
+        gradient = right[name]
+        one.grad = None if gradient is None else gradient.clone()  # a step may clip it
+    if named:
+        with hosts.of(model):
+            optimizer(named).step()
+    return ((name, one.detach()) for name, one in named)
 
 
 def compared_gradients(right: Gradients, found: Gradients, stages: Mapping[str, Sequence[int]]) -> Iterator[Compared]:

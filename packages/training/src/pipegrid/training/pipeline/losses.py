@@ -30,7 +30,7 @@ from pipegrid.training.pipeline.counts import (
     StepCounts,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.training.pipeline.parts import Part, asked, halves, on_host, padded_apart, zero_of
+from pipegrid.training.pipeline.parts import Part, asked, doubled, halves, on_host, padded_apart, zero_of
 
 Weighed = tuple[Tensor, Tensor, Tensor]
 """What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
@@ -370,12 +370,13 @@ class GivenLoss:
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
         """What is counted, of what has the same number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
-        if parts is None:
-            return ()
         with asked():
-            found = self._loss(parts[2].output, parts[2].inputs)
+            more = doubled(output, microbatch.inputs, microbatch.rows) if parts is None else parts[2]
+            if more is None:
+                return ()
+            found = self._loss(more.output, more.inputs)
         count = float((found.output if isinstance(found, WithLoss) else found)[1])
-        return tuple([rule for rule in self._counted or () if parts[2].counts[rule] == count])
+        return tuple([rule for rule in self._counted or () if more.counts[rule] == count])
 
     def _mean_of(self, part: Part) -> float:
         found = self._loss(part.output, part.inputs)

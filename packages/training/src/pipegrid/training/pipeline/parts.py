@@ -75,6 +75,14 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
     return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
 
 
+def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> Part | None:
+    """A microbatch with all rows twice; None of an output without rows."""
+    if not _has_rows(output, rows):
+        return None
+    joined = _twice(inputs, inputs, rows)
+    return Part(_twice(output, output, rows), joined, counts_of(joined, 2 * rows))
+
+
 def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
     """The outputs of microbatches as the output of one; what has no rows, and is not the same in all, is NaN there.
 

@@ -25,6 +25,7 @@ from pipegrid.stages.generators import states_as_before
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.pipeline.counts import CALLS, NAMES, marks_of, require_one_call
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
@@ -44,6 +45,7 @@ from pipegrid.training.pipeline.modules import (
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.transport.control.opening import resolve_device
+from pipegrid.transport.streams import has_streams
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Tensors, arrays and lists with one entry for each row, and what has none; or a list of dicts, one a microbatch."""
@@ -63,8 +65,10 @@ class Pipeline:
 
     The first `step` of one model over dp and pp, of at most 20 million parameters, is compared with one process: the
     first rank runs the whole model on the batch of all replicas, with the script's own loss, and a loss, gradient or
-    buffer of a stage that is not that of one process is a `CutError` on every rank. It takes as long as that process
-    does. ``PipelineConfig(check=True)`` compares a model of any size that a rank can hold, and False none.
+    buffer of a stage that is not that of one process is a `CutError` on every rank. So is, in the next `step`, what
+    the script's optimizers have made of the parameters first. It takes as long as that process does.
+    ``PipelineConfig(check=True)`` compares a model of any size that a rank can hold, and False none; a line on stderr
+    says what is not compared.
 
     Args:
         model: a function that makes the model, such as ``lambda: LlamaForCausalLM(config)``; or modules by name.
@@ -184,6 +188,7 @@ class Pipeline:
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device, ranks),
         )
+        named = partial(_named, self.stages)  # a method of this would keep lanes until a garbage collection
         self._steps = Steps(
             own,
             self.stages,
@@ -198,9 +203,17 @@ class Pipeline:
             all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
             self.generators,
             self._cut["rows"],
-            None
-            if parallelize is not None
-            else FirstStep.of(described, self.stages, self.config, loss, self._cut["rows"], self.device, self.replica),
+            named,
+            FirstStep.of(
+                described,
+                self.stages,
+                self.config,
+                loss,
+                self._cut["rows"],
+                self.device,
+                named,
+                self.replica,
+            ),
         )
 
     @property
@@ -294,19 +307,15 @@ class Pipeline:
 
         Options by name: ``AdamW([{"params": [p], "lr": ...} for name, p in ...] or [{"params": []}])``.
         """
-        seen: set[nn.Parameter] = set()
-        for stage in (stage for held in self.stages.values() for stage in held):
-            tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
-            for name, parameter in stage.named_parameters():
-                if parameter.requires_grad and parameter not in seen:
-                    seen.add(parameter)
-                    yield tied.get(bare_name(name), name), parameter
+        return _named(self.stages)
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""
         if self.is_spare:
             return self._nothing()
-        return clip_grad_norm_(
+        numbers = [0.0] * (len(NAMES) - 2) + marks_of("clip")  # with those of a norm as many as other calls begin with
+        marks = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        norm = clip_grad_norm_(
             self.stages,
             self.groups,
             max_norm,
@@ -314,7 +323,11 @@ class Pipeline:
             job_group=self.config.job_group,
             deadline=self.config.deadline,
             monitor=self.config.monitor,
+            beside=marks,
         )
+        if not has_streams(self.device):  # where there are, the host does not wait
+            require_one_call("clip", marks.tolist()[-len(CALLS) :])
+        return norm
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
         """What a checkpoint holds of this rank: stages, ``optimizer`` (or a list of them) and the data position."""
@@ -398,6 +411,7 @@ class Pipeline:
             if self._end is not None:
                 self._end.wait()
             return
+        self._steps.close()
         try:
             for checkpoints in self._checkpoints.values():
                 checkpoints.close()
@@ -429,3 +443,14 @@ def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:
     if edited is not None and edited is not stage:
         raise StepArgumentError(f"parallelize returned {type(edited).__name__}; it edits the stage in place")
     return stage
+
+
+def _named(modules: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """`Pipeline.named_parameters` of the stages of ``modules``."""
+    seen: set[nn.Parameter] = set()
+    for stage in (stage for held in modules.values() for stage in held):
+        tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                yield tied.get(bare_name(name), name), parameter

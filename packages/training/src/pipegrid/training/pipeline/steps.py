@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import cattrs
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegrid.checkpoint.gathering import gather_plain, wait_for_all
 from pipegrid.core.errors import StepArgumentError
@@ -39,7 +39,9 @@ from pipegrid.stages import Stage
 from pipegrid.stages.generators import restore, seed_by
 from pipegrid.timeline import Track
 from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
+from pipegrid.training.pipeline.exchange import Exchange
 from pipegrid.training.pipeline.first_step import FirstStep
+from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, form_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule
@@ -66,6 +68,7 @@ class Steps:
         is_one_batch: whether the losses of a step are all of one batch, in one replica; the same on all ranks.
         generators: by module; a draw seeds each forward.
         rows: how microbatches are shared among replicas.
+        named: the parameters to train by the names that the script has for them.
         first: what compares the first step that trains with one process; None afterwards.
     """
 
@@ -82,8 +85,10 @@ class Steps:
     is_one_batch: bool
     generators: Mapping[str, torch.Generator]
     rows: Rows
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     first: FirstStep | None = None
     _comparing: FirstStep | None = field(default=None, init=False)
+    _update: FirstUpdate | None = field(default=None, init=False)
     _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
     _counts_now: StepCounts | None = field(default=None, init=False)
@@ -139,10 +144,14 @@ class Steps:
         ``batch``: what the script gave, of which they are parts.
         """
         given = self.arguments(parts, routes)
+        if self._update is not None and not forward_only:
+            update, self._update = self._update, None
+            self._update = None if update.compare() else update
         first = None if forward_only or routes is not None else self.first
         if first is not None and first.begin(parts, batch):
             self._comparing = first
-        counts = self._counts(given["data_iterator"], len(parts) if self.is_one_batch and routes is None else None)
+        number = len(parts) if self.is_one_batch and routes is None else None
+        counts = self._counts(given["data_iterator"], number, "evaluate" if forward_only else "step")
         step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._told, trained=not forward_only))
         self._counts_now = counts
@@ -159,11 +168,24 @@ class Steps:
         mean = self._mean(total, counts)
         if first is not None:
             self.first = self._comparing = None
-            first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
+            limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
+            if limit is not None:
+                ranks = Exchange("the first update", self.config, self.device)
+                self._update = FirstUpdate(self.named, ranks, limit)
+        elif self._update is not None and not forward_only:
+            self._update.keep()
         return mean
 
-    def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None) -> StepCounts:
-        """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them."""
+    def close(self) -> None:
+        """Leave the script's optimizers alone."""
+        if self._update is not None:
+            self._update.close()
+
+    def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None, call: str) -> StepCounts:
+        """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them.
+
+        ``call``: of `CALLS`.
+        """
         own = [
             each
             for name, stages in self.stages.items()
@@ -173,7 +195,8 @@ class Steps:
         ]
         if number is not None:
             return StepCounts.known(own, number, self.device)
-        return StepCounts.start(own if self._is_counted else [], self.device, self.config.job_group, self._waiting)
+        counted = own if self._is_counted else []
+        return StepCounts.start(counted, self.device, self.config.job_group, self._waiting, call=call)
 
     def _told(self, told: Sequence[Tensor], *, trained: bool) -> Tensor:
         """This rank's part of what the losses tell, and whether a layer of its stages has attached one."""

@@ -1,0 +1,290 @@
+"""The first update of a job against one process: the script's own optimizer, with all parameters and their options.
+
+The first step has compared gradients. What happens to them afterwards is the script's: it clips, it chooses options by
+name, it has an optimizer on each rank. Where its optimizers step for the first time, each rank keeps what they are
+given; with the next step, the first rank makes the same update of all parameters with one optimizer of each class, and
+every rank compares its parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pipegrid.stages.errors import CutError, few
+from pipegrid.stages.generators import capture_torch, generators_as_before
+from pipegrid.training.pipeline.exchange import Exchange, described
+from pipegrid.training.pipeline.one_process import are_equal
+
+_SHOWN = 6
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@frozen(eq=False)
+class _Updated:
+    """What an optimizer has made of a parameter.
+
+    Attributes:
+        kind: the name of its class.
+        options: of the parameter's group, as plain data.
+        before: the parameter.
+        gradient: of it, as the optimizer was given it.
+        after: the parameter after the step.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    before: Tensor
+    gradient: Tensor | None
+    after: list[Tensor] = field(factory=list)
+
+
+@define(eq=False)
+class FirstUpdate:
+    """What optimizers on this rank make of the gradients of a step that was compared; every rank makes one.
+
+    Attributes:
+        named: the parameters to train by the names that the script has for them.
+        ranks: of the job.
+        limit: the largest error, of a norm, that rounding explains.
+    """
+
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    ranks: Exchange
+    limit: float
+    _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
+    _updated: dict[str, _Updated] = field(factory=dict, init=False)
+    _optimizers: dict[str, Optimizer] = field(factory=dict, init=False)  # by class
+    _inside: list[Optimizer] = field(factory=list, init=False)  # whose steps run; a class may call that of its base
+    _why_not: str | None = field(default=None, init=False)
+    _handles: list[Any] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the gradients at the end of a step."""
+        self._gradients = {name: one.grad.clone() for name, one in self.named() if one.grad is not None}
+
+    def close(self) -> None:
+        """Watch optimizers no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside.append(optimizer)
+        if self._inside[-2:] == [optimizer, optimizer]:
+            return
+        names = {id(one): name for name, one in self.named()}
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        held = [(group, one) for group in optimizer.param_groups for one in group["params"] if id(one) in names]
+        if held:
+            self._optimizers.setdefault(kind, optimizer)
+            self._why_not = self._why_not or _why_not(optimizer, args, kwargs)
+        for group, one in held:
+            options = {name: value for name, value in _options(group).items() if _is_plain(value)}
+            gradient = None if one.grad is None else one.grad.clone()
+            if names[id(one)] in self._updated:
+                self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
+            self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        self._inside.pop()
+        if self._inside[-1:] == [optimizer]:
+            return
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for name, one in self.named():
+            if id(one) in held and name in self._updated:
+                self._updated[name].after.append(one.detach().clone())
+
+    def compare(self) -> bool:
+        """Compare what optimizers have made of the parameters, before another step; False where none has stepped yet.
+
+        Raises:
+            CutError: on every rank, where one process has other parameters.
+        """
+        unended = None if all(one.after for one in self._updated.values()) else "an optimizer's step has failed"
+        own = {
+            "why": self._why_not or unended,
+            "updated": {
+                name: [one.kind, one.options, described(one.before), described(one.gradient)]
+                for name, one in self._updated.items()
+            },
+            "scale": self._scale(),
+        }
+        told = self.ranks.plain(own)
+        if not any(each["updated"] for each in told):
+            return False
+        self.close()
+        why = next((each["why"] for each in told if each["why"]), None)
+        if why:
+            self.ranks.say_not_compared(why)
+            return True
+        lines = _otherwise(told)
+        if not lines:
+            right = self._right(told)
+            if right is None:
+                return True
+            own_lines = [self._difference(name, one, *right[name]) for name, one in self.named() if name in right]
+            found = self.ranks.plain([line for line in own_lines if line])
+            lines = list(dict.fromkeys(line for each in found for line in each))
+        if lines:
+            raise CutError(
+                "the first update is not that of one process"
+                + "".join(f"\n  {line}" for line in few(lines, _SHOWN))
+                + "\nPipelineConfig(check=False) leaves the comparison out"
+            )
+        return True
+
+    def _scale(self) -> float | None:
+        """By how much all gradients were multiplied between the step and the optimizers; None: not by one number."""
+        pairs = [
+            (one.gradient.double(), self._gradients[name].double())
+            for name, one in self._updated.items()
+            if one.gradient is not None and name in self._gradients
+        ]
+        norm = sum(float(kept.square().sum()) for _, kept in pairs)
+        if not norm or not math.isfinite(norm):
+            return None
+        scale = sum(float((now * kept).sum()) for now, kept in pairs) / norm
+        apart = sum(float((now - scale * kept).square().sum()) for now, kept in pairs)
+        return scale if apart <= (self.limit * scale) ** 2 * norm else None
+
+    def _right(self, told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Parameters before and after the update of one process, on all ranks; None where it fails, which is said."""
+        rank = self.ranks.rank
+        holders = {name: number for number, each in reversed([*enumerate(told)]) for name in each["updated"]}
+        forms = {name: told[number]["updated"][name] for name, number in holders.items()}
+        table = [form for _, _, *both in forms.values() for form in both]
+        here: list[Tensor | None] = []
+        for name, number in holders.items():
+            own = self._updated[name] if number == rank else None
+            here += [None, None] if own is None else [own.before, own.gradient]
+        arrived = self.ranks.tensors(table, here)
+        weights = {name: nn.Parameter(one.clone()) for name, one in zip(holders, arrived[::2], strict=True)}
+        plain: dict[str, Any] = {}
+        if rank == 0:
+            for weight, gradient in zip(weights.values(), arrived[1::2], strict=True):
+                weight.grad = gradient
+            try:
+                self._update(weights, {name: (kind, options) for name, (kind, options, *_) in forms.items()})
+            except Exception as error:  # noqa: BLE001 (told to all ranks: they wait for what is found)
+                plain = {"why": f"{type(error).__name__}: {error}"}
+        why = self.ranks.plain(plain, after_first=True)[0].get("why")
+        if why:
+            self.ranks.say_not_compared(why)
+            return None
+        values = [one.detach() if rank == 0 else None for one in weights.values()]
+        found = self.ranks.tensors([form for _, _, form, _ in forms.values()], values)
+        return {name: (before, after) for name, before, after in zip(weights, arrived[::2], found, strict=True)}
+
+    def _update(
+        self, weights: Mapping[str, nn.Parameter], options: Mapping[str, tuple[str, Mapping[str, Any]]]
+    ) -> None:
+        """One step of one optimizer of each class, with a group for each choice of options."""
+        state = capture_torch(self.ranks.device)
+        for kind in dict.fromkeys(kind for kind, _ in options.values()):
+            if kind not in self._optimizers:
+                raise LookupError(f"the first rank has no {kind}")
+            groups: dict[str, dict[str, Any]] = {}
+            for name, (of, chosen) in options.items():
+                if of == kind:
+                    group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **_of_plain(chosen)})
+                    group["params"].append(weights[name])
+            with generators_as_before():
+                _fresh(self._optimizers[kind], [*groups.values()]).step()
+                if not are_equal(capture_torch(self.ranks.device), state):
+                    raise ValueError(f"{kind} draws random numbers")
+
+    def _difference(self, name: str, own: nn.Parameter, before: Tensor, right: Tensor) -> str | None:
+        """In words, how a parameter differs from that of one process; where no optimizer of this rank has it, now."""
+        after = self._updated[name].after[0] if name in self._updated else own.detach()
+        rounding = 4 * torch.finfo(right.dtype).eps * float(right.double().norm())
+        moved = float((right.double() - before.double()).norm())
+        apart = float((after.double() - right.double()).norm())
+        if apart <= self.limit * moved + rounding:
+            return None
+        return f"{name}: {apart:.3g} away from the parameter of one process, which the update moves by {moved:.3g}"
+
+
+def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In words, where ranks give copies of a parameter other options, or scale gradients by a number of their own."""
+    lines, first = [], {name: each["updated"][name] for each in reversed(told) for name in each["updated"]}
+    for rank, each in enumerate(told):
+        for name, one in each["updated"].items():
+            if one[:2] != first[name][:2]:
+                lines.append(f"{name}: {_apart(one, first[name])} on rank {rank} and on others")
+    scales = {rank: each["scale"] for rank, each in enumerate(told) if each["scale"] is not None}
+    if scales and not max(scales.values()) - min(scales.values()) <= 1e-3 * max(map(abs, scales.values())):
+        found = ", ".join(f"{scale:.4g} on rank {rank}" for rank, scale in scales.items())
+        lines.append(
+            f"between step() and the optimizer gradients are multiplied by {found}: are they clipped to the norm of a "
+            "rank? Pipeline.clip() clips to that of all"
+        )
+    return lines
+
+
+def _apart(one: Sequence[Any], other: Sequence[Any]) -> str:
+    """In words, how two copies of a parameter are updated otherwise."""
+    (kind, options, *_), (of, others, *_) = one, other
+    if kind != of:
+        return f"{kind} and {of}"
+    keys = [key for key in {**options, **others} if options.get(key) != others.get(key)]
+    return ", ".join(f"{key} {options.get(key)} and {others.get(key)}" for key in keys)
+
+
+def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:
+    """Why the step of an optimizer cannot be made again."""
+    name = type(optimizer).__name__
+    others = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")]
+    if any(one is not None for one in (*args[1:], *kwargs.values())):  # behind the optimizer itself
+        return f"{name}.step() has arguments"
+    if any(optimizer.state.get(one) for group in optimizer.param_groups for one in group["params"]):
+        return f"{name} has updated before"
+    if any(isinstance(value, (Optimizer, Tensor)) for value in others):
+        return f"{name} keeps an optimizer or tensors of its own"
+    if not all(_is_plain(value) for group in optimizer.param_groups for value in _options(group).values()):
+        return f"{name} has options that are neither numbers nor texts"
+    return None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group; a learning rate may be a tensor."""
+    found = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in found.items()
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _of_plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _fresh(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class and settings for other parameters, without a state, hooks or a scheduler."""
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    vars(made).update({name: OrderedDict() for name in _HOOKS}, state=defaultdict(dict), param_groups=groups)
+    return made

@@ -24,7 +24,7 @@ from pipegrid.plans.orders import (
     prove_order,
 )
 from pipegrid.plans.passes.lowering import lower
-from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text, to_torch
+from pipegrid.plans.plan import Plan, to_torch
 from pipegrid.plans.simulate import Costs, CostsError, Simulation, costs_from_json, simulate
 from pipegrid.plans.verify import as_limit, verify
 from pipegrid.search import COMPARED, Found, Progress, compare, comparison_table, greedy, search
@@ -39,32 +39,10 @@ from pipegrid.timeline import (
     write_perfetto,
     write_svg,
 )
+from pipegrid.timeline.plan_files import read_file, read_plan, write_plan
 
 USAGE = 2
 FAULTY = 1
-
-
-def read_file(path: Path) -> str:
-    """The text of a file, without the byte order mark that a spreadsheet puts before its CSV."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise PlanError(f"{path} is not UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
-    if path.suffix.lower() == ".toml":
-        raise PlanError(f"{path} is a job, not a plan; draw it with: python -m pipegrid.planner show {path} --gpus N")
-    text = read_file(path)
-    return {".csv": from_csv, ".json": from_json}.get(path.suffix.lower(), from_text)(text)
-
-
-def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan in the form of the suffix, as `read_plan` reads it."""
-    writer = {".csv": to_csv, ".json": to_json}.get(path.suffix.lower(), to_text)
-    path.write_text(writer(plan), encoding="utf-8")
 
 
 def read_costs(path: Path | None) -> Costs:

@@ -16,12 +16,10 @@ from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.orders import (
     Orders,
     fewest_communicators,
-    is_orders,
     orders_from_csv,
-    orders_from_json,
     orders_of_plan,
-    plan_of_table,
     prove_order,
+    read_schedule,
 )
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Plan, to_torch
@@ -207,11 +205,12 @@ def export(arguments: argparse.Namespace) -> int:
 
 def verify_file(arguments: argparse.Namespace) -> int:
     """Prove one plan, or the orders of another program, or list their faults."""
-    if is_orders(text := read_file(arguments.plan)):
+    text = read_file(arguments.plan)
+    plan = read_schedule(text) or read_plan(arguments.plan)
+    if isinstance(plan, Orders):
         if arguments.communicators:
             raise PlanError(f"--communicators is for plans, whose lanes may be placed; {arguments.plan} has orders")
-        return verify_orders(orders_from_json(text), arguments)
-    plan = plan_of_table(text) or read_plan(arguments.plan)
+        return verify_orders(plan, arguments)
     as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
     try:
         proof = verify(
@@ -324,7 +323,7 @@ def parser() -> argparse.ArgumentParser:
 
     prove = commands.add_parser("verify", help="prove a plan, or list its faults")
     prove.add_argument(
-        "plan", type=Path, help="a plan (.csv, .json, text); JSON of orders, or of a table of Megatron-LM"
+        "plan", type=Path, help="a plan (.csv, .json, text); JSON of orders, or of a schedule of Megatron-LM, DeepSpeed or JaxPP"
     )
     prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
     prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")

@@ -39,8 +39,9 @@ def to_csv(plan: Plan) -> str:
 def to_torch(plan: Plan) -> str:
     """The plan as CSV that torch's runtime loads: of computes as ``compute_only``, lowered as ``compute_comms``.
 
-    In a lowered plan the messages of a batch follow one another, and a stage ends with ``REDUCE_GRAD``, where torch
-    scales its gradients: in the place of its ``REDUCE``, by default after the last action of its position.
+    In a lowered plan the messages of a batch follow one another. A stage begins with ``UNSHARD`` and ends with
+    ``RESHARD``, which FSDP needs, unless the plan has its own; before that comes ``REDUCE_GRAD``, where torch scales
+    gradients, in the place of a ``REDUCE`` if the plan has one.
 
     Raises:
         PlanError: a plan that torch does not run: no chain, a stage on several positions, routes, slices, forwards
@@ -59,8 +60,11 @@ def to_torch(plan: Plan) -> str:
     rows = []
     for position in range(plan.num_positions):
         cells = [_torch_cell(action) for step in plan.positions[position] for action in actions_of(step)]
-        if plan.has_communication:
-            cells += [cell for stage in plan.stages_at[position] if (cell := f"{stage}REDUCE_GRAD") not in cells]
+        for stage in plan.stages_at[position] if plan.has_communication else ():
+            cells += [f"{stage}REDUCE_GRAD"] if f"{stage}REDUCE_GRAD" not in cells else []
+            if f"{stage}UNSHARD" not in cells:
+                first = next(number for number, cell in enumerate(cells) if cell.startswith(f"{stage}F"))
+                cells = [*cells[:first], f"{stage}UNSHARD", *cells[first:], f"{stage}RESHARD"]
         if twice := [cell for cell, count in Counter(cells).items() if count > 1 and cell.endswith("REDUCE_GRAD")]:
             raise PlanError(f"position {position} has {twice[0]} several times; torch scales gradients at each")
         rows.append(",".join(cells))

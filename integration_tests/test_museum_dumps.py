@@ -1,4 +1,4 @@
-"""The museum's hangs over the fake NCCL, explained from the dumps of their ranks alone: the cycle that the proof names."""
+"""The museum's hangs over the fake NCCL, explained from the dumps of their ranks: the cycle that the proof names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import torch.distributed as dist
 
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans.orders.prove import play_orders
@@ -53,7 +52,13 @@ def dumped(ranks, name):
     return device.dump(ranks.shared_path / "nccl_trace_rank_")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.ranks(len(orders_of(name).ranks), backend="fake_nccl", fake_nccl="nccl2")) for name in HANGS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.ranks(len(orders_of(name).ranks), backend="fake_nccl", fake_nccl="nccl2"))
+        for name in HANGS
+    ],
+)
 def test_the_dumps_of_a_hang_tell_its_cycle(name, ranks):
     dumped(ranks, name)
     ranks.barrier()

@@ -1,4 +1,4 @@
-"""The check for other projects' CI: the action's steps as a runner runs them, the hook, and what is installed for it."""
+"""The check for other projects' CI: the action's steps as a runner runs them, the hook, what is installed for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def run_step(name, folder, **given):
     """Run a step as a composite action does, in ``folder``, with this Python first on the path."""
     (step,) = (one for one in ACTION["runs"]["steps"] if one["name"] == name)
     inputs = {key: value.get("default", "") for key, value in ACTION["inputs"].items()} | given
-    values = {key: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda m: inputs[m[1]], text) for key, text in step["env"].items()}
+    values = {
+        key: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda m: inputs[m[1]], text) for key, text in step["env"].items()
+    }
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sources = os.pathsep.join(str(ROOT / "packages" / one / "src") for one in PLANNING)
     environment = {**os.environ, "PATH": path, "PYTHONPATH": sources, **values}
@@ -63,7 +65,11 @@ def test_the_artifact_is_the_folder_of_the_report():
 def test_the_hook_verifies_the_files_that_it_is_given(project):
     (project / "schedules" / "bad.csv").write_text(BAD)
     pattern = re.compile(HOOK["files"])
-    files = [name for name in ("schedules/good.csv", "schedules/bad.csv", "src/good.csv", "schedules/a.py") if pattern.search(name)]
+    files = [
+        name
+        for name in ("schedules/good.csv", "schedules/bad.csv", "src/good.csv", "schedules/a.py")
+        if pattern.search(name)
+    ]
     assert files == ["schedules/good.csv", "schedules/bad.csv"]
     command = [sys.executable, *HOOK["entry"].split()[1:]]
     assert subprocess.run([*command, files[0]], cwd=project, capture_output=True, check=False).returncode == 0
@@ -79,15 +85,17 @@ def test_what_is_installed_for_it_needs_attrs_and_cattrs_alone():
 
 
 @pytest.mark.nightly
-def test_it_runs_in_an_environment_with_nothing_else(project):
+def test_it_runs_in_an_environment_with_nothing_else(project, record_property):
     begun = time.monotonic()
     venv.create(project / "env", with_pip=True)
     python = project / "env" / "bin" / "python"
     folders = [str(ROOT / "packages" / name) for name in PLANNING]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *folders], check=True)
-    print(f"installed in {time.monotonic() - begun:.1f} s")
+    record_property("installed in", f"{time.monotonic() - begun:.1f} s")
     command = [python, "-m", "pipegrid.search", "verify", "schedules/good.csv"]
     assert subprocess.run(command, cwd=project, capture_output=True, check=False).returncode == 0
-    found = subprocess.run([python, "-m", "pip", "list", "--format=freeze"], check=True, capture_output=True, text=True).stdout
+    found = subprocess.run(
+        [python, "-m", "pip", "list", "--format=freeze"], check=True, capture_output=True, text=True
+    ).stdout
     names = {line.partition("==")[0].lower().replace("_", "-") for line in found.split()} - {"pip", "setuptools"}
     assert names == {"attrs", "cattrs", "typing-extensions", *(f"pipegrid-{name}" for name in PLANNING)}

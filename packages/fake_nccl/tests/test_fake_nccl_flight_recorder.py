@@ -53,7 +53,9 @@ def test_entries_have_names_states_sizes_and_one_number_for_a_batch(ranks):
         dist.isend(torch.zeros(4, dtype=torch.float64), 1)
         assert until(lambda: any(entry.started for entry in ranks.fake_device.unfinished()))
         entries = entries_of(ranks.fake_device.dump(ranks.shared_path / "dump_"))
-        assert [(one["profiling_name"], one["state"], one["p2p_seq_id"], one["collective_seq_id"]) for one in entries] == [
+        assert [
+            (one["profiling_name"], one["state"], one["p2p_seq_id"], one["collective_seq_id"]) for one in entries
+        ] == [
             ("nccl:all_reduce", "completed", 0, 1),
             ("nccl:send 0->1", "completed", 1, 1),
             ("nccl:recv 0<-1", "completed", 1, 1),

@@ -1,4 +1,4 @@
-"""Flight-recorder dumps: four published hangs, hangs made by hand, where ranks stand in a plan, and files that are none."""
+"""Flight-recorder dumps: four published hangs, hangs made by hand, places in a plan, and files that are none."""
 
 from __future__ import annotations
 
@@ -157,7 +157,18 @@ def test_messages_of_one_call_are_not_behind_each_other(tmp_path):
 
 
 def test_a_rank_behind_a_root_is_no_root(tmp_path):
-    rows = [[("send 0->1", 1)], [("recv 1<-2", 1), ("recv 1<-0", 2)], [("all_reduce", 7, "0", )], []]
+    rows = [
+        [("send 0->1", 1)],
+        [("recv 1<-2", 1), ("recv 1<-0", 2)],
+        [
+            (
+                "all_reduce",
+                7,
+                "0",
+            )
+        ],
+        [],
+    ]
     found = explained(tmp_path, job(rows))
     assert named(found) == {3}
     assert [(root.confidence, root.waiting) for root in found.roots] == [("likely", 3)]
@@ -178,12 +189,17 @@ def test_other_kinds_and_sizes_of_one_collective_are_told(tmp_path):
     found = explained(tmp_path, dumps)
     assert found.disagreements == (
         "collective 1 of group 0: rank 0 launched all_reduce, rank 1 launched broadcast",
-        "collective 2 of group 0: rank 0 passed [[4]] ['Float'], [[4]] ['Float'], rank 1 passed [[8]] ['Float'], [[4]] ['Float']",
+        (
+            "collective 2 of group 0: rank 0 passed [[4]] ['Float'], [[4]] ['Float'], "
+            "rank 1 passed [[8]] ['Float'], [[4]] ['Float']"
+        ),
     )
 
 
 def test_nothing_that_waits_is_said(tmp_path):
-    assert str(explained(tmp_path, job([[("all_reduce", 1)], [("all_reduce", 1)]]))).startswith("no rank waits for another")
+    assert str(explained(tmp_path, job([[("all_reduce", 1)], [("all_reduce", 1)]]))).startswith(
+        "no rank waits for another"
+    )
 
 
 # ---- Where ranks stand in a plan
@@ -208,7 +224,9 @@ def dumps_of(plan, ended, *, launched=2, steps=1, first=0):
     return dumps
 
 
-@pytest.mark.parametrize("plan", [lower(v_half(4, 8)), lower(one_f_one_b(4, 8)), lower(interleaved_1f1b(2, 4, num_chunks=2))])
+@pytest.mark.parametrize(
+    "plan", [lower(v_half(4, 8)), lower(one_f_one_b(4, 8)), lower(interleaved_1f1b(2, 4, num_chunks=2))]
+)
 def test_a_rank_stands_at_the_first_message_that_has_not_ended(plan, tmp_path):
     messages = [[a for a in plan.actions(p) if a.kind.is_message] for p in range(plan.num_positions)]
     ended = [len(own) // 2 for own in messages]
@@ -257,8 +275,14 @@ class Runs:
         (pickle.dumps(Runs()), "names posix.system; a dump has plain data, and this could run code"),
         (pickle.dumps([1, 2]), "it is no dump of a flight recorder"),
         (pickle.dumps({"version": "1.4", "entries": []}), "its version is '1.4'; versions 2.x are read"),
-        (pickle.dumps({"version": "2.4", "entries": [{"record_id": 1}]}), r"entries\[0\] is not as torch writes it \(KeyError"),
-        (pickle.dumps({"version": "2.4", "pg_config": {"0": {"ranks": "[-1]"}}}), "pg_config is not as torch writes it"),
+        (
+            pickle.dumps({"version": "2.4", "entries": [{"record_id": 1}]}),
+            r"entries\[0\] is not as torch writes it \(KeyError",
+        ),
+        (
+            pickle.dumps({"version": "2.4", "pg_config": {"0": {"ranks": "[-1]"}}}),
+            "pg_config is not as torch writes it",
+        ),
         (pickle.dumps(case("lock_gil_1st")[0][0])[:100], "byte 100: it is cut"),
         (b'{"version": "2.4", "entries": [1, ', "byte 34: Expecting value"),
         (b'{"version": "\xff"}', "byte 13: it is not UTF-8"),
@@ -337,7 +361,14 @@ def test_the_command_draws_the_plan_with_the_places_of_the_ranks(tmp_path, capsy
     (tmp_path / "plan.txt").write_text(to_text(plan))
     (tmp_path / "dumps").mkdir()
     written(tmp_path / "dumps", dumps_of(plan, [3, 3]))
-    given = ["explain", str(tmp_path / "dumps"), "--plan", str(tmp_path / "plan.txt"), "--svg", str(tmp_path / "out.svg")]
+    given = [
+        "explain",
+        str(tmp_path / "dumps"),
+        "--plan",
+        str(tmp_path / "plan.txt"),
+        "--svg",
+        str(tmp_path / "out.svg"),
+    ]
     assert main(given) == 0
     assert "rank 0 (position 0) stands at 0RECV_B1<1" in capsys.readouterr().out
     drawn = (tmp_path / "out.svg").read_text()

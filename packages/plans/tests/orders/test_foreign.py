@@ -135,7 +135,9 @@ def mutant(found, chosen):
     return evolve(found, ranks=tuple(map(tuple, ranks)))
 
 
-SMALL = [name for name in (*DEEPSPEED, *JAXPP) if re.search(r" (2x3|3x4|2x4)$", name) and "InterleavedGPipe" not in name]
+SMALL = [
+    name for name in (*DEEPSPEED, *JAXPP) if re.search(r" (2x3|3x4|2x4)$", name) and "InterleavedGPipe" not in name
+]
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.nightly)])

@@ -49,7 +49,9 @@ class FlightRecorder:
     """
 
     groups: dict[str, tuple[tuple[int, ...], int]] = field(factory=dict)
-    prefix: str | None = field(factory=lambda: next((os.environ[name] for name in PREFIXES if name in os.environ), None))
+    prefix: str | None = field(
+        factory=lambda: next((os.environ[name] for name in PREFIXES if name in os.environ), None)
+    )
     _told: dict[int, _Told] = field(factory=dict, init=False)
 
     def tell(self, number: int, reads: Sequence[Tensor], writes: Sequence[Tensor], timeout: float) -> None:
@@ -76,7 +78,9 @@ class FlightRecorder:
         entries = list(self._entries(launches, states))
         for number, entry in enumerate(entries):
             entry["record_id"] = number
-        groups = {name: {"name": name, "desc": "fake", "ranks": str(list(ranks))} for name, (ranks, _) in self.groups.items()}
+        groups = {
+            name: {"name": name, "desc": "fake", "ranks": str(list(ranks))} for name, (ranks, _) in self.groups.items()
+        }
         return {"version": VERSION, "pg_config": groups, "pg_status": {}, "entries": entries}
 
     def write(self, moments: Sequence[Moment], prefix: str | os.PathLike[str] | None = None) -> Path | None:
@@ -97,7 +101,10 @@ class FlightRecorder:
             (calls if messages else collectives)[launch.group] += 1
             told = self._told.get(launch.number, _Told((), (), 0, 0.0))
             sides = {"send": iter(told.inputs), "recv": iter(told.outputs)}
-            names = [(f"{one.kind} {here}{'->' if one.kind == 'send' else '<-'}{ranks.index(one.peer)}", one.kind) for one in launch.operations]
+            names = [
+                (f"{one.kind} {here}{'->' if one.kind == 'send' else '<-'}{ranks.index(one.peer)}", one.kind)
+                for one in launch.operations
+            ]
             names += [("coalesced", "")] if len(names) > 1 else []
             for name, kind in names if messages else [(_NAMES.get(launch.kind, launch.kind), "")]:
                 own = [each for each in (next(sides[kind], None),) if each] if kind else []

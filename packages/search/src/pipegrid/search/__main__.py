@@ -359,7 +359,11 @@ def parser() -> argparse.ArgumentParser:
 
     prove = commands.add_parser("verify", help="prove plans, or list their faults")
     prove.add_argument(
-        "plans", type=Path, nargs="+", metavar="FILE", help="a plan (.csv, .json, text); JSON of orders, or of a schedule of Megatron-LM, DeepSpeed or JaxPP"
+        "plans",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a plan (.csv, .json, text); JSON of orders, or of a schedule of Megatron-LM, DeepSpeed or JaxPP",
     )
     prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
     prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")

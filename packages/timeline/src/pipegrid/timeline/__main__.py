@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m pipegrid.timeline", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="explain")
     why = commands.add_parser("explain", help="who holds a hung job up, from the flight-recorder dumps of its ranks")
-    why.add_argument("dumps", type=Path, nargs="+", help="files or folders; a name ends with its rank: nccl_trace_rank_3")
+    why.add_argument(
+        "dumps", type=Path, nargs="+", help="files or folders; a name ends with its rank: nccl_trace_rank_3"
+    )
     why.add_argument("--plan", type=Path, help="the lowered plan that the job runs: says the action of each rank")
     why.add_argument("--json", action="store_true", help="print JSON")
     why.add_argument("--svg", type=Path, metavar="FILE", help="with --plan: write a picture of where the ranks stand")

@@ -1,8 +1,8 @@
 """Schedules of DeepSpeed and JaxPP, from their objects or from JSON that a few lines write. No import of either.
 
 ``{"deepspeed": [...]}`` has per rank the steps of its schedule, each a list of instructions as they print
-(``"SendActivation(buffer_id=0)"``); ``{"jaxpp": [...]}`` per rank its tasks, each ``[stage, microbatch, type]``, a list of
-such tasks that are fused, or null.
+(``"SendActivation(buffer_id=0)"``); ``{"jaxpp": [...]}`` per rank its tasks, each ``[stage, microbatch, type]``, a
+list of such tasks that are fused, or null.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TASKS = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
 
 
 def orders_of_deepspeed(schedules: Sequence[Any]) -> Orders:
-    """What the ranks of DeepSpeed's pipeline engine launch in a step (0.19: ``TrainSchedule``, ``DualPipeVSchedule``, ...).
+    """What the ranks of DeepSpeed's pipeline engine launch in a step, by its schedules (0.19).
 
-    A message outside of `CommitP2P` is launched alone, and the rank waits for its sends: DeepSpeed's do where the backend
-    holds the host. What a message carries follows from its buffer. The exchange of shapes in a first step is left out.
+    A message outside of ``CommitP2P`` is launched alone, and the rank waits for its sends: DeepSpeed's do where the
+    backend holds the host. What a message carries follows from its buffer. Shapes, in a first step, are left out.
 
     Args:
         schedules: per rank, its schedule, or the steps that this yields.
@@ -40,10 +40,13 @@ def orders_of_deepspeed(schedules: Sequence[Any]) -> Orders:
     Raises:
         PlanError: an instruction that is not known, or a message of a buffer that has no microbatch.
     """
-    steps = [[_iterated(step) for step in _iterated(one, "steps")] for one in schedules]
     instructions = [
-        [_instruction(one, f"deepspeed[{rank}][{number}]") for number, step in enumerate(own) for one in step]
-        for rank, own in enumerate(steps)
+        [
+            _instruction(one, f"deepspeed[{rank}][{number}]")
+            for number, step in enumerate(_listed(own.steps() if hasattr(own, "steps") else own))
+            for one in _listed(step)
+        ]
+        for rank, own in enumerate(schedules)
     ]
     folded = any(name == _COMMIT or phase for own in instructions for name, _, phase, _ in own)
     count = len(schedules)
@@ -52,11 +55,10 @@ def orders_of_deepspeed(schedules: Sequence[Any]) -> Orders:
     return orders_from_json(json.dumps({"ranks": rows, "placement": places}))
 
 
-def _iterated(value: Any, method: str = "") -> Iterable[Any]:
-    made = getattr(value, method)() if method and hasattr(value, method) else value
-    if not isinstance(made, Iterable) or isinstance(made, str):
-        raise PlanError(f"{shown(made)} is neither a schedule with steps() nor a list of what that yields")
-    return made
+def _listed(value: Any) -> Iterable[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise PlanError(f"{shown(value)} is neither a schedule with steps() nor a list of what that yields")
+    return value
 
 
 def _instruction(one: Any, path: str) -> tuple[str, int, int, str]:
@@ -64,7 +66,9 @@ def _instruction(one: Any, path: str) -> tuple[str, int, int, str]:
     match = _INSTRUCTION.fullmatch(str(one).strip())
     known = {*_MESSAGES, *_COMPUTES, *_ALONE, _COMMIT}
     if match is None or match[1] not in known:
-        raise PlanError(f"{path}: {shown(str(one))} is no instruction that is known: {', '.join(sorted(known))}", path=path)
+        raise PlanError(
+            f"{path}: {shown(str(one))} is no instruction that is known: {', '.join(sorted(known))}", path=path
+        )
     given = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", match[2])}
     return match[1], given.get("buffer_id", 0), given.get("phase", 0), path
 
@@ -106,16 +110,16 @@ def plan_of_jaxpp(tasks: Sequence[Sequence[Any]]) -> Plan:
     Raises:
         PlanError: an entry that is no task.
     """
-    rows = []
-    for rank, own in enumerate(tasks):
-        words = []
-        for number, entry in enumerate(own):
-            one = entry
-            fused = isinstance(one, (tuple, list)) and (not one or not isinstance(one[0], int))
-            for task in one if fused else () if one is None else (one,):
-                words.append(_task(task, f"jaxpp[{rank}][{number}]"))
-        rows.append(",".join(words))
+    rows = [
+        ",".join(_task(task, f"jaxpp[{rank}][{number}]") for number, entry in enumerate(own) for task in _fused(entry))
+        for rank, own in enumerate(tasks)
+    ]
     return from_csv("\n".join(rows) + "\n")
+
+
+def _fused(entry: Any) -> Sequence[Any]:
+    is_fused = isinstance(entry, (tuple, list)) and not (entry and isinstance(entry[0], int))
+    return entry if is_fused else () if entry is None else (entry,)
 
 
 def _task(task: Any, path: str) -> str:
@@ -124,17 +128,13 @@ def _task(task: Any, path: str) -> str:
     match task:
         case (int(stage), int(microbatch), str(kind)) if kind in _TASKS and min(stage, microbatch) >= 0:
             return f"{stage}{_TASKS[kind]}{microbatch}"
-    raise PlanError(f"{path} is {shown(task)}; a task is [stage, microbatch, type], its type one of {', '.join(_TASKS)}", path=path)
+    raise PlanError(
+        f"{path} is {shown(task)}; a task is [stage, microbatch, type], its type one of {', '.join(_TASKS)}", path=path
+    )
 
 
 def read_schedule(text: str) -> Plan | Orders | None:
-    """The orders or the plan of a JSON document of another program: see this module, `orders_from_json` and `plan_of_table`.
-
-    None of any other text.
-
-    Raises:
-        PlanError: what is wrong with such a document.
-    """
+    """The orders or the plan of a JSON document: of this module, of `orders_from_json`, of `plan_of_megatron`; or None."""
     if is_orders(text):
         return orders_from_json(text)
     try:
@@ -144,7 +144,11 @@ def read_schedule(text: str) -> Plan | Orders | None:
     for name, read in (("deepspeed", orders_of_deepspeed), ("jaxpp", plan_of_jaxpp)):
         if isinstance(document, dict) and name in document:
             rows = document[name]
-            if document.keys() != {name} or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+            if (
+                document.keys() != {name}
+                or not isinstance(rows, list)
+                or not all(isinstance(row, list) for row in rows)
+            ):
                 raise PlanError(f"{name} is alone in its document, a list with a list for each rank", path=name)
             return read(rows)
     return plan_of_table(text)

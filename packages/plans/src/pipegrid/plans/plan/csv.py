@@ -16,7 +16,7 @@ from attrs import evolve
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import chain
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, Action, ActionKind
+from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, SHARDING, Action, ActionKind
 from pipegrid.plans.plan.parts import Text, actions_of, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
@@ -71,15 +71,12 @@ def to_torch(plan: Plan) -> str:
     return "\n".join(rows) + "\n"
 
 
-_OF_TORCH = {ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD}
-
-
 def _torch_cell(action: Action) -> str:
     if action.kind in MESSAGES:
         return f"{action.stage}{action.kind}{action.microbatch}"
     if action.kind is ActionKind.REDUCE and action.group is None:
         return f"{action.stage}REDUCE_GRAD"
-    if action.kind in COMPUTES or action.kind in _OF_TORCH:
+    if action.kind in COMPUTES or action.kind in SHARDING:
         return str(action)
     raise PlanError(f"torch.distributed.pipelining has no action such as {action}")
 

@@ -5,4 +5,16 @@ from pipegrid.timeline.dumps.places import Place
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry, read_dump, read_dumps, read_records
 from pipegrid.timeline.dumps.waits import Wait
 
-__all__ = ["Dump", "DumpError", "Entry", "Explanation", "Place", "Root", "Wait", "explain", "read_dump", "read_dumps", "read_records"]
+__all__ = [
+    "Dump",
+    "DumpError",
+    "Entry",
+    "Explanation",
+    "Place",
+    "Root",
+    "Wait",
+    "explain",
+    "read_dump",
+    "read_dumps",
+    "read_records",
+]

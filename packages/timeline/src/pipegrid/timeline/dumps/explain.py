@@ -93,7 +93,13 @@ def _held(count: int) -> str:
 
 def _plain(wait: Wait) -> dict[str, Any]:
     behind = None if wait.behind is None else str(wait.behind)
-    return {"rank": wait.rank, "at": str(wait.entry), "since_ns": wait.entry.created, "for": wait.other, "behind": behind}
+    return {
+        "rank": wait.rank,
+        "at": str(wait.entry),
+        "since_ns": wait.entry.created,
+        "for": wait.other,
+        "behind": behind,
+    }
 
 
 def _text(wait: Wait) -> str:
@@ -126,7 +132,12 @@ def explain(
     everyone = {rank for dump in dumps for members in dump.groups.values() for rank in members} | set(job.pending)
     everyone |= {wait.other for wait in waits}
     roots = [
-        Root(rank, "certain", f"it has not ended {one.entry}, which {_ranks(one.finished)} ended", _waiting(rank, targets))
+        Root(
+            rank,
+            "certain",
+            f"it has not ended {one.entry}, which {_ranks(one.finished)} ended",
+            _waiting(rank, targets),
+        )
         for rank, one in stuck.items()
     ]
     for rank in sorted({wait.other for wait in waits} - set(targets) - set(stuck)):
@@ -211,6 +222,9 @@ def _disagreements(dumps: Iterable[Dump]) -> Iterable[str]:
                 if what == "kind" or entry.kind in _ALIKE:
                     said[getattr(entry, what)].append(rank)
             if len(said) > 1:
-                texts = [f"{_ranks(ranks)} {'launched' if what == 'kind' else 'passed'} {text}" for text, ranks in said.items()]
+                texts = [
+                    f"{_ranks(ranks)} {'launched' if what == 'kind' else 'passed'} {text}"
+                    for text, ranks in said.items()
+                ]
                 yield f"collective {sequence} of group {group[0]}: {', '.join(texts)}"
                 break

@@ -32,7 +32,9 @@ class Place:
 
     def __str__(self) -> str:
         found = " or ".join(self.texts[:_SHOWN]) + (" or ..." if len(self.texts) > _SHOWN else "")
-        return f"rank {self.rank} (position {self.position}) {'stands at' if self.under_way else 'should come to'} {found}"
+        return (
+            f"rank {self.rank} (position {self.position}) {'stands at' if self.under_way else 'should come to'} {found}"
+        )
 
 
 def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
@@ -45,14 +47,22 @@ def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
     """
     if not plan.has_communication:
         raise PlanError("a plan of computes has no messages to find; lower adds them")
-    return tuple(_place(plan, dump) for dump in dumps if any(entry.peer is not None for entry in dump.entries) or not dump.entries)
+    return tuple(
+        _place(plan, dump)
+        for dump in dumps
+        if any(entry.peer is not None for entry in dump.entries) or not dump.entries
+    )
 
 
 def _place(plan: Plan, dump: Dump) -> Place:
     own = [entry for entry in dump.entries if entry.peer is not None]
-    ranks = next((one.members for one in own if len(one.members) == plan.num_positions), tuple(range(plan.num_positions)))
+    ranks = next(
+        (one.members for one in own if len(one.members) == plan.num_positions), tuple(range(plan.num_positions))
+    )
     if dump.rank not in ranks:
-        raise PlanError(f"{dump.file}: rank {dump.rank} is in no group of {plan.num_positions} ranks, as many as the plan has positions")
+        raise PlanError(
+            f"{dump.file}: rank {dump.rank} is in no group of {plan.num_positions} ranks, a rank for each position"
+        )
     position = ranks.index(dump.rank)
     actions = list(plan.actions(position))
     messages = [number for number, action in enumerate(actions) if action.kind.is_message]

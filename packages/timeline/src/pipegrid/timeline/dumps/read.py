@@ -165,7 +165,11 @@ def read_dump(file: Path, rank: int) -> Dump:
         raise DumpError(file, "it is empty", 0)
     document = _json(file, data) if data.lstrip()[:1] == b"{" else _pickled(file, data)
     version = document.get("version") if isinstance(document, dict) else None
-    if not isinstance(document, dict) or not isinstance(document.get("entries", []), list) or not isinstance(version, str):
+    if (
+        not isinstance(document, dict)
+        or not isinstance(document.get("entries", []), list)
+        or not isinstance(version, str)
+    ):
         raise DumpError(file, "it is no dump of a flight recorder: those have entries and a version")
     if version.split(".")[0] != "2":
         raise DumpError(file, f"its version is {version!r:.40}; versions 2.x are read")
@@ -177,7 +181,16 @@ def read_dump(file: Path, rank: int) -> Dump:
         for number, one in enumerate(document.get("entries", [])):
             path = f"entries[{number}]"
             entries.append(_entry(one, groups))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise DumpError(file, f"{path} is not as torch writes it ({type(error).__name__}: {error!s:.80})") from None
     return Dump(rank, file, sorted(entries, key=lambda entry: entry.number), groups)
 
@@ -197,7 +210,7 @@ def _pickled(file: Path, data: bytes) -> Any:
     stream = io.BytesIO(data)
     try:
         return _Plain(stream).load()
-    except Exception as error:  # an unpickler of other bytes raises nearly anything
+    except Exception as error:  # noqa: BLE001 -- an unpickler of other bytes raises nearly anything
         cut = "it is cut: " if stream.tell() >= len(data) else ""
         raise DumpError(file, f"{cut}{error!s:.200}", stream.tell()) from None
 

@@ -104,7 +104,10 @@ def stuck_of(job: Job) -> list[Stuck]:
 def waits_of(job: Job) -> list[Wait]:
     """What each rank waits for in its first unit; a rank without a dump has launched nothing that is known."""
     place: dict[tuple[int, _Unit], Entry] = {
-        (rank, unit_of(entry)): entry for rank, entries in job.pending.items() for entry in entries if entry.peer is None
+        (rank, unit_of(entry)): entry
+        for rank, entries in job.pending.items()
+        for entry in entries
+        if entry.peer is None
     }
     ends: dict[_Way, list[tuple[int, Entry]]] = defaultdict(list)
     for rank, entries in job.pending.items():
@@ -123,7 +126,11 @@ def waits_of(job: Job) -> list[Wait]:
                 others = [(entry.peer, there[number][1] if number < len(there) else None)]
             for other, launched in others:
                 before = job.first.get(other, ())
-                if launched is None and entry.peer is None and job.ended.get((other, group_of(entry)), -1) >= entry.sequence:
+                if (
+                    launched is None
+                    and entry.peer is None
+                    and job.ended.get((other, group_of(entry)), -1) >= entry.sequence
+                ):
                     continue  # it has finished it
                 if launched is None or (before and unit_of(launched) != unit_of(before[0])):
                     found.append(Wait(rank, entry, other, None if launched is None else before[0]))

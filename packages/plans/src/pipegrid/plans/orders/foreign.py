@@ -134,7 +134,7 @@ def _task(task: Any, path: str) -> str:
 
 
 def read_schedule(text: str) -> Plan | Orders | None:
-    """The orders or the plan of a JSON document: of this module, of `orders_from_json`, of `plan_of_megatron`; or None."""
+    """The orders or the plan in a document: of this module, `orders_from_json` or `plan_of_megatron`; else None."""
     if is_orders(text):
         return orders_from_json(text)
     try:

@@ -97,8 +97,7 @@ def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
 
 def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
     assert (
-        to_torch(lower(one_f_one_b(2, 1)))
-        == "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
+        to_torch(lower(one_f_one_b(2, 1))) == "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
         "1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD\n"
     )
     assert to_torch(one_f_one_b(2, 1)) == to_csv(one_f_one_b(2, 1))

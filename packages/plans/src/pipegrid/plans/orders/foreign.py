@@ -33,12 +33,7 @@ def orders_of_deepspeed(schedules: Sequence[Any]) -> Orders:
 
     A message outside of ``CommitP2P`` is launched alone, and the rank waits for its sends: DeepSpeed's do where the
     backend holds the host. What a message carries follows from its buffer. Shapes, in a first step, are left out.
-
-    Args:
-        schedules: per rank, its schedule, or the steps that this yields.
-
-    Raises:
-        PlanError: an instruction that is not known, or a message of a buffer that has no microbatch.
+    ``schedules``: per rank, its schedule, or the steps that this yields.
     """
     instructions = [
         [
@@ -106,9 +101,6 @@ def plan_of_jaxpp(tasks: Sequence[Sequence[Any]]) -> Plan:
     """The plan of computes of JaxPP's task lists, as ``schedule.tasks(num_microbatches)`` makes them.
 
     Its messages are those that `lower` adds. A fused task is its tasks one after the other.
-
-    Raises:
-        PlanError: an entry that is no task.
     """
     rows = [
         ",".join(_task(task, f"jaxpp[{rank}][{number}]") for number, entry in enumerate(own) for task in _fused(entry))

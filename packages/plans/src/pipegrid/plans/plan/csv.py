@@ -48,15 +48,15 @@ def to_torch(plan: Plan) -> str:
             alone, or actions other than computes, messages, a ``REDUCE`` of each stage, ``UNSHARD`` and ``RESHARD``.
     """
     require_plan(plan)
-    others = {
-        "modules beside each other": plan.graph != chain(plan.num_stages),
-        "a stage on several positions": any(len(places) > 1 for places in plan.placement),
-        "routes": plan.routes is not None,
-        "slices": plan.num_slices > 1,
-        "stages without a backward": bool(plan.forward_only),
-    }
-    if found := [name for name, there in others.items() if there]:
-        raise PlanError(f"torch.distributed.pipelining runs no plan with {', '.join(found)}")
+    for there, name in (
+        (plan.graph != chain(plan.num_stages), "modules beside each other"),
+        (any(len(places) > 1 for places in plan.placement), "a stage on several positions"),
+        (plan.routes is not None, "routes"),
+        (plan.num_slices > 1, "slices"),
+        (plan.forward_only, "stages without a backward"),
+    ):
+        if there:
+            raise PlanError(f"torch.distributed.pipelining runs no plan with {name}")
     rows = []
     for position in range(plan.num_positions):
         cells = [_torch_cell(action) for step in plan.positions[position] for action in actions_of(step)]

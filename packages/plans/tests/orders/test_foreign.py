@@ -155,4 +155,4 @@ def test_mutants_are_proved_where_the_slow_player_comes_to_their_end(name, numbe
         verdicts.add(rule)
         if rule in ("proved", "cycle"):  # other faults are of messages that a player cannot match
             assert OrderPlayer(found, model, buffered=False, drains=False).ends() == (rule == "proved")
-    assert number < 100 or {"proved", "cycle"} <= verdicts
+    assert number < 100 or {"proved"} < verdicts

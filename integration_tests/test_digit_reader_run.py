@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from digit_reader.launch import _what_happened
 from pipegrid.monitor import Control
-from pipegrid.schedules import Costs, recording_from_json, simulate
+from pipegrid.schedules import recorded_costs, recording_from_json, simulate
 from restart.launching import ranks_of
 
 from .kit import programs
@@ -114,7 +114,7 @@ def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
     files |= {f"timeline.{end}" for end in ("html", "json", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == files
     recording = recording_from_json((tmp_path / "recording.json").read_text())
-    assert simulate(recording.plan, Costs.from_recording(recording)).makespan > 0
+    assert simulate(recording.plan, recorded_costs(recording)).makespan > 0
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 6
     assert 0.0 <= last["bubble"] < 1.0

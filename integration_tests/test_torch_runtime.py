@@ -76,7 +76,7 @@ def check(ranks, names, counts):
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_plan_in_torchs_runtime_has_the_gradients_of_one_process(ranks):
-    check(ranks, ["v_half", "v_min", "zero_bubble_h1", "interleaved_zero_bubble", "search"], [3])
+    check(ranks, ["v_half", "interleaved_zero_bubble", "search"], [3])
 
 
 @pytest.mark.nightly

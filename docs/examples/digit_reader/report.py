@@ -19,10 +19,10 @@ from digit_reader.modules import IMAGES, LANGUAGE
 from digit_reader.page import Strip
 from digit_reader.vocabulary import TEXT_LENGTH
 from pipegrid.schedules import (
-    Costs,
     Recording,
     Timeline,
     position_of,
+    recorded_costs,
     recording_to_json,
     simulate,
     timeline,
@@ -106,7 +106,7 @@ def write_timelines(job: Job) -> tuple[list[str], tuple[Timeline, ...]]:
     if dist.get_rank() != job.teller:
         return [], ()
     recording = Recording(job.plan, tracks)
-    simulation = simulate(job.plan, Costs.from_recording(recording))
+    simulation = simulate(job.plan, recorded_costs(recording))
     planned = timeline(simulation, unit="s", title="planned, with measured costs")
     measured = timeline(recording, title="measured, last step")
     job.options.out.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from digit_reader.vocabulary import TEXT_LENGTH
 from edge_cloud.job import Job, plans
 from edge_cloud.link import Link
 from edge_cloud.reader import SIZES
-from pipegrid.schedules import Costs, Plan, Recorder, Recording
+from pipegrid.schedules import Costs, Plan, Recorder, Recording, recorded_costs
 
 
 @frozen
@@ -53,7 +53,7 @@ def measured_costs(job: Job, plan: Plan, microbatches: Sequence[range], link: Li
     track = recorder.track(plan, rank=dist.get_rank(), position=job.communicator.stage)
     tracks = [track] * dist.get_world_size()
     dist.all_gather_object(tracks, track)
-    costs = Costs.from_recording(Recording(plan, tracks))
+    costs = recorded_costs(Recording(plan, tracks))
     return Costs(F=costs.F, B=costs.B, latency=link.delay, message=float(nbytes), bandwidth=link.bandwidth)
 
 

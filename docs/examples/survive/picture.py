@@ -8,7 +8,6 @@ from pathlib import Path
 
 from attrs import define, evolve, field
 
-from pipegrid.plans.simulate.recording import Aside
 from pipegrid.schedules import (
     Recorder,
     Recording,
@@ -21,6 +20,7 @@ from pipegrid.schedules import (
 )
 from pipegrid.survive import PipelineWorld
 from pipegrid.timeline import recording_from_json
+from pipegrid.timeline.recording import Aside
 
 
 @define(eq=False)

@@ -46,6 +46,56 @@ def test_show_draws_in_every_form(tmp_path, capsys):
     assert verify(from_csv(files["csv"].read_text())).num_microbatches == 8
 
 
+GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+
+
+def test_several_files_are_verified_with_a_report_and_a_picture_of_what_hangs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("good.csv", "crossed.txt", "cut.json", "orders.json")
+    orders = '{"ranks": [["0SEND_F0", "1RECV_B0"], ["1SEND_B0", "1RECV_F0"]], "placement": [0, 1]}'
+    orders = orders.replace('"1RECV_B0"', '"0RECV_B0"')
+    for name, text in zip(names, (GOOD, CROSSED, '{"ranks": [', orders), strict=True):
+        (tmp_path / name).write_text(text)
+    assert main(["verify", *names, "--junit", "out.xml", "--pictures", "drawn", "--order", "nccl2"]) == 2
+    printed = capsys.readouterr()
+    assert [line for line in printed.out.splitlines() if line.endswith((": proved", ": FAULTY", ": not read"))] == [
+        "good.csv: proved",
+        "crossed.txt: FAULTY",
+        "cut.json: not read",
+        "orders.json: FAULTY",
+    ]
+    assert "2 positions wait for each other in a cycle" in printed.err
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["crossed.svg", "orders.svg"]
+    assert "never ends" in (tmp_path / "drawn" / "crossed.svg").read_text()
+    suite = ET.parse(tmp_path / "out.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "2", "1")
+    cases = {(case.get("classname"), case.get("name")): case[0] for case in suite}
+    assert cases["good.csv", "nccl2"].tag == "system-out"
+    assert "position 0, step 3: 0SEND_F1>1 waits for" in cases["crossed.txt", "verify"].text
+    assert "deadlock under nccl2" in cases["orders.json", "nccl2"].get("message")
+    assert cases["cut.json", "read"].tag == "error"
+
+
+def test_one_file_has_a_report_as_well_and_its_status_is_that_of_its_faults(tmp_path, capsys):
+    for name, text, status in (("good.csv", GOOD, 0), ("bad.txt", CROSSED, 1), ("none.csv", None, 2)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert main(["verify", str(tmp_path / name), "--junit", str(tmp_path / "out.xml")]) == status
+        assert ET.parse(tmp_path / "out.xml").getroot()[0].get("tests") == "1"
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_report_has_no_character_that_xml_cannot_have(tmp_path):
+    (tmp_path / "odd.json").write_text(json.dumps({"ranks": [[{"send": "a\u0001b", "to": 1}], []]}))
+    assert main(["verify", str(tmp_path / "odd.json"), "--junit", str(tmp_path / "out.xml")]) == 1
+    ET.parse(tmp_path / "out.xml")
+
+
+def test_one_picture_is_of_one_file(tmp_path, capsys):
+    assert main(["verify", "a.csv", "b.csv", "--svg", str(tmp_path / "out.svg")]) == 2
+    assert "--svg and --html are for one file; --pictures DIR" in capsys.readouterr().err
+
+
 def test_export_writes_what_torch_loads_and_prints_the_proof(tmp_path, capsys):
     out = tmp_path / "plan.csv"
     assert main(["export", "v_half", "--pp", "2", "--microbatches", "4", "--to", "torch", "--out", str(out)]) == 0

@@ -8,8 +8,8 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_v
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.simulate.costs import Costs
-from pipegrid.plans.simulate.recording import Aside, Recorded, Recording, Track
 from pipegrid.plans.simulate.simulation import simulate
+from pipegrid.timeline.recording import Aside, Recorded, Recording, Track
 from pipegrid.timeline.sources import timeline
 from pipegrid.timeline.svg import write_svg
 from pipegrid.timeline.timeline import TimelineError, summary

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from pipegrid.plans import Actor, Costs, Routes, lower, routed, simulate
 from pipegrid.plans.generators import interleaved_1f1b, one_f_one_b, seq1f1b, zero_bubble_v
-from pipegrid.plans.simulate.recording import Recorded, Recording, Track
 from pipegrid.timeline import (
     Counter,
     Flow,
@@ -38,6 +37,7 @@ from pipegrid.timeline import (
 )
 from pipegrid.timeline.html import NONE, SCRIPTS
 from pipegrid.timeline.kinds import COLOURS, OTHER, TRANSFER_KINDS, tint
+from pipegrid.timeline.recording import Recorded, Recording, Track
 
 PAGE = files("pipegrid.timeline") / "page"
 NODE = shutil.which("node")

@@ -26,6 +26,7 @@ from pipegrid.timeline import (
     Recording,
     TimelineError,
     Track,
+    recorded_costs,
     recording_from_json,
     recording_to_json,
 )
@@ -72,7 +73,7 @@ def run(plan, costs, *, hop=HOP, host=HOST):
 def test_a_run_gives_back_the_costs_that_it_had(plan):
     stages = plan.num_stages
     true = Costs(F=tuple(1.0 + s for s in range(stages)), I=(2.0,) * stages, W=(0.5,) * stages)
-    found = Costs.from_recording(run(plan, true))
+    found = recorded_costs(run(plan, true))
     for kind in ("F", "B"):
         assert found.per_stage(kind, stages) == pytest.approx(true.per_stage(kind, stages))
     assert found.overhead == pytest.approx(HOST)
@@ -87,13 +88,13 @@ def test_a_run_gives_back_the_costs_that_it_had(plan):
 
 def test_halves_of_a_whole_backward_are_what_is_asked_for():
     recording = run(lower(one_f_one_b(2, 3)), Costs(F=1.0, B=(4.0, 2.0)))
-    assert pytest.approx((2.0, 1.0)) == Costs.from_recording(recording).I
-    found = Costs.from_recording(recording, input_share=0.75)
+    assert pytest.approx((2.0, 1.0)) == recorded_costs(recording).I
+    found = recorded_costs(recording, input_share=0.75)
     assert (pytest.approx((3.0, 1.5)), pytest.approx((1.0, 0.5))) == (found.I, found.W)
     with pytest.raises(CostsError, match=r"input_share is 1.5; it must be a share from 0 to 1"):
-        Costs.from_recording(recording, input_share=1.5)
+        recorded_costs(recording, input_share=1.5)
     with pytest.raises(CostsError, match="no rank recorded stage 1"):
-        Costs.from_recording(Recording(recording.plan, recording.tracks[:1]))
+        recorded_costs(Recording(recording.plan, recording.tracks[:1]))
 
 
 def test_the_recorder_measures_memory_where_it_is_asked_to():
@@ -106,8 +107,8 @@ def test_the_recorder_measures_memory_where_it_is_asked_to():
         recorder.after(parse_action(text))
     recording = Recording(plan, [recorder.track(plan, rank=0, position=0)])
     assert [entry.memory for entry in recording.tracks[0].actions] == [100, -100, 100, -100]
-    assert Costs.from_recording(recording).activation == (100.0,)
-    assert Costs.from_recording(run(lower(plan), Costs())).activation is None
+    assert recorded_costs(recording).activation == (100.0,)
+    assert recorded_costs(run(lower(plan), Costs())).activation is None
 
 
 times = st.floats(0, 1e6)
@@ -144,7 +145,7 @@ def test_a_wrong_track_says_which(track):
 
 def test_edges_without_a_wait_take_the_mean_of_the_others():
     plan = lower(one_f_one_b(3, 4))
-    found = Costs.from_recording(run(plan, Costs(F=(1.0, 1.0, 1.0), B=(2.0, 2.0, 2.0))))
+    found = recorded_costs(run(plan, Costs(F=(1.0, 1.0, 1.0), B=(2.0, 2.0, 2.0))))
     assert {edge for edge, _ in found.latency} == {Edge(0, 1), Edge(1, 2)}
 
 
@@ -170,7 +171,7 @@ def test_a_collective_takes_from_the_arrival_of_its_last_rank_until_all_go_on():
             free = end
         tracks.append(Track(position, position, entries))
     assert waited > 0
-    found = Costs.from_recording(Recording(plan, tracks))
+    found = recorded_costs(Recording(plan, tracks))
     assert pytest.approx(true.COLLECTIVE) == found.COLLECTIVE
     assert found.overhead == 0
     assert simulate(plan, found).makespan == pytest.approx(played.makespan)

@@ -1,7 +1,7 @@
 """Predicted steps of the digit reader against measured ones: its layers' costs out of one recorded step.
 
 The first case is recorded: its median step gives seconds per layer and sample (`layer_costs`), the host's time for an
-action and a hop (`Costs.from_recording`). The planner's model turns these into the steps of all other cases, which see
+action and a hop (`recorded_costs`). The planner's model turns these into the steps of all other cases, which see
 nothing of their own runs. Ranks beyond the machine's cores share them, and a prediction knows of no sharing: a column
 has the computes of all ranks over the cores, below which no step can be.
 """
@@ -28,7 +28,7 @@ from pipegrid.planner.choice import Candidate
 from pipegrid.planner.grids import Arrangement, Part
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
-from pipegrid.schedules import Costs, Recording, position_of, stage_places
+from pipegrid.schedules import Recording, position_of, recorded_costs, stage_places
 from runtime_parts.processes import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
@@ -162,7 +162,7 @@ def _computing(recording: Recording) -> float:
 
 def job_of(case: Case, recording: Recording, batch: int) -> Job:
     """The digit reader as a job, with the costs that ``recording`` of ``case`` measured."""
-    costs, plan = Costs.from_recording(recording), recording.plan
+    costs, plan = recorded_costs(recording), recording.plan
     samples = batch // MICROBATCHES
     actions = [action for position in range(plan.num_positions) for action in plan.actions(position)]
     computes = sum(action.kind.is_compute for action in actions)

@@ -8,6 +8,7 @@ import pytest
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
+    SCHEDULES,
     Fault,
     PlanError,
     PlanSyntaxError,
@@ -96,15 +97,23 @@ def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
 
 def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
     assert (
-        to_torch(lower(one_f_one_b(2, 1)))
-        == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+        to_torch(lower(one_f_one_b(2, 1))) == "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
+        "1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD\n"
     )
     assert to_torch(one_f_one_b(2, 1)) == to_csv(one_f_one_b(2, 1))
     reduced = from_text("0: 0F0 0B0 0REDUCE 1F0 1B0 1REDUCE")  # in the place of the plan's own reductions
-    assert to_torch(reduced) == "0F0,0B0,0REDUCE_GRAD,1F0,1B0,1REDUCE_GRAD\n"
+    assert to_torch(reduced) == "0UNSHARD,0F0,0B0,0REDUCE_GRAD,1UNSHARD,1F0,1B0,1REDUCE_GRAD,0RESHARD,1RESHARD\n"
     batched = lower(one_f_one_b(2, 2))
     assert "1B0 [1RECV_F1<0 1SEND_B0>0] 1F1" in to_text(batched)
     assert "1B0,1RECV_F1,1SEND_B0,1F1" in to_torch(batched)
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.trains])
+def test_what_torch_is_given_is_proved_as_it_is_written(name):
+    plan = lower(SCHEDULES[name].plan(2, 4))
+    read = from_csv(to_torch(plan))
+    assert verify(read).num_messages == verify(plan).num_messages
+    assert to_torch(read) == to_torch(plan)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.plans import from_csv, lower, one_f_one_b, to_torch, v_half
+from pipegrid.plans import ActionKind, from_csv, lower, one_f_one_b, to_torch, v_half
 from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
 from pipegrid.schedules import PlanError, interleaved_1f1b, to_csv, torch_schedule, verify
 from pipegrid.schedules.__main__ import main
@@ -187,8 +187,9 @@ def test_a_plan_is_in_torchs_runtime_as_it_was_lowered(one_of_four):
     assert plan_of_torch(torch_schedule(plan, stages_of(plan), loss_fn=nn.functional.mse_loss)).has_communication
     theirs = plan_of_torch(torch_schedule(lowered, stages_of(plan), loss_fn=nn.functional.mse_loss))
     for position in range(RANKS):
-        ours = [str(action) for action in lowered.actions(position)]
-        assert [str(action) for action in theirs.actions(position)][: len(ours)] == ours
+        beside = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD)
+        found = [action for action in theirs.actions(position) if action.kind not in beside]
+        assert found == list(lowered.actions(position))
 
 
 def test_stages_that_are_not_those_of_the_plan_are_an_error(one_of_four):

@@ -69,7 +69,8 @@ def test_a_lane_that_cannot_be_described_does_not_hide_the_failure(tmp_path):
 
 def test_the_nccl_flight_recorder_is_written_beside_under_the_name_that_torchs_reader_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(flight_recorder, "nccl_dump", lambda: lambda: b"a pickle")
-    FlightRecorder(tmp_path, 3, Communicator()).write(error="lost")
+    text = FlightRecorder(tmp_path, 3, Communicator()).write(error="lost")
+    assert text.endswith(f"; who holds the job up: pipegrid explain {tmp_path}")
     assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"a pickle"
 
 

@@ -17,11 +17,11 @@ from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.simulate.costs import Costs
-from pipegrid.plans.simulate.recording import Recording
 from pipegrid.plans.verify import verify
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
 from pipegrid.search.greedy import greedy
 from pipegrid.timeline.recorder import Recorder
+from pipegrid.timeline.recording import Recording
 from pipegrid.timeline.sources import timeline
 from pipegrid.timeline.timeline import TimelineError
 from pipegrid.transport import streams

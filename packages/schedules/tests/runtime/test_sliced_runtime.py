@@ -11,11 +11,11 @@ from autograd_kit.gradients import assert_same_gradients
 from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules import (
-    Costs,
     CostsError,
     Recorder,
     Recording,
     lower,
+    recorded_costs,
     recording_from_json,
     recording_to_json,
     seq1f1b,
@@ -113,7 +113,7 @@ def test_as_many_slices_are_live_as_the_proof_counts(make, network):
     assert recording.plan == plan
     assert "0F3.2" in {span.name for span in timeline(recording).spans}
     with pytest.raises(CostsError, match="microbatches cut into 3 slices; record whole ones"):
-        Costs.from_recording(recording)
+        recorded_costs(recording)
 
 
 def test_what_a_slice_kept_is_freed_after_its_backward():

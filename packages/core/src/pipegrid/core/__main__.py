@@ -34,10 +34,11 @@ class Command:
 
 COMMANDS = {
     "show": Command("search", "draw a schedule, or the plan in a file", "zero_bubble_v --pp 4 --microbatches 8"),
-    "verify": Command("search", "prove a plan, or list its faults", "plan.csv"),
+    "verify": Command("search", "prove plans, or list their faults", "schedules/*.csv --junit verify.xml"),
     "simulate": Command("search", "makespan, bubble and peaks of a schedule", "1f1b --pp 4 --microbatches 8"),
     "search": Command("search", "the shortest plan under a memory cap", "--pp 4 --microbatches 8 --memory-limit 2"),
     "export": Command("search", "a proved plan for torch's runtime", "v_half --pp 4 --microbatches 8 --to torch"),
+    "explain": Command("timeline", "who holds a hung job up, from the dumps of its ranks", "dumps/nccl_trace_rank_*"),
     "compare": Command("search", "a table of schedules at the same costs", "--pp 8 --microbatches 32"),
     "layout": Command("layout", "the layers of a layout on each rank; balance, even", '"Ett|ttL" --pp 2'),
     "topology": Command("topology", "describe modules on ranks; serve a store", "describe --world 4 a:tp=2,dp=2"),

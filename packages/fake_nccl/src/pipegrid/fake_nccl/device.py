@@ -14,15 +14,18 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from torch import Tensor
 
 from pipegrid.fake_nccl.capture import FakeGraph
 from pipegrid.fake_nccl.entries import Entry, LaunchRecord, Mark, MismatchError, Moment, TransferRecord, What
+from pipegrid.fake_nccl.flight_recorder import FlightRecorder
 from pipegrid.fake_nccl.frees import Frees
 from pipegrid.fake_nccl.lines import Lines
 from pipegrid.fake_nccl.rules import LegacyRules, Nccl2Rules
@@ -63,6 +66,7 @@ class FakeDevice:
         drains_at_compute: every operation inside `Streams.watch` first waits for all entries launched so far, as a
             call that loads a module or frees memory does.
         graph: of the capture that is under way.
+        recorder: of the flight recorder; `dump` writes its file.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class FakeDevice:
         self.drains_at_compute = False
         self.graph: FakeGraph | None = None
         self.history: list[LaunchRecord | Mark] = []
+        self.recorder = FlightRecorder()
         self._numbers = itertools.count()
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
@@ -91,6 +96,7 @@ class FakeDevice:
         self._frees = Frees(self.unfinished, self.violations)
         legacy = LegacyRules() if nccl2 is None else None
         self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, self._end_old, self.violations, legacy)
+        self.watchdog.dump = self.dump
         self.streams.before_poll = self._frees.require_pollable
         self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
         self.streams.drain = self.drain
@@ -102,13 +108,30 @@ class FakeDevice:
         self._cuts: dict[str, Callable[[], None]] = {}
         self._closed = threading.Event()
 
-    def add_group(self, group: str, cut: Callable[[], None]) -> None:
-        """Make a group's stream; ``cut`` wakes an entry of the group that waits for a peer."""
+    def add_group(self, group: str, cut: Callable[[], None], ranks: Sequence[int], here: int) -> None:
+        """Make the stream of a group of ``ranks``; ``cut`` wakes an entry of the group that waits for a peer."""
+        self.recorder.groups[group] = tuple(ranks), here
         if not self._cuts:
             self._lines.start("fake watchdog", self._watch)
         self._cuts[group] = cut
         self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}")
         self._lines.open(self._line(group))
+
+    def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
+        """Write what was launched so far and how far it has come, in the format of torch's flight recorder.
+
+        The watchdog does so before it ends an entry, where ``TORCH_FR_DUMP_TEMP_FILE`` or
+        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` says where.
+
+        Args:
+            prefix: of the file's name, the rank follows; by default, that of the variables.
+
+        Returns:
+            The file; None where nothing says where.
+        """
+        with self._lock:
+            moments = list(self.timeline)
+        return self.recorder.write(moments, prefix)
 
     @property
     def launches(self) -> list[LaunchRecord]:
@@ -155,6 +178,7 @@ class FakeDevice:
             self.streams.order(stream, clock, entry.signal)
             self.history.append(launch)
             self._note("launched", launch)
+            self.recorder.tell(launch.number, reads, writes, timeout)
             self._open[group].append(entry)
             self._lines.append(self._line(group), entry)
         return entry
@@ -203,6 +227,7 @@ class FakeDevice:
             self.streams.forget()
             self.history.clear()
             self.timeline.clear()
+            self.recorder.forget()
             self._marked.clear()
 
     def unfinished(self, group: str | None = None) -> list[Entry]:

@@ -33,6 +33,7 @@ class Watchdog:
         end: ends an entry with an error.
         violations: where broken rules are reported.
         rules: of ``nccl-legacy``; None where each group has a watchdog of its own, as in nccl2.
+        dump: writes the flight recorder's file; called before an entry is ended.
         store: of the job, below all prefixes; None where the monitor has none to look into.
     """
 
@@ -42,6 +43,7 @@ class Watchdog:
     violations: list[str]
     rules: LegacyRules | None
     store: Any = None
+    dump: Callable[[], object] = lambda: None
     _failed: dict[str, tuple[float, str]] = field(factory=dict, init=False)  # by group: when, and what
     _looked: float = field(default=0.0, init=False)
     _found: float | None = field(default=None, init=False)
@@ -53,6 +55,7 @@ class Watchdog:
             if now - entry.launched_at > entry.timeout and not entry.cancelled.is_set():
                 text = f"{entry} was ended by the watchdog: not done after the group's timeout of {entry.timeout:g} s"
                 self.violations.append(text)
+                self.dump()
                 self._tell()
                 self.end(entry, RuntimeError(text))
         if self.rules is not None:

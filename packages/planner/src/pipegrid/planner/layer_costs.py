@@ -10,8 +10,7 @@ from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner.errors import JobError
 from pipegrid.planner.job import Layers, Measured
-from pipegrid.plans import Costs
-from pipegrid.timeline import Recording
+from pipegrid.timeline import Recording, recorded_costs
 
 _PIVOT = 1e-9
 """Below this part of the largest entry, a pivot is zero: two kinds are in the same proportion on all stages."""
@@ -38,7 +37,7 @@ def layer_costs(
         module: its name; None: the only one.
         samples: of a microbatch, on each rank.
         free: kinds that take no time, such as ``["embedding"]``, where the stages cannot tell them from others.
-        input_share: see `Costs.from_recording`.
+        input_share: see `recorded_costs`.
 
     Raises:
         JobError: a layout of another number of stages, kinds that these stages cannot tell apart, or a stage without
@@ -58,7 +57,7 @@ def layer_costs(
         raise JobError(f"stages {without} of {name!r} were recorded without a backward; record a step that trains them")
     counts = [Counter(stage) for stage in stages]
     timed = [kind for kind in dict.fromkeys(kind for stage in stages for kind in stage) if kind not in set(free)]
-    costs = Costs.from_recording(recording, input_share=input_share)
+    costs = recorded_costs(recording, input_share=input_share)
 
     def solved(values: Sequence[float]) -> Mapping[str, float]:
         rows = [[float(count[kind]) for kind in timed] for count in counts]

@@ -12,7 +12,7 @@ from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import ActionKind, Costs, Plan, Simulation, lower, schedule_for, simulate, stage_places
-from pipegrid.timeline import Recording
+from pipegrid.timeline import Recording, recorded_costs
 
 
 @frozen(slots=False)
@@ -63,7 +63,7 @@ def what_if(
         pp: positions of the module; None: as recorded.
         chunks: stages on each of them; None: the schedule's own number.
         microbatches: of a step; None: as recorded.
-        input_share: see `Costs.from_recording`.
+        input_share: see `recorded_costs`.
 
     Raises:
         JobError: a number below 1, a cut of several modules that they do not have, or a schedule with backwards that
@@ -71,7 +71,7 @@ def what_if(
         PlanError: no such schedule, or one that does not fit.
         CostsError: a position without a track.
     """
-    plan, costs = recording.plan, Costs.from_recording(recording, input_share=input_share)
+    plan, costs = recording.plan, recorded_costs(recording, input_share=input_share)
     starts = [action.start for track in recording.tracks for action in track.actions]
     ends = [action.end for track in recording.tracks for action in track.actions]
     count = plan.num_microbatches if microbatches is None else microbatches

@@ -63,11 +63,9 @@ from pipegrid.plans.simulate import (
     Costs,
     CostsError,
     Simulation,
-    balanced_slices,
     costs_from_json,
     costs_to_json,
     simulate,
-    slice_times,
     unit_costs,
 )
 from pipegrid.plans.orders import (
@@ -105,7 +103,6 @@ __all__ = [
     "Step",
     "UShapeCounts",
     "actions_of",
-    "balanced_slices",
     "chain",
     "compute_plan",
     "costs_from_json",
@@ -136,7 +133,6 @@ __all__ = [
     "seq1f1b_interleaved",
     "seq1f1b_zero_bubble",
     "simulate",
-    "slice_times",
     "stage_places",
     "to_csv",
     "to_json",

@@ -13,6 +13,7 @@ from pipegrid.search.routed import (
     schedule_routes,
 )
 from pipegrid.search.search import Progress, search
+from pipegrid.search.slice_lengths import balanced_slices, slice_times
 
 Candidate = Found  # the older name
 
@@ -24,6 +25,7 @@ __all__ = [
     "Progress",
     "RoutedStep",
     "Row",
+    "balanced_slices",
     "candidates",
     "compare",
     "comparison_table",
@@ -34,4 +36,5 @@ __all__ = [
     "reroute",
     "schedule_routes",
     "search",
+    "slice_times",
 ]

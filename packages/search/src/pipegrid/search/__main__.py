@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from pipegrid.core.fields import Count, checked
 from pipegrid.core.order import ORDER_MODELS
@@ -16,18 +17,17 @@ from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.orders import (
     Orders,
     fewest_communicators,
-    is_orders,
     orders_from_csv,
-    orders_from_json,
     orders_of_plan,
-    plan_of_table,
     prove_order,
+    read_schedule,
 )
 from pipegrid.plans.passes.lowering import lower
-from pipegrid.plans.plan import Plan, from_csv, from_json, from_text, to_csv, to_json, to_text, to_torch
+from pipegrid.plans.plan import Plan, to_torch
 from pipegrid.plans.simulate import Costs, CostsError, Simulation, costs_from_json, simulate
 from pipegrid.plans.verify import as_limit, verify
 from pipegrid.search import COMPARED, Found, Progress, compare, comparison_table, greedy, search
+from pipegrid.search.junit import Case, write_junit
 from pipegrid.timeline import (
     Timeline,
     amount,
@@ -39,32 +39,10 @@ from pipegrid.timeline import (
     write_perfetto,
     write_svg,
 )
+from pipegrid.timeline.plan_files import read_file, read_plan, write_plan
 
 USAGE = 2
 FAULTY = 1
-
-
-def read_file(path: Path) -> str:
-    """The text of a file, without the byte order mark that a spreadsheet puts before its CSV."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise PlanError(f"{path} is not UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file: CSV or JSON by its suffix, otherwise the text form."""
-    if path.suffix.lower() == ".toml":
-        raise PlanError(f"{path} is a job, not a plan; draw it with: python -m pipegrid.planner show {path} --gpus N")
-    text = read_file(path)
-    return {".csv": from_csv, ".json": from_json}.get(path.suffix.lower(), from_text)(text)
-
-
-def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan in the form of the suffix, as `read_plan` reads it."""
-    writer = {".csv": to_csv, ".json": to_json}.get(path.suffix.lower(), to_text)
-    path.write_text(writer(plan), encoding="utf-8")
 
 
 def read_costs(path: Path | None) -> Costs:
@@ -227,14 +205,45 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def verify_file(arguments: argparse.Namespace) -> int:
-    """Prove one plan, or the orders of another program, or list their faults."""
-    if is_orders(text := read_file(arguments.plan)):
+Verdict: TypeAlias = tuple[str, str, bool]
+"""What was asked of a file, the proof or its faults, and whether it is proved."""
+
+
+def verify_files(arguments: argparse.Namespace) -> int:
+    """Prove plans, or the orders of other programs, or list their faults."""
+    paths: list[Path] = arguments.plans
+    as_limit(arguments.memory_limit)  # bad input; what follows is about the files
+    if len(paths) > 1 and (arguments.svg or arguments.html):
+        raise PlanError("--svg and --html are for one file; --pictures DIR has a picture of each that hangs")
+    cases: list[Case] = []
+    for path in paths:
+        try:
+            for asked, text, proved in verdicts_of(path, arguments):
+                print(text, file=sys.stdout if proved else sys.stderr)
+                cases.append(Case(str(path), asked, text, "proved" if proved else "failure"))
+        except (PlanError, OSError) as error:
+            if len(paths) == 1 and not arguments.junit:
+                raise
+            print(f"{path}: {error}", file=sys.stderr)
+            cases.append(Case(str(path), "read", str(error), "error"))
+        if len(paths) > 1:
+            own = {case.outcome for case in cases if case.file == str(path)}
+            print(f"{path}: {'not read' if 'error' in own else 'FAULTY' if 'failure' in own else 'proved'}\n")
+    if arguments.junit:
+        write_junit(cases, arguments.junit)
+    found = {case.outcome for case in cases}
+    return USAGE if "error" in found else FAULTY if "failure" in found else 0
+
+
+def verdicts_of(path: Path, arguments: argparse.Namespace) -> Iterator[Verdict]:
+    """The verdicts on one file; its pictures are written on the way."""
+    text = read_file(path)
+    plan = read_schedule(text) or read_plan(path)
+    if isinstance(plan, Orders):
         if arguments.communicators:
-            raise PlanError(f"--communicators is for plans, whose lanes may be placed; {arguments.plan} has orders")
-        return verify_orders(orders_from_json(text), arguments)
-    plan = plan_of_table(text) or read_plan(arguments.plan)
-    as_limit(arguments.memory_limit)  # bad input; what follows is about the plan
+            raise PlanError(f"--communicators is for plans, whose lanes may be placed; {path} has orders")
+        yield from verdicts_of_orders(plan, path, arguments)
+        return
     try:
         proof = verify(
             plan,
@@ -244,38 +253,42 @@ def verify_file(arguments: argparse.Namespace) -> int:
             batches=arguments.batches,
         )
     except PlanError as error:
-        print(error, file=sys.stderr)
-        return FAULTY
-    print(proof)
+        yield "verify", str(error), False
+        if arguments.pictures and {fault.rule for fault in error.faults} == {"cycle"}:
+            for _ in verdicts_of_orders(orders_of_plan(plan), path, arguments):
+                pass  # for the pictures
+        return
+    yield "verify", str(proof), True
     lowered = plan if plan.has_communication else lower(plan)
     if arguments.communicators:
-        print(fewest_communicators(lowered, *(arguments.order or ())))
-    pictures = arguments.svg or arguments.html
-    if not arguments.order and not pictures:
-        return 0
-    return verify_orders(orders_from_csv(text) if "WAIT_SEND" in text else orders_of_plan(lowered), arguments)
+        yield "communicators", str(fewest_communicators(lowered, *(arguments.order or ()))), True
+    if arguments.order or arguments.svg or arguments.html:
+        orders = orders_from_csv(text) if "WAIT_SEND" in text else orders_of_plan(lowered)
+        yield from verdicts_of_orders(orders, path, arguments)
 
 
-def verify_orders(orders: Orders, arguments: argparse.Namespace) -> int:
-    """Prove orders under each order model that is asked for; of other programs, by default, under all."""
-    failed = 0
+def verdicts_of_orders(orders: Orders, path: Path, arguments: argparse.Namespace) -> Iterator[Verdict]:
+    """Orders under each order model that is asked for; of other programs, by default, under all."""
     drawn: list[Timeline] = []
+    hangs: list[Timeline] = []
     options = {"buffered": arguments.buffered, "drains": arguments.drains}
     for name in arguments.order or ORDER_MODELS:
+        rules: set[str] = set()
         try:
-            print(prove_order(orders, name, **options))
-            is_played = True
+            yield name, str(prove_order(orders, name, **options)), True
         except PlanError as error:
-            failed = FAULTY
-            print(error, file=sys.stderr)
-            is_played = all(fault.rule == "cycle" for fault in error.faults)
-        if (arguments.svg or arguments.html) and is_played:
-            drawn.append(order_timeline(orders, name, title=f"{arguments.plan.stem} under {name}", **options))
+            rules = {fault.rule for fault in error.faults}
+            yield name, str(error), False
+        if rules <= {"cycle"} and (arguments.svg or arguments.html or (arguments.pictures and rules)):
+            drawn.append(order_timeline(orders, name, title=f"{path.stem} under {name}", **options))
+            hangs += drawn[-1:] if rules else []
     if drawn and arguments.svg:
         write_svg(drawn, arguments.svg, arrows=True)
     if drawn and arguments.html:
         write_html(drawn, arguments.html, arrows=True)
-    return failed
+    if hangs and arguments.pictures:
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
+        write_svg(hangs, arguments.pictures / f"{path.stem}.svg", arrows=True)
 
 
 def compare_all(arguments: argparse.Namespace) -> int:
@@ -344,9 +357,13 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--plan", type=Path, help="write the plan (.csv, .json, otherwise text)")
     draw.set_defaults(run=show)
 
-    prove = commands.add_parser("verify", help="prove a plan, or list its faults")
+    prove = commands.add_parser("verify", help="prove plans, or list their faults")
     prove.add_argument(
-        "plan", type=Path, help="a plan (.csv, .json, text); JSON of orders, or of a table of Megatron-LM"
+        "plans",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a plan (.csv, .json, text); JSON of orders, or of a schedule of Megatron-LM, DeepSpeed or JaxPP",
     )
     prove.add_argument("--buffered", action="store_true", help="sends do not wait for their receive")
     prove.add_argument("--lanes", choices=("separate", "shared"), default="separate")
@@ -368,7 +385,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="plans: the fewest communicators per rank",
     )
-    prove.set_defaults(run=verify_file)
+    prove.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI")
+    prove.add_argument("--pictures", type=Path, metavar="DIR", help="write a picture of each file that hangs")
+    prove.set_defaults(run=verify_files)
 
     table = commands.add_parser("compare", help="a table of schedules at the same costs")
     table.add_argument("--pp", type=int, required=True, help="positions")

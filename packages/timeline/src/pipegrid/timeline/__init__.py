@@ -5,7 +5,8 @@ from pipegrid.timeline.html import html, write_html
 from pipegrid.timeline.of_orders import order_timeline
 from pipegrid.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.timeline.recorder import Recorder
-from pipegrid.plans.simulate.recording import Aside, Recorded, Recording, TimelineError, Track
+from pipegrid.timeline.measured import recorded_costs
+from pipegrid.timeline.recording import Aside, Recorded, Recording, TimelineError, Track
 from pipegrid.timeline.recording_json import recording_from_json, recording_to_json
 from pipegrid.timeline.sources import position_name, timeline
 from pipegrid.timeline.svg import svg, write_svg
@@ -37,6 +38,7 @@ __all__ = [
     "order_timeline",
     "perfetto",
     "position_name",
+    "recorded_costs",
     "recording_from_json",
     "recording_to_json",
     "scaled",

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from pipegrid.core.fields import Count, checked_arguments
-from pipegrid.plans.simulate.recording import TimelineError
 from pipegrid.timeline.kinds import COLOURS, OTHER, ink_on, tint
+from pipegrid.timeline.recording import TimelineError
 from pipegrid.timeline.timeline import Span, Timeline, as_panels, summary
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}

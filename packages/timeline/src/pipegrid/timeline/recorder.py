@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from pipegrid.plans.plan import Action, ActionKind, Plan, require_plan
-from pipegrid.plans.simulate.recording import Aside, Recorded, TimelineError, Track
+from pipegrid.timeline.recording import Aside, Recorded, TimelineError, Track
 
 
 class Recorder:

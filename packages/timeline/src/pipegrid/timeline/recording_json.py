@@ -7,7 +7,7 @@ from typing import Any
 
 from pipegrid.core.fields import shown
 from pipegrid.plans.plan import from_json, load_json, to_json
-from pipegrid.plans.simulate.recording import Aside, Recorded, Recording, TimelineError, Track
+from pipegrid.timeline.recording import Aside, Recorded, Recording, TimelineError, Track
 
 
 def recording_to_json(recording: Recording) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 from pipegrid.core.fields import Seconds, checked_arguments
-from pipegrid.plans.simulate.recording import TimelineError
 from pipegrid.timeline.kinds import COLOURS, HATCHED, MEANING, OTHER, ink_on, tint
+from pipegrid.timeline.recording import TimelineError
 from pipegrid.timeline.timeline import Counter, Span, Timeline, amount, as_panels, summary, time_text
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)

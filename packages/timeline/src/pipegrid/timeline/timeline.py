@@ -25,8 +25,8 @@ from pipegrid.core.fields import (
     checked_fields,
     shown,
 )
-from pipegrid.plans.simulate.recording import Time, TimelineError
 from pipegrid.timeline.kinds import BEHIND, COMPUTE_KINDS, STUCK, TRANSFER_KINDS
+from pipegrid.timeline.recording import Time, TimelineError
 
 Note: TypeAlias = Annotated[str, Rule(str, "a text")]
 

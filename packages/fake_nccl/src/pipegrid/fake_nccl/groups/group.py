@@ -88,7 +88,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                 # Gloo fails at a member that still connects when another one, connected before it, cuts already.
                 self._meeting("go").connect(self.timeout)
                 self._hidden = hidden
-                self.device.add_group(self._name, self._hidden.cut)
+                self.device.add_group(self._name, self._hidden.cut, self._ranks, self._here)
             return self._hidden
 
     # Point to point

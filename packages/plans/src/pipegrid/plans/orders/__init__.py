@@ -4,8 +4,9 @@ from pipegrid.plans.orders.communicators import SharedCommunicators, fewest_comm
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 from pipegrid.plans.orders.prove import OrderProof, prove_order
-from pipegrid.plans.orders.read import is_orders, orders_from_csv, orders_from_json
-from pipegrid.plans.orders.others import orders_of_torch, plan_of_megatron, plan_of_table, plan_of_torch
+from pipegrid.plans.orders.read import orders_from_csv, orders_from_json
+from pipegrid.plans.orders.others import orders_of_torch, plan_of_megatron, plan_of_torch
+from pipegrid.plans.orders.foreign import orders_of_deepspeed, plan_of_jaxpp, read_schedule
 
 __all__ = [
     "Launch",
@@ -14,13 +15,14 @@ __all__ = [
     "Orders",
     "SharedCommunicators",
     "fewest_communicators",
-    "is_orders",
     "orders_from_csv",
     "orders_from_json",
+    "orders_of_deepspeed",
     "orders_of_plan",
     "orders_of_torch",
+    "plan_of_jaxpp",
     "plan_of_megatron",
-    "plan_of_table",
     "plan_of_torch",
     "prove_order",
+    "read_schedule",
 ]

@@ -16,7 +16,7 @@ from attrs import evolve
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import chain
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, Action, ActionKind
+from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, SHARDING, Action, ActionKind
 from pipegrid.plans.plan.parts import Text, actions_of, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
@@ -39,35 +39,36 @@ def to_csv(plan: Plan) -> str:
 def to_torch(plan: Plan) -> str:
     """The plan as CSV that torch's runtime loads: of computes as ``compute_only``, lowered as ``compute_comms``.
 
-    In a lowered plan the messages of a batch follow one another, and a stage ends with ``REDUCE_GRAD``, where torch
-    scales its gradients: in the place of its ``REDUCE``, by default after the last action of its position.
+    In a lowered plan the messages of a batch follow one another. A stage begins with ``UNSHARD`` and ends with
+    ``RESHARD``, which FSDP needs, unless the plan has its own; before that comes ``REDUCE_GRAD``, where torch scales
+    gradients, in the place of a ``REDUCE`` if the plan has one.
 
     Raises:
         PlanError: a plan that torch does not run: no chain, a stage on several positions, routes, slices, forwards
             alone, or actions other than computes, messages, a ``REDUCE`` of each stage, ``UNSHARD`` and ``RESHARD``.
     """
     require_plan(plan)
-    others = {
-        "modules beside each other": plan.graph != chain(plan.num_stages),
-        "a stage on several positions": any(len(places) > 1 for places in plan.placement),
-        "routes": plan.routes is not None,
-        "slices": plan.num_slices > 1,
-        "stages without a backward": bool(plan.forward_only),
-    }
-    if found := [name for name, there in others.items() if there]:
-        raise PlanError(f"torch.distributed.pipelining runs no plan with {', '.join(found)}")
+    for there, name in (
+        (plan.graph != chain(plan.num_stages), "modules beside each other"),
+        (any(len(places) > 1 for places in plan.placement), "a stage on several positions"),
+        (plan.routes is not None, "routes"),
+        (plan.num_slices > 1, "slices"),
+        (plan.forward_only, "stages without a backward"),
+    ):
+        if there:
+            raise PlanError(f"torch.distributed.pipelining runs no plan with {name}")
     rows = []
     for position in range(plan.num_positions):
         cells = [_torch_cell(action) for step in plan.positions[position] for action in actions_of(step)]
-        if plan.has_communication:
-            cells += [cell for stage in plan.stages_at[position] if (cell := f"{stage}REDUCE_GRAD") not in cells]
+        for stage in plan.stages_at[position] if plan.has_communication else ():
+            cells += [f"{stage}REDUCE_GRAD"] if f"{stage}REDUCE_GRAD" not in cells else []
+            if f"{stage}UNSHARD" not in cells:
+                first = next(number for number, cell in enumerate(cells) if cell.startswith(f"{stage}F"))
+                cells = [*cells[:first], f"{stage}UNSHARD", *cells[first:], f"{stage}RESHARD"]
         if twice := [cell for cell, count in Counter(cells).items() if count > 1 and cell.endswith("REDUCE_GRAD")]:
             raise PlanError(f"position {position} has {twice[0]} several times; torch scales gradients at each")
         rows.append(",".join(cells))
     return "\n".join(rows) + "\n"
-
-
-_OF_TORCH = {ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD}
 
 
 def _torch_cell(action: Action) -> str:
@@ -75,7 +76,7 @@ def _torch_cell(action: Action) -> str:
         return f"{action.stage}{action.kind}{action.microbatch}"
     if action.kind is ActionKind.REDUCE and action.group is None:
         return f"{action.stage}REDUCE_GRAD"
-    if action.kind in COMPUTES or action.kind in _OF_TORCH:
+    if action.kind in COMPUTES or action.kind in SHARDING:
         return str(action)
     raise PlanError(f"torch.distributed.pipelining has no action such as {action}")
 

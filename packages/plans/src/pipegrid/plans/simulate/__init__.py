@@ -10,7 +10,6 @@ from pipegrid.plans.simulate.costs import (
     costs_to_json,
     with_slack,
 )
-from pipegrid.plans.simulate.slice_lengths import balanced_slices, slice_times
 from pipegrid.plans.simulate.simulation import Simulation, simulate, unit_costs
 
 __all__ = [
@@ -20,11 +19,9 @@ __all__ = [
     "OtherCutError",
     "Simulation",
     "activation_sizes",
-    "balanced_slices",
     "costs_from_json",
     "costs_to_json",
     "simulate",
-    "slice_times",
     "unit_costs",
     "with_slack",
 ]

@@ -16,7 +16,6 @@ from pipegrid.core.fields import (
     Amount,
     Count,
     Rule,
-    checked,
     checked_arguments,
     checked_fields,
     instance,
@@ -26,11 +25,9 @@ from pipegrid.core.fields import (
 )
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import load_json, parse_edge
-from pipegrid.plans.simulate.measured import measured_costs
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan
-    from pipegrid.plans.simulate.recording import Recording
 
 
 class CostsError(ValueError):
@@ -152,30 +149,6 @@ class Costs:
     offload_bandwidth: Annotated[float, _RATE] = math.inf
     slice_lengths: PerSlice = ()
     slice_times: PerSlice = ()
-
-    @classmethod
-    def from_recording(cls, recording: Recording, *, input_share: float = 0.5) -> Costs:
-        """What a recorded step took on ranks: seconds, and bytes where the recorder measured memory.
-
-        Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver
-        waited for it; ``overhead``, the host's time for an action. Ranks of other hosts need clocks with one zero
-        (see `Recorder`). Gathers and reductions of sharded stages are not measured: they run beside the host, whose
-        times these are.
-
-        Args:
-            recording: of one step.
-            input_share: of a backward that was recorded whole, the part that is ``I``; half of the FLOPs of a matrix
-                product's backward are the input's gradient.
-        """
-        if recording.plan.num_slices > 1:
-            raise CostsError(
-                f"the recording is of microbatches cut into {recording.plan.num_slices} slices; record whole ones"
-            )
-        held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
-        if missing := sorted(set(range(recording.plan.num_stages)) - held):
-            raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
-        share: float = checked(input_share, Share, "input_share", CostsError)
-        return cls(**measured_costs(recording, share))
 
     @property
     def stages(self) -> int | None:

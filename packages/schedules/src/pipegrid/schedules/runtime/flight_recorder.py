@@ -108,7 +108,8 @@ class FlightRecorder:
                 path.with_name(f"nccl_trace_rank_{path.stem.removeprefix('rank')}").write_bytes(self._trace)
         except Exception as error:  # noqa: BLE001 -- see the class
             return f"\nThe failure was not recorded in {self.folder}: {line_of(error)}"
-        return f"\nRecorded in {path}"
+        explain = "" if self._trace is None else f"; who holds the job up: pipegrid explain {self.folder}"
+        return f"\nRecorded in {path}{explain}"
 
     def _write_new(self, name: str, text: str) -> Path:
         """Write a file that an earlier attempt of the job does not have."""

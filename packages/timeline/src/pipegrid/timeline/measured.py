@@ -6,27 +6,50 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import cycle, product
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.fields import checked
 from pipegrid.plans.plan import Action, ActionKind
+from pipegrid.plans.simulate import Costs, CostsError
+from pipegrid.plans.simulate.costs import Share
 from pipegrid.plans.verify import dataflow_of
 from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
-
-if TYPE_CHECKING:
-    from pipegrid.plans.simulate.recording import Recorded, Recording, Track
+from pipegrid.timeline.recording import Recorded, Recording, Track
 
 _F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 _TIMED = (_F, _B, _I, _W, ActionKind.REDUCE)
 
 
-def measured_costs(recording: Recording, input_share: float) -> dict[str, Any]:
-    """The fields of `Costs` that ``recording`` measures, in seconds and bytes.
+def recorded_costs(recording: Recording, *, input_share: float = 0.5) -> Costs:
+    """What a recorded step took on ranks: seconds, and bytes where the recorder measured memory.
 
-    Per stage, the mean of each kind of compute over microbatches and ranks. A stage without split backwards has
-    ``input_share`` of its whole backward as I, the rest as W. A collective takes from the arrival of its last
-    rank on: the waiting of the others is in the simulation.
+    Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver waited
+    for it; ``overhead``, the host's time for an action. A collective takes from the arrival of its last rank on: the
+    waiting of the others is in the simulation. Ranks of other hosts need clocks with one zero (see `Recorder`). Gathers
+    and reductions of sharded stages are not measured: they run beside the host, whose times these are.
+
+    Args:
+        recording: of one step.
+        input_share: of a backward that was recorded whole, the part that is ``I``, the rest is ``W``; half of the
+            FLOPs of a matrix product's backward are the input's gradient.
+
+    Raises:
+        CostsError: the recording is of slices, or no rank recorded some stage.
     """
+    if recording.plan.num_slices > 1:
+        raise CostsError(
+            f"the recording is of microbatches cut into {recording.plan.num_slices} slices; record whole ones"
+        )
+    held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
+    if missing := sorted(set(range(recording.plan.num_stages)) - held):
+        raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
+    share: float = checked(input_share, Share, "input_share", CostsError)
+    return Costs(**_fields(recording, share))
+
+
+def _fields(recording: Recording, input_share: float) -> dict[str, Any]:
+    """The fields of `Costs` that ``recording`` measures."""
     plan = recording.plan
     took: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     grown: dict[int, list[int]] = defaultdict(list)

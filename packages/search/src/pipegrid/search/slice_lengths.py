@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from pipegrid.core.fields import Count, checked, checked_arguments
-from pipegrid.plans.simulate.costs import CostsError, Share
+from pipegrid.plans.simulate import CostsError
+from pipegrid.plans.simulate.costs import Share
 
 
 @checked_arguments(CostsError)

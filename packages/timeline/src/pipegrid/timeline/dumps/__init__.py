@@ -1,0 +1,20 @@
+"""What a hung job was doing: flight-recorder dumps of its ranks, read and explained."""
+
+from pipegrid.timeline.dumps.explain import Explanation, Root, explain
+from pipegrid.timeline.dumps.places import Place
+from pipegrid.timeline.dumps.read import Dump, DumpError, Entry, read_dump, read_dumps, read_records
+from pipegrid.timeline.dumps.waits import Wait
+
+__all__ = [
+    "Dump",
+    "DumpError",
+    "Entry",
+    "Explanation",
+    "Place",
+    "Root",
+    "Wait",
+    "explain",
+    "read_dump",
+    "read_dumps",
+    "read_records",
+]

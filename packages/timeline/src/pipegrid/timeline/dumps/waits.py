@@ -1,0 +1,143 @@
+"""The wait-for graph of a hung job, from what each rank launched and what of it has ended.
+
+A rank is held by the first thing it launched that has not ended: what it launched later is behind that. The first thing
+of a rank is a collective, a message, or the messages of a batch. It waits for each of its other ranks that has not
+launched it, or has launched it behind the first thing of its own.
+
+What a dump lacks is told from the others: a collective that one rank has finished was finished by all, so where it has
+not ended, that rank's device or its watchdog stands still.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from attrs import frozen
+
+from pipegrid.timeline.dumps.read import Dump, Entry
+
+
+@frozen
+class Wait:
+    """Rank ``rank`` waits at ``entry`` for ``other``, which is ``behind`` an entry of its own; None: not launched."""
+
+    rank: int
+    entry: Entry
+    other: int
+    behind: Entry | None = None
+
+
+@frozen
+class Stuck:
+    """Rank ``rank`` has not ended ``entry``, which ``finished`` have."""
+
+    rank: int
+    entry: Entry
+    finished: tuple[int, ...]
+
+
+_Group: TypeAlias = tuple[str, tuple[int, ...]]
+"""Its name and ranks: groups of other ranks may have one name."""
+_Unit: TypeAlias = tuple[_Group, bool, int]
+"""What ends together: a collective, or the messages of one call; group, whether they are messages, sequence."""
+_Way: TypeAlias = tuple[_Group, str, int, int]
+"""Group, kind, sender, receiver."""
+
+
+def unit_of(entry: Entry) -> _Unit:
+    """What ends together with an entry."""
+    return group_of(entry), entry.peer is not None, entry.sequence
+
+
+def group_of(entry: Entry) -> _Group:
+    """The group of an entry."""
+    return entry.group, entry.members
+
+
+@frozen
+class Job:
+    """Of each rank with a dump: what it launched and has not ended, in order; the first unit of that; what has ended.
+
+    ``ended``: of a rank and a group, the last collective that has ended, as far as the entries tell.
+    """
+
+    pending: Mapping[int, Sequence[Entry]]
+    first: Mapping[int, Sequence[Entry]]
+    ended: Mapping[tuple[int, _Group], int]
+
+
+def job_of(dumps: Iterable[Dump]) -> Job:
+    """What each rank has under way."""
+    pending: dict[int, list[Entry]] = {}
+    first: dict[int, list[Entry]] = {}
+    ended: dict[tuple[int, _Group], int] = {}
+    for dump in dumps:
+        own = pending[dump.rank] = [entry for entry in dump.entries if not entry.ended and entry.kind != "coalesced"]
+        first[dump.rank] = [entry for entry in own if unit_of(entry) == unit_of(own[0])]
+        for entry in dump.entries:
+            if entry.peer is None:
+                key = (dump.rank, group_of(entry))
+                done = entry.sequence if entry.ended else entry.sequence - 1  # a group's collectives end in order
+                if entry.ended or key not in ended:
+                    ended[key] = max(done, ended.get(key, done))
+    return Job(pending, first, ended)
+
+
+def stuck_of(job: Job) -> list[Stuck]:
+    """Of each rank the first collective that it has not ended and others have, if there is one."""
+    found = []
+    for rank, entries in job.pending.items():
+        for entry in (one for one in entries if one.peer is None):
+            others = tuple(
+                other
+                for other in entry.members
+                if other != rank and job.ended.get((other, group_of(entry)), -1) >= entry.sequence
+            )
+            if others:
+                found.append(Stuck(rank, entry, others))
+                break
+    return found
+
+
+def waits_of(job: Job) -> list[Wait]:
+    """What each rank waits for in its first unit; a rank without a dump has launched nothing that is known."""
+    place: dict[tuple[int, _Unit], Entry] = {
+        (rank, unit_of(entry)): entry
+        for rank, entries in job.pending.items()
+        for entry in entries
+        if entry.peer is None
+    }
+    ends: dict[_Way, list[tuple[int, Entry]]] = defaultdict(list)
+    for rank, entries in job.pending.items():
+        for entry in entries:
+            if entry.peer is not None:
+                ends[_way(rank, entry)].append((rank, entry))
+    found = []
+    for rank, entries in job.first.items():
+        for entry in entries:
+            if entry.peer is None:
+                others = [(one, place.get((one, unit_of(entry)))) for one in entry.members if one != rank]
+            else:
+                way = _way(rank, entry)
+                number = [one for _, one in ends[way]].index(entry)
+                there = ends.get((way[0], "recv" if way[1] == "send" else "send", way[2], way[3]), [])
+                others = [(entry.peer, there[number][1] if number < len(there) else None)]
+            for other, launched in others:
+                before = job.first.get(other, ())
+                if (
+                    launched is None
+                    and entry.peer is None
+                    and job.ended.get((other, group_of(entry)), -1) >= entry.sequence
+                ):
+                    continue  # it has finished it
+                if launched is None or (before and unit_of(launched) != unit_of(before[0])):
+                    found.append(Wait(rank, entry, other, None if launched is None else before[0]))
+    return found
+
+
+def _way(rank: int, entry: Entry) -> _Way:
+    assert entry.peer is not None
+    ends = (rank, entry.peer) if entry.kind == "send" else (entry.peer, rank)
+    return group_of(entry), entry.kind, *ends

@@ -238,7 +238,7 @@ def _judged(case: Case, at: float, outcomes: Outcomes, stuck: set[int], slack: f
         if case.monitor and case.fault in SEEN and not faulty and case.place not in NOTICED:
             first = str(outcome["text"]).splitlines()[0] if outcome["text"] else ""
             named = {int(number) for number in re.findall(r"\branks? \[?(\d)", first)}
-            if "does not answer: its process has" in first:  # the rank that found the store silent is not blamed
+            if "the control store does not answer" in first:  # the rank that found the store silent is not blamed
                 named.clear()
             if named and case.rank not in named:
                 problems.append(f"rank {rank} names innocent ranks only: {first[:200]}")

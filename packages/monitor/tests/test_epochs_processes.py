@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -338,6 +339,36 @@ def test_a_store_that_ends_fails_the_job():
         zero.close()
         one.close()
         assert time.monotonic() - began < 8
+
+
+def test_a_store_out_of_reach_is_waited_for_once(store):
+    """As behind a cut wire: its calls do not return, and nothing closes its connection."""
+    reached, released = threading.Event(), threading.Event()
+    reached.set()
+
+    class Behind:
+        def __getattr__(self, name):
+            def call(*arguments):
+                if not reached.is_set():
+                    released.wait()
+                return getattr(store, name)(*arguments)
+
+            return call
+
+        def clone(self):
+            return self
+
+    deadline, alarmed = 3.0, threading.Event()
+    epochs = Epochs(Behind(), rank=0, ranks=range(2), deadline=deadline, on_alarm=lambda _: alarmed.set())
+    reached.clear()
+    assert alarmed.wait(60.0)
+    began = time.monotonic()
+    with pytest.raises(JobFailedError, match="the control store does not answer: it is out of reach, or its process"):
+        epochs.vote("step 1")
+    epochs.give_up("the function has failed")
+    epochs.close()
+    assert time.monotonic() - began < deadline  # each waited for it on its own
+    released.set()
 
 
 def test_ranks_that_do_different_keys_are_named(store):

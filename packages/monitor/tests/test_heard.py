@@ -2,11 +2,12 @@
 
 import json
 import time
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
 
-from pipegrid.monitor import Control
+from pipegrid.monitor import Control, JobFailedError, Monitor
 from pipegrid.monitor import heard as module
 from pipegrid.monitor.heard import Heard
 
@@ -95,3 +96,16 @@ def test_nothing_is_said_of_a_store_that_never_answered():
     heard = Heard(Control(dist.HashStore(), 0, (0,)), "")
     heard.unanswered()
     assert heard.silence() == ""
+
+
+def test_a_step_that_the_store_does_not_take_names_the_host_of_the_store(told, store):
+    """The announcement of a step is late at the same moment as the step itself, and may be the first to say so."""
+    clock, heard = told
+    with closing(Monitor(store, rank=2, ranks=RANKS, deadline=DEADLINE)) as monitor:
+        monitor._heard = heard[2]
+        clock.now += 10
+        monitor.silent(5, RuntimeError("the store did not answer within 10 s"))
+        assert monitor.failure is not None
+        assert monitor.failure.startswith("nothing heard of host-a, ranks 0-1, which has the control store, for 10 s;")
+        with pytest.raises(JobFailedError, match="before step 5, nothing heard of host-a, ranks 0-1"):
+            monitor.end()

@@ -9,8 +9,9 @@ import pipegrid.testing
 
 
 def test_public_names():
-    assert pipegrid.testing.__all__ == ["Fault", "InjectedFault", "Ranks"]
-    for name in (*pipegrid.testing.__all__, "FaultError", "PoolError"):
+    assert pipegrid.testing.__all__ == ["CUT", "Fault", "InjectedFault", "Ranks", "Wire"]
+    assert pipegrid.testing.Wire(to_a=False, to_b=False) == pipegrid.testing.CUT
+    for name in ("Fault", "FaultError", "HostsError", "InjectedFault", "PoolError", "Ranks", "Wire"):
         assert getattr(pipegrid.testing, name).__name__ == name
 
 

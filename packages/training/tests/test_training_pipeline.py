@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pipegrid.bridges import Axes, EdgeOptions, Whole
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.monitor import DisagreementError
+from pipegrid.monitor import DisagreementError, JobFailedError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError
@@ -480,6 +480,22 @@ def test_modules_on_every_other_rank_beside_a_spare_one_are_those_of_one_process
             assert sorted(track.rank for track in tracks) == [first, second, third, fourth]
             (ranks.shared_path / f"before {ranks.rank}").touch()
     assert len(list(ranks.shared_path.glob("before *"))) == 4 or not pipeline.is_spare
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.fault("kill", rank=1, at="closing")
+def test_a_spare_rank_does_not_wait_for_one_that_has_died(ranks):
+    config = PipelineConfig(deadline=2.0)
+    grid, loss = HyperCommGrid([2, 1], ["dp", "pp"]), lambda output, _: output.square().mean()
+    module = PipelineModule(made(lambda: nn.Linear(2, 2)), None, grid)
+    pipeline = Pipeline({"model": module}, config=config, loss=loss, spare=[2])
+    if ranks.rank == 2:
+        text = r"rank 1 had not closed the pipeline 2 s after the first rank had, as spare rank 2 saw"
+        with pytest.raises(JobFailedError, match=text):
+            pipeline.close()
+        return
+    ranks.reach("closing")
+    pipeline.close()
 
 
 class Plus(nn.Linear):

@@ -54,6 +54,8 @@ class Actor:
 class DirectCalls:
     """In place of `BoundedCalls`: the world bounds every call."""
 
+    stuck = False
+
     def __init__(self, *_):
         pass
 

@@ -199,7 +199,9 @@ def test_a_store_that_is_gone_before_a_step_is_a_typed_error(store, how):
     text, seconds = failed(runtime, JobFailedError)
     monitor.close()
     # By the step, or by the monitor's thread, which announces it beside the step.
-    when, _, rest = text.partition("the control store does not answer: its process has stopped or ended (")
+    when, _, rest = text.partition(
+        "the control store does not answer: it is out of reach, or its process has stopped or ended ("
+    )
     assert when in ("before step 2, ", "rank 0 failed before this step: ")
     assert rest
     assert len(lanes.reasons) >= 1

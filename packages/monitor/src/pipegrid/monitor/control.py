@@ -217,7 +217,7 @@ def _difference(step: int, said: dict[int, str]) -> str:
 def silent(error: BaseException) -> str:
     """In words: the store does not answer."""
     line = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"the control store does not answer: its process has stopped or ended ({line})"
+    return f"the control store does not answer: it is out of reach, or its process has stopped or ended ({line})"
 
 
 def where_all_stand(positions: dict[int, str]) -> str:

@@ -202,8 +202,7 @@ class Monitor:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
         except RuntimeError as error:
-            self._heard.unanswered()
-            text = self._heard.silence() or silent(error)
+            text = self._unanswered(error)
             self._failure = Failure(self.rank, text)
             abort(text)
             raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
@@ -246,12 +245,17 @@ class Monitor:
 
     def silent(self, step: int, error: Exception) -> None:
         """The store has not taken the announcement of a step: this rank's transfers end. From any thread."""
-        self._silent = f"before step {step}, {silent(error)}. {_REBUILD}"
-        watched = self._watched
+        text, watched = self._unanswered(error), self._watched
+        self._silent = f"before step {step}, {text}. {_REBUILD}"
         if self._failure is None:
-            self._failure = Failure(self.rank, silent(error))
+            self._failure = Failure(self.rank, text)
             if watched is not None:
                 watched.abort(self._failure.text)
+
+    def _unanswered(self, error: Exception) -> str:
+        """In words: the store has not answered; where it is on another host, that host is out of reach."""
+        self._heard.unanswered()
+        return self._heard.silence() or silent(error)
 
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.

@@ -123,9 +123,20 @@ class RankedRun:
 def run_test(pool: Pool, test: RunTest) -> RankedRun:
     """Run ``test`` on a worker for each rank and follow them to the end, a failure or the deadline.
 
-    Workers that end the test cleanly go back into the pool; all those of a test with a failure or a fault are killed.
+    Workers that end the test cleanly go back into the pool; all those of a test with a failure, a fault or two hosts
+    are killed.
+
+    Raises:
+        HostsError: the test needs two hosts, which this machine does not allow.
     """
-    workers = pool.take(test.settings.world_size)
+    holders: list[Worker] = []
+    if test.settings.hosts > 1:
+        holder, hosts = pool.open_hosts(test.directory, test.settings.wire)
+        holders.append(holder)
+        test = evolve(test, server=(hosts.address, hosts.port))
+        workers = pool.take_on(hosts, test.settings.world_size)
+    else:
+        workers = pool.take(test.settings.world_size)
     run = RankedRun(test=test, records=[RankRecord(rank=rank, worker=worker) for rank, worker in enumerate(workers)])
     reusable: list[Worker] = []
     try:
@@ -137,11 +148,11 @@ def run_test(pool: Pool, test: RunTest) -> RankedRun:
                 selector.register(record.worker.channel.socket, selectors.EVENT_READ, record)
                 follower.tell(record, evolve(test, rank=record.rank))
             follower.to_the_end()
-            reusable = follower.clean_up()
+            reusable = follower.clean_up() if not holders else []
             for record in run.records:
                 record.output += record.worker.new_output()
     finally:
-        pool.discard([worker for worker in workers if worker not in reusable])
+        pool.discard([worker for worker in [*workers, *holders] if worker not in reusable])
         pool.give_back(reusable)
         shutil.rmtree(test.directory, ignore_errors=True)  # the rest, if any, goes with the session's directory
     return run

@@ -14,6 +14,7 @@ import threading
 from attrs import field, frozen
 
 from pipegrid.testing.faults import Fault
+from pipegrid.testing.wire import Wire
 
 _HEADER = struct.Struct("!I")
 _READ = 1 << 16
@@ -24,7 +25,14 @@ _READ = 1 << 16
 
 @frozen
 class Fork:
-    """Fork a worker; its socket, its output file and its stacks file travel beside the message as file descriptors."""
+    """Fork a worker; its socket, its output file and its stacks file travel beside the message as file descriptors.
+
+    ``host`` is the process that holds the host of the worker, None for this machine itself. With ``hosts``, what is
+    forked is no worker, but two hosts (`OpenHosts`).
+    """
+
+    host: int | None = None
+    hosts: bool = False
 
 
 @frozen
@@ -65,6 +73,36 @@ class Stopped:
     pid: int
 
 
+# To the process that holds two hosts.
+
+
+@frozen
+class OpenHosts:
+    """Open them, with ``wire`` between them; `pipegrid.testing.hosts.set_wire` finds them by ``folder``."""
+
+    folder: str
+    wire: Wire
+
+
+# From it.
+
+
+@frozen
+class HostsOpen:
+    """The ``processes`` that hold host a and host b; the address and the port of a store on host a."""
+
+    processes: tuple[int, int]
+    address: str
+    port: int
+
+
+@frozen
+class HostsRefused:
+    """Why this machine allows no two hosts."""
+
+    text: str
+
+
 # To a worker.
 
 
@@ -87,6 +125,8 @@ class Settings:
     deadline: float
     strict_sends: bool
     fake_nccl: str
+    hosts: int = 1
+    wire: Wire = field(factory=Wire)
 
 
 @frozen
@@ -94,7 +134,7 @@ class RunTest:
     """Run one test as one rank: ``name`` in the file ``path``.
 
     ``directory`` is shared by the ranks of this test and removed after it; ``largest_world`` is the most ranks that any
-    test of the session has.
+    test of the session has; ``server`` is the address and the port of the store of two hosts.
     """
 
     path: str
@@ -103,6 +143,7 @@ class RunTest:
     settings: Settings
     directory: str
     largest_world: int
+    server: tuple[str, int] | None = None
 
 
 @frozen

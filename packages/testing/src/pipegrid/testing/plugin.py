@@ -49,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks."""
     config.addinivalue_line(
         "markers",
-        "ranks(*n, backend=None, deadline=None, strict_sends=None, fake_nccl=None): run the test, "
-        "its fixtures included, on n processes; once for each n where there are several",
+        "ranks(*n, backend=None, deadline=None, strict_sends=None, fake_nccl=None, hosts=1, wire=None): run the test, "
+        "its fixtures included, on n processes, half of them on each of two hosts with hosts=2; once for each n where "
+        "there are several",
     )
     config.addinivalue_line(
         "markers",

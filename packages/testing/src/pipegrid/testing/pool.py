@@ -20,7 +20,22 @@ from typing import IO, TypeVar
 
 from attrs import define, evolve, field
 
-from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Hello, Ready, SendSignal, Stopped, frame
+from pipegrid.testing.hosts import HostsError
+from pipegrid.testing.messages import (
+    Channel,
+    Exited,
+    Fork,
+    Forked,
+    Hello,
+    HostsOpen,
+    HostsRefused,
+    OpenHosts,
+    Ready,
+    SendSignal,
+    Stopped,
+    frame,
+)
+from pipegrid.testing.wire import Wire
 
 _M = TypeVar("_M")
 
@@ -156,9 +171,33 @@ class Pool:
         self.start()
         self._idle = [worker for worker in self._idle if self._answers(worker)]
         while len(self._idle) < count:
-            self._idle.append(self._fork())
+            self._idle.append(self._start_worker(Fork()))
         taken, self._idle = self._idle[:count], self._idle[count:]
         return taken
+
+    def open_hosts(self, folder: str, wire: Wire) -> tuple[Worker, HostsOpen]:
+        """Two hosts, until the process that holds them is discarded.
+
+        Raises:
+            HostsError: this machine does not allow them.
+        """
+        holder = self._fork(Fork(hosts=True))
+        try:
+            holder.channel.send(OpenHosts(folder, wire))
+            answer = holder.channel.receive()
+        except (EOFError, ConnectionError):
+            answer = None
+        if isinstance(answer, HostsOpen):
+            return holder, answer
+        printed = holder.new_output()
+        self.discard([holder])
+        if isinstance(answer, HostsRefused):
+            raise HostsError(answer.text)
+        raise PoolError(f"the process that holds two hosts ended; it printed:\n{printed}")
+
+    def take_on(self, hosts: HostsOpen, count: int) -> list[Worker]:
+        """``count`` workers that live on two hosts, the first half on host a: for one test."""
+        return [self._start_worker(Fork(host=hosts.processes[2 * place // count])) for place in range(count)]
 
     def give_back(self, workers: list[Worker]) -> None:
         """Take ``workers``, whose test is over and cleaned up, for the next test."""
@@ -220,7 +259,15 @@ class Pool:
             self.discard([worker])
         return not gone
 
-    def _fork(self) -> Worker:
+    def _start_worker(self, request: Fork) -> Worker:
+        worker = self._fork(request)
+        self._workers += 1
+        # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
+        base = {"basetemp": f"{self._started.directory}/worker-{self._workers}"}
+        worker.channel.send(evolve(self._hello, options={**self._hello.options, **base}))
+        return worker
+
+    def _fork(self, request: Fork) -> Worker:
         template = self._ready_template()
         ours, theirs = socket.socketpair()
         output = None if self._passthrough else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115 (the worker's, held)
@@ -228,15 +275,10 @@ class Pool:
         with theirs:
             descriptors = [theirs.fileno(), 1 if output is None else output.fileno(), stacks.fileno()]
             with contextlib.suppress(ConnectionError):  # said in full by the receive below
-                socket.send_fds(template.channel.socket, [frame(Fork())], descriptors)
+                socket.send_fds(template.channel.socket, [frame(request)], descriptors)
         forked = self._receive(Forked, template)
         self._groups.add(forked.pid)
-        worker = Worker(pid=forked.pid, channel=Channel(ours), output=output, stacks=stacks)
-        self._workers += 1
-        # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
-        base = {"basetemp": f"{template.directory}/worker-{self._workers}"}
-        worker.channel.send(evolve(self._hello, options={**self._hello.options, **base}))
-        return worker
+        return Worker(pid=forked.pid, channel=Channel(ours), output=output, stacks=stacks)
 
     def _ready_template(self) -> _Template:
         self.start()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipegrid.testing.follow import GRACE, ProcessState, RankedRun, RankRecord, run_test
+from pipegrid.testing.hosts import HostsError
 from pipegrid.testing.messages import Hello, RunTest, Warned, is_plain
 from pipegrid.testing.pool import Pool
 from pipegrid.testing.settings import name_in_file, settings_of
@@ -49,17 +50,18 @@ class RankedFunction(pytest.Function):
     def runtest(self) -> None:
         """Run the test on its ranks and make their outcomes one."""
         pool = pool_of(self.config)
-        run = run_test(
-            pool,
-            RunTest(
-                path=str(self.path),
-                name=name_in_file(self),
-                rank=0,
-                settings=settings_of(self),
-                directory=str(pool.directory()),
-                largest_world=_largest_world(self.session),
-            ),
+        test = RunTest(
+            path=str(self.path),
+            name=name_in_file(self),
+            rank=0,
+            settings=settings_of(self),
+            directory=str(pool.directory()),
+            largest_world=_largest_world(self.session),
         )
+        try:
+            run = run_test(pool, test)
+        except HostsError as error:
+            pytest.skip(str(error))
         self._take_over(run)
         text = failure_text(run)
         if text is not None:

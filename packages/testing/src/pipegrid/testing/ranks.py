@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from attrs import define, evolve, field
 
 from pipegrid.testing.faults import Fault, InjectedFault, check_rank
+from pipegrid.testing.hosts import set_wire
 from pipegrid.testing.messages import Channel, FaultFired, FaultPlanned, PositionReport
+from pipegrid.testing.wire import Wire
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +36,10 @@ class Ranks:
         deadline: seconds that the test has.
         strict_sends: the ``--strict-sends`` setting; the code under test waits for each batch of sends before the next
             action, so that a wrong order hangs on gloo as on GPUs.
+        host: 0, or with ``hosts=2`` 0 on host a and 1 on host b.
         shared_path: an empty directory that all ranks of this test share.
-        store: a ``torch.distributed`` store for the test's own keys, apart from the default group's.
+        store: a ``torch.distributed`` store for the test's own keys, apart from the default group's; a file, which
+            ranks on both hosts reach whatever the wire does.
         fake_device: with ``fake_nccl``, the fake GPU: launches in order, violations, entries that have not ended.
     """
 
@@ -45,6 +49,7 @@ class Ranks:
     device: torch.device
     deadline: float
     strict_sends: bool
+    host: int
     shared_path: Path
     store: Store
     fake_device: FakeDevice | None
@@ -102,6 +107,13 @@ class Ranks:
             self._faults.append(evolve(fault, after=fault.after + time.monotonic() - self._began))
         else:
             self._channel.send(FaultPlanned(fault))
+
+    def set_wire(self, wire: Wire, *, after: float = 0.0) -> None:
+        """Change the wire between two hosts, ``after`` seconds from now; any rank may, also when the wire is cut.
+
+        Returns when the change has happened, or is planned: `CUT`, ``Wire(to_a=False)``, and ``Wire()``, a whole one.
+        """
+        set_wire(self.shared_path.parent, wire, after)
 
     def pending_faults(self) -> tuple[Fault, ...]:
         """The faults of this rank that have not happened yet, those by time that the pytest process holds excepted."""

@@ -8,6 +8,7 @@ import pytest
 
 from pipegrid.testing.faults import Fault, FaultError, check_rank
 from pipegrid.testing.messages import Settings
+from pipegrid.testing.wire import Wire
 
 BACKENDS = ("gloo", "nccl", "fake_nccl", "staged")
 # How the fake NCCL plays its entries: a stream for each group, or one for the rank; or by the rules of nccl-legacy, of
@@ -57,9 +58,22 @@ def _settings(
     deadline: float | None = None,
     strict_sends: bool | None = None,
     fake_nccl: str | None = None,
+    hosts: int = 1,
+    wire: Wire | None = None,
 ) -> Settings:
+    world_size = _world_size(item, sizes)
+    if hosts not in (1, 2) or world_size % hosts:
+        raise ValueError(f"hosts is {hosts!r}; it is 1 or 2, and divides the number of ranks, {world_size}")
+    if wire is not None and (hosts == 1 or not isinstance(wire, Wire)):
+        raise ValueError(f"wire is {wire!r}; it is a pipegrid.testing.Wire, between hosts=2")
+    if hosts > 1 and backend is None:
+        backend = "gloo"
+    if hosts > 1 and backend != "gloo":
+        raise ValueError(f"backend is {backend!r}; two hosts are connected by gloo")
     return Settings(
-        world_size=_world_size(item, sizes),
+        world_size=world_size,
+        hosts=hosts,
+        wire=wire or Wire(),
         backend=_one_of(BACKENDS, _chosen(item, backend, "backend"), "backend"),
         deadline=_deadline(_chosen(item, deadline, "deadline")),
         strict_sends=bool(_chosen(item, strict_sends, "strict_sends")),

@@ -20,9 +20,11 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from pipegrid.testing.messages import Channel, Exited, Fork, Forked, Ready, SendSignal, Stopped
+from pipegrid.testing.hosts import join, serve_hosts
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, OpenHosts, Ready, SendSignal, Stopped
 
 _PR_SET_PDEATHSIG = 1
 
@@ -104,9 +106,22 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
                 if isinstance(request, SendSignal) and request.pid in children:
                     _signal_group(request.pid, request.signal)
                 elif isinstance(request, Fork):
-                    pid = _fork_worker(template, (wake_read, wake_write, channel.socket), descriptors, work)
+                    sockets = (wake_read, wake_write, channel.socket)
+                    pid = _fork_worker(template, sockets, descriptors, partial(_run, request, work))
                     children.add(pid)
                     channel.send(Forked(pid=pid))
+
+
+def _run(request: Fork, work: Callable[[Channel, int], None], channel: Channel, stacks: int) -> None:
+    """What a fork does."""
+    if request.hosts:
+        order = channel.receive()
+        if isinstance(order, OpenHosts):
+            serve_hosts(channel, Path(order.folder), order.wire)
+        return
+    if request.host is not None:
+        join(request.host)
+    work(channel, stacks)
 
 
 def _fork_worker(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from pipegrid.fake_nccl import FakeDevice, Nccl2Rules, register
 from pipegrid.testing.messages import Channel, RunTest
@@ -50,7 +50,9 @@ def make_world(test: RunTest, channel: Channel) -> Ranks:
         fake_device.watchdog.store = store
         register(fake_device)
     backend = _BACKENDS.get(settings.backend, settings.backend)
-    dist.init_process_group(backend, store=PrefixStore("world", store), rank=test.rank, world_size=settings.world_size)
+    # Of two hosts, the default group's store is on host a, as a launcher has it; that of the test knows no hosts.
+    common = store if test.server is None else TCPStore(*test.server, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=PrefixStore("world", common), rank=test.rank, world_size=settings.world_size)
     ranks = Ranks(
         rank=test.rank,
         world_size=settings.world_size,
@@ -58,6 +60,7 @@ def make_world(test: RunTest, channel: Channel) -> Ranks:
         device=device,
         deadline=settings.deadline,
         strict_sends=settings.strict_sends,
+        host=settings.hosts * test.rank // settings.world_size,
         shared_path=directory / "shared",
         store=PrefixStore("test", store),
         fake_device=fake_device,

@@ -60,6 +60,7 @@ from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.transport.collectives.differences import listed
 
 _OUTSIDE = Epoch(-1, ())  # of a process that has not joined yet
+_STUCK_SECONDS = 0.05  # of a call of the store behind one that was given up: a silent store is waited for once
 _AGAIN = timedelta(minutes=20)  # of a wait in the store, which the pulse of this rank ends; then it looks again
 
 
@@ -113,10 +114,10 @@ class Epochs:
         self._failed, self._outside = "", False
         self._store = store
         self._calls = BoundedCalls("pipegrid-epochs")
-        self._ledger = Ledger(bounded_store(store, self._calls, self._deadline))
+        self._ledger = Ledger(bounded_store(store, self._calls, self._deadline, stuck=_STUCK_SECONDS))
         beside: EpochStore = store.clone() if hasattr(store, "clone") else store
         calls = BoundedCalls("pipegrid-heartbeat")
-        ledger = Ledger(bounded_store(beside, calls, self._deadline))
+        ledger = Ledger(bounded_store(beside, calls, self._deadline, stuck=_STUCK_SECONDS))
         self._pulse = Pulse(ledger, rank, 0, _OUTSIDE, heartbeat, self._deadline, on_alarm)
         with self._answering("the first heartbeat"):
             self._pulse.incarnation = self.incarnation = ledger.incarnation(rank)

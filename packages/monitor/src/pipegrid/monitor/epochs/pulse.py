@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 
 from attrs import define, field
 
+from pipegrid.monitor.control import silent
 from pipegrid.monitor.epochs.ledger import LEFT, Ledger
 from pipegrid.monitor.epochs.records import Alarm, Epoch, Verdict
+from pipegrid.topology.bounded_calls import SilentStoreError
 
 WATCHED = 8  # ranks that each rank watches: those of a host, which die together
 _ALARM_SECONDS = 0.1  # between two looks for an alarm
@@ -157,6 +159,9 @@ class Pulse:
                     beaten = now
                     self.beat(now)
                 self.look()
+            except SilentStoreError as error:
+                self.fail(silent(error))
+                return
             except Exception as error:  # noqa: BLE001 -- a thread that ends without a word leaves its rank to hang
                 if not stop.is_set():
                     self.fail(f"the thread of the heartbeat has failed: {type(error).__name__}: {error}")

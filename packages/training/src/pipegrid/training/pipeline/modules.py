@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, checked, shown
 from pipegrid.gradients import TiedParameters
 from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.monitor import JobFailedError
 from pipegrid.schedules import Monitor, stage_places
 from pipegrid.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.stages.assignment import as_layout, pp_size
@@ -25,6 +27,7 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_gr
 from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.ending import destroy_groups
+from pipegrid.transport.collectives.differences import listed
 
 ModelFactory = Callable[[], nn.Module]
 _STORE_SECONDS = 60.0
@@ -133,27 +136,55 @@ class EndOfJob:
 
     Every rank of the world makes one, for each of its pipelines with spare ranks.
 
+    Args:
+        ranks: of the job.
+        deadline: seconds from the first rank that has closed to the last one.
+
     Attributes:
         group: of the ``ranks`` of the job, until it ends; None on a spare one.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], deadline: float) -> None:
         counts = control_store("pipelines with spare ranks")
         # So each has keys of its own, the same on all ranks.
         made = bounded(counts.add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)
-        self._count, self._store = len(ranks), control_store(f"end of pipeline {made}")
+        self._ranks, self._deadline = ranks, deadline
+        self._store = control_store(f"end of pipeline {made}")
         self._groups = create_rank_groups([GroupSpec(tuple(ranks), "pipeline", shared=False)])
         self.group = next(iter(self._groups.values()), None)
 
     def say(self) -> None:
         """This rank of the job has closed it."""
         destroy_groups(self._groups)
+        bounded(self._store.set, _closed(dist.get_rank()), "", seconds=_STORE_SECONDS)
         bounded(self._store.add, "closed", 1, seconds=_STORE_SECONDS)
 
     def wait(self) -> None:
-        """Return when every rank of the job has said so, however long it runs; a look at the store has a deadline."""
-        while bounded(self._store.add, "closed", 0, seconds=_STORE_SECONDS) < self._count:
+        """Return when every rank of the job has said so, however long it runs; a look at the store has a deadline.
+
+        A rank that has ended without a word never says so: the others, which fail then, are the first to close.
+
+        Raises:
+            JobFailedError: some ranks have not closed it a deadline after the first one.
+        """
+        end = math.inf
+        while (closed := bounded(self._store.add, "closed", 0, seconds=_STORE_SECONDS)) < len(self._ranks):
+            now = time.monotonic()
+            end = min(end, now + self._deadline) if closed else end
+            if now > end:
+                missing = [rank for rank in self._ranks if not self._has_closed(rank)]
+                raise JobFailedError(
+                    f"{listed(missing)} had not closed the pipeline {self._deadline:g} s after the first rank had, as "
+                    f"spare rank {dist.get_rank()} saw; look there, or give PipelineConfig a longer deadline"
+                )
             time.sleep(_LOOK_SECONDS)
+
+    def _has_closed(self, rank: int) -> bool:
+        return bounded(self._store.check, [_closed(rank)], seconds=_STORE_SECONDS)
+
+
+def _closed(rank: int) -> str:
+    return f"closed by {rank}"
 
 
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:

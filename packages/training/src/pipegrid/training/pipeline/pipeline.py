@@ -99,7 +99,8 @@ class Pipeline:
         device: of the stages; None: that of the default process group's backend.
         monitor: relays failures and deadlines between ranks; None: under torchrun only.
         spare: the ranks of the world without a module. They take part in nothing: there a pipeline has no stages and no
-            parameters, a batch is not read, a loss or a norm is NaN, and `close` waits until all others have closed.
+            parameters, a batch is not read, a loss or a norm is NaN, and `close` waits until all
+            others have closed, for the deadline of ``config`` from the first one on.
 
     Raises:
         StepArgumentError: ranks without a grid, a layout that does not divide over the pp ranks, or arguments that
@@ -144,7 +145,7 @@ class Pipeline:
         places = {name: module.places(schedule) for name, module in described.items()}
         config = PipelineConfig(variable_seq_lengths=True) if config is None else config
         ranks = ranks_of(described, spare)
-        self._end = EndOfJob(ranks) if len(ranks) < dist.get_world_size() else None
+        self._end = EndOfJob(ranks, config.deadline) if len(ranks) < dist.get_world_size() else None
         if self._end is not None and config.job_group is None:
             config = attrs.evolve(config, job_group=self._end.group)
         create_groups(described)
@@ -403,6 +404,9 @@ class Pipeline:
         """Wait for checkpoints, close all lanes, end the monitor and the groups that this created. Idempotent.
 
         On a spare rank wait until all others have.
+
+        Raises:
+            JobFailedError: on a spare rank, where some others have not closed it a deadline after the first one.
         """
         if self._closed:
             return

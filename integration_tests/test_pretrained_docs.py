@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pipegrid.training.__main__ import main
+from pipegrid.checkpoint.__main__ import main
 
 from .kit.programs import blocks
 
 PAGE = (Path(__file__).parents[1] / "docs" / "pretrained.md").read_text(encoding="utf-8")
 CODE = blocks(PAGE)
-(COMMAND,) = re.findall(r"```shell\npython -m pipegrid\.training (.*?)\n```", PAGE)
+(COMMAND,) = re.findall(r"```shell\npython -m pipegrid\.checkpoint (.*?)\n```", PAGE)
 
 
 @pytest.mark.nightly

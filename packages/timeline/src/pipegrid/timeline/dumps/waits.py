@@ -4,8 +4,8 @@ A rank is held by the first thing it launched that has not ended: what it launch
 of a rank is a collective, a message, or the messages of a batch. It waits for each of its other ranks that has not
 launched it, or has launched it behind the first thing of its own.
 
-What a dump lacks is told from the others: a collective that one rank has finished was finished by all, so where it has
-not ended, that rank's device or its watchdog stands still.
+Dumps complete each other: a collective that one rank has finished was finished by all, so on a rank where it has not
+ended, the device or the watchdog stands still.
 """
 
 from __future__ import annotations

@@ -257,11 +257,11 @@ def test_each_of_several_folders_has_the_fixtures_of_its_own_conftest_on_ranks(p
 
 def test_ranks_find_a_file_in_a_folder_that_pytest_does_not_enter_by_itself(pytester):
     pytester.makeconftest("")
-    inner = pytester.mkdir(".hidden")
+    inner = pytester.mkdir("build")  # of norecursedirs; pytest before 8.1 imports nothing from a name with a dot
     (inner / "test_one.py").write_text(
         "import pytest\n\n@pytest.mark.ranks(1)\ndef test_it(ranks):\n    ranks.barrier()\n"
     )
-    pytester.runpytest(".hidden/test_one.py", "--import-mode=importlib").assert_outcomes(passed=1)
+    pytester.runpytest("build/test_one.py", "--import-mode=importlib").assert_outcomes(passed=1)
 
 
 def test_under_s_a_rank_that_keeps_the_interpreter_busy_in_c_shows_its_stack_in_the_report(pytester):

@@ -1,4 +1,4 @@
-"""Schedules of DeepSpeed and JaxPP: read from what they print, proved; mutants against a slow player."""
+"""Schedules of other frameworks: read from what they print, proved; mutants against a slow player."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ from attrs import evolve
 
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans import PlanError, interleaved_1f1b, lower, one_f_one_b, verify
-from pipegrid.plans.orders import orders_of_deepspeed, orders_of_plan, plan_of_jaxpp, prove_order, read_schedule
+from pipegrid.plans.orders import (
+    dualpipe_calls,
+    orders_of_deepspeed,
+    orders_of_hyperparallel,
+    orders_of_plan,
+    plan_of_jaxpp,
+    prove_order,
+    read_schedule,
+)
 from plan_kit.order_player import OrderPlayer
 
 DATA = Path(__file__).parent / "data"
-DEEPSPEED, JAXPP = (json.loads((DATA / f"{name}.json").read_text()) for name in ("deepspeed", "jaxpp"))
+NAMES = {"DeepSpeed": "deepspeed", "HyperParallel": "hyperparallel", "DualPipe": "dualpipe", "JaxPP": "jaxpp"}
+FILES = {framework: json.loads((DATA / f"{name}.json").read_text()) for framework, name in NAMES.items()}
+DEEPSPEED, JAXPP, DUALPIPE = FILES["DeepSpeed"], FILES["JaxPP"], FILES["DualPipe"]
+EVERY = {name: document for found in FILES.values() for name, document in found.items()}
 PAGE = (Path(__file__).parents[4] / "docs" / "museum" / "index.md").read_text()
 COLUMNS = ("nccl-legacy", "nccl2", "nccl-lazy", "nccl-serial", "nccl-connecting", "gloo")
 
 
 def orders_of(name):
     """The orders of a schedule; a plan's after it was lowered."""
-    found = read_schedule(json.dumps((DEEPSPEED | JAXPP)[name]))
+    found = read_schedule(json.dumps(EVERY[name]))
     return orders_of_plan(lower(found)) if name in JAXPP else found
 
 
@@ -38,16 +49,26 @@ def verdict(name, model):
     return "proved"
 
 
-ROWS = re.findall(r"^\| `(\w+)` of (DeepSpeed|JaxPP) [^|]*\|((?: [\w-]+ \|){6})$", PAGE, re.MULTILINE)
+ROWS = re.findall(
+    rf"^\| `(\w+)` of ({'|'.join(NAMES)}) ((?:[^|]*, M < P)?)[^|]*\|((?: [\w-]+ \|){{6}})$", PAGE, re.MULTILINE
+)
+
+
+def is_short(name):
+    """Whether there are fewer microbatches than ranks, which has a row of its own where it matters."""
+    ranks, microbatches = map(int, name.split()[1].split("x"))
+    return microbatches < ranks
 
 
 def test_the_page_has_every_schedule():
-    assert {row[0] for row in ROWS} == {name.split()[0] for name in (*DEEPSPEED, *JAXPP)}
+    assert {row[:2] for row in ROWS} == {(name.split()[0], one) for one, found in FILES.items() for name in found}
 
 
-@pytest.mark.parametrize(("schedule", "framework", "cells"), ROWS)
-def test_the_table_says_what_is_proved(schedule, framework, cells):
-    for name in (one for one in (DEEPSPEED if framework == "DeepSpeed" else JAXPP) if one.split()[0] == schedule):
+@pytest.mark.parametrize(("schedule", "framework", "few", "cells"), ROWS)
+def test_the_table_says_what_is_proved(schedule, framework, few, cells):
+    names = [name for name in FILES[framework] if name.split()[0] == schedule and is_short(name) == bool(few)]
+    assert names
+    for name in names:
         for model, said in zip(COLUMNS, cells.strip(" |").split(" | "), strict=True):
             assert verdict(name, model) == said, name
 
@@ -91,6 +112,95 @@ def test_live_objects_are_read_as_what_they_print():
     assert plan_of_jaxpp(rows) == read_schedule(json.dumps(JAXPP["ZeroBubble 2x4"]))
 
 
+def test_steps_of_hyperparallel_are_read_from_its_objects():
+    kinds = enum.Enum("MetaStepType", ["FWD", "BWD", "FWD_RECV", "FWD_SEND", "BWD_RECV", "BWD_SEND"])
+
+    class MetaStep:
+        def __init__(self, text):
+            kind, microbatch, stage = re.findall(r"[=.](\w+)[,)]", text)
+            self.text = f"MetaStep(type={kinds[kind]}, micro_index={microbatch}, stage_index={stage})"
+
+        def __str__(self):
+            return self.text
+
+    document = EVERY["Schedule1F1B 2x4"]["hyperparallel"]
+    found = orders_of_hyperparallel({rank: [MetaStep(one) for one in document[rank]] for rank in (1, 0)})
+    assert found == orders_of("Schedule1F1B 2x4")
+    assert all(launch.holds for row in found.ranks for launch in row if launch.messages)
+
+
+def test_a_wait_for_each_message_is_part_of_the_order():
+    """Two neighbours that both send first get stuck where each waits for its own message, and not with waits later."""
+    rows = [
+        ["FWD 0 0", "FWD_SEND 0 0", "BWD_RECV 0 0", "BWD 0 0"],
+        ["BWD 0 1", "BWD_SEND 0 1", "FWD_RECV 0 1", "FWD 0 1"],
+    ]
+    steps = [
+        ["MetaStep(type=MetaStepType.{}, micro_index={}, stage_index={})".format(*one.split()) for one in row]
+        for row in rows
+    ]
+    with pytest.raises(PlanError, match="cycle"):
+        prove_order(read_schedule(json.dumps({"hyperparallel": steps})), "gloo")
+
+
+def test_the_calls_of_a_step_are_noted_without_modules_and_groups():
+    class Schedule:
+        def __init__(self):
+            raise AssertionError("the class is not made")
+
+        def _forward_chunk(self, phase, recv=True, send=True):
+            if recv:
+                self._recv_forward(phase)
+            self._commit_and_wait_comm()
+            self._forward_compute_chunk(phase)
+            if send:
+                self._send_forward(phase)
+
+        def _backward_chunk(self, phase, enable_zb=False):
+            self._recv_backward(phase)
+            self._commit_and_wait_comm()
+            self._backward_compute_chunk(phase, enable_zb)
+            self._send_backward(phase)
+
+        def _forward_backward_chunk(self, phase0, phase1):
+            self._forward_backward_compute_chunk(phase0, phase1)
+
+        def step(self, *, num_chunks):
+            self._reset_states()
+            for _ in range(num_chunks):
+                self._forward_chunk(0, send=not self.is_last_rank)
+                self._forward_chunk(1, recv=not self.is_last_rank)
+                self._backward_chunk(1, enable_zb=True)
+                self._backward_chunk(0)
+                self._weight_chunk()
+            self._commit_and_wait_comm()
+
+    calls = dualpipe_calls(Schedule, 2, 1)
+    assert calls[1][:5] == [
+        "_recv_forward(0)",
+        "_commit_and_wait_comm()",
+        "_forward_compute_chunk(0)",
+        "_commit_and_wait_comm()",
+        "_forward_compute_chunk(1)",
+    ]
+    found = read_schedule(json.dumps({"dualpipev": calls}))
+    assert [[one.text for one in row if one.is_compute] for row in found.ranks] == [
+        ["0F0", "3F0", "3I0", "0B0", "3W0"],
+        ["1F0", "2F0", "2I0", "1B0", "2W0"],
+    ]
+    prove_order(found, "gloo")
+
+
+def test_dualpipe_is_two_copies_of_a_model_and_dualpipev_one():
+    both, folded = orders_of("DualPipe 4x8"), orders_of("DualPipeV 3x7")
+    for found, stages, microbatches in ((both, 8, 4), (folded, 6, 7)):
+        forwards = sorted(one.text for row in found.ranks for one in row if one.is_compute and "F" in one.text)
+        assert forwards == sorted(f"{stage}F{number}" for stage in range(stages) for number in range(microbatches))
+    sent = {one.label for row in both.ranks for launch in row for one in launch.messages}
+    assert not any("3>4" in label for label in sent)
+    assert {"forward 2>3 0", "backward 4>5 3"} <= sent
+
+
 def test_fused_tasks_are_one_after_the_other():
     plan = plan_of_jaxpp([[[0, 0, "FWD"], [[0, 1, "FWD"], [0, 0, "BWD"]], None, [0, 1, "BWD"]]])
     assert [str(action) for action in plan.actions(0)] == ["0F0", "0F1", "0B0", "0B1"]
@@ -109,6 +219,15 @@ def test_fused_tasks_are_one_after_the_other():
             "rank 0 queues 0SEND_F0 and never comes to CommitP2P",
         ),
         ({"deepspeed": 3}, "deepspeed is alone in its document, a list"),
+        ({"hyperparallel": [["FWD(0)"]]}, r"hyperparallel\[0\]\[0\]: 'FWD\(0\)' is no MetaStep of FWD, FWD_RECV"),
+        ({"hyperparallel": [1]}, "hyperparallel is alone in its document, a list"),
+        (
+            {"dualpipe": [["_forward_compute_chunk(2)"]]},
+            r"dualpipe\[0\]\[0\]: '_forward_compute_chunk\(2\)' is no call",
+        ),
+        ({"dualpipe": [["_forward_compute_chunk()"]]}, "has not the phases of _forward_compute_chunk"),
+        ({"dualpipev": [["_weight_chunk()"]]}, r"dualpipev\[0\]\[0\]: a weight chunk, and no backward"),
+        ({"dualpipev": [["_send_forward(1)"], ["_send_forward(1)"]]}, "rank 1 ends with 2SEND_F0 not launched"),
         ({"jaxpp": [[]], "more": 1}, "jaxpp is alone in its document, a list"),
         ({"jaxpp": [[[0, 0, "FORWARD"]]]}, r"jaxpp\[0\]\[0\] is .*its type one of FWD, BWD, BWD_I, BWD_W"),
         ({"jaxpp": [[[0, -1, "FWD"]]]}, r"jaxpp\[0\]\[0\] is "),
@@ -135,9 +254,7 @@ def mutant(found, chosen):
     return evolve(found, ranks=tuple(map(tuple, ranks)))
 
 
-SMALL = [
-    name for name in (*DEEPSPEED, *JAXPP) if re.search(r" (2x3|3x4|2x4)$", name) and "InterleavedGPipe" not in name
-]
+SMALL = [name for name in EVERY if re.search(r" (2x3|3x4|2x4)$", name) and "InterleavedGPipe" not in name]
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.nightly)])

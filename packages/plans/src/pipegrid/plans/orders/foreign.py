@@ -1,8 +1,13 @@
-"""Schedules of DeepSpeed and JaxPP, from their objects or from JSON that a few lines write. No import of either.
+"""Schedules of other frameworks, from their objects or from JSON that a few lines write. No import of any of them.
 
-``{"deepspeed": [...]}`` has per rank the steps of its schedule, each a list of instructions as they print
-(``"SendActivation(buffer_id=0)"``); ``{"jaxpp": [...]}`` per rank its tasks, each ``[stage, microbatch, type]``, a
-list of such tasks that are fused, or null.
+Each document has, per rank:
+
+- ``{"deepspeed": [...]}``: the steps of its schedule, each a list of instructions as they print
+  (``"SendActivation(buffer_id=0)"``);
+- ``{"hyperparallel": [...]}``: its steps as they print (``"MetaStep(type=MetaStepType.FWD, micro_index=0, ...)"``);
+- ``{"dualpipe": [...]}``, ``{"dualpipev": [...]}``: what a step calls, in order (``"_recv_forward(0)"``), as
+  `dualpipe_calls` notes it;
+- ``{"jaxpp": [...]}``: its tasks, each ``[stage, microbatch, type]``, a list of such tasks that are fused, or null.
 """
 
 from __future__ import annotations
@@ -10,8 +15,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+
+from attrs import evolve
 
 from pipegrid.core.fields import shown
 from pipegrid.plans.errors import PlanError
@@ -25,6 +34,27 @@ _COMPUTES = {"ForwardPass": "F", "BackwardPass": "B"}
 _ALONE = {"LoadMicroBatch", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
 _COMMIT = "CommitP2P"
 _INSTRUCTION = re.compile(r"(\w+)\(([\w=, ]*)\)")
+_META_STEP = re.compile(r"MetaStep\(type=(?:MetaStepType\.)?(\w+), micro_index=(\d+), stage_index=(\d+)\)")
+_META_STEPS = {
+    f"{way}WD{end}": f"{kind}{phase}"
+    for way, phase in (("F", "F"), ("B", "B"))
+    for end, kind in (("", ""), ("_RECV", "RECV_"), ("_SEND", "SEND_"))
+}
+_CHUNK_CALL = re.compile(r"(\w+)\(((?:\d|True|False)(?:, (?:\d|True|False))*|)\)")
+_CHUNK_MESSAGES = {
+    "_recv_forward": "RECV_F",
+    "_send_forward": "SEND_F",
+    "_recv_backward": "RECV_B",
+    "_send_backward": "SEND_B",
+}
+_CHUNK_CALLS = (
+    *_CHUNK_MESSAGES,
+    "_forward_compute_chunk",
+    "_backward_compute_chunk",
+    "_forward_backward_compute_chunk",
+    "_weight_chunk",
+    "_commit_and_wait_comm",
+)
 _TASKS = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
 
 
@@ -97,6 +127,130 @@ def _launches(instructions: Sequence[tuple[str, int, int, str]], rank: int, coun
         raise PlanError(f"rank {rank} queues {' '.join(queued)} and never comes to {_COMMIT}")
 
 
+def orders_of_hyperparallel(exec_order: Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]]) -> Orders:
+    """What the ranks of a schedule of HyperParallel launch, by its ``exec_order``.
+
+    Each message is launched alone and waited for at once. That is its default; its ``overlap_p2p`` waits later. What
+    it sends of shapes, before a message, is left out.
+    """
+    rows = [exec_order[rank] for rank in sorted(exec_order)] if isinstance(exec_order, Mapping) else exec_order
+    words = [
+        [_meta_step(one, f"hyperparallel[{rank}][{number}]") for number, one in enumerate(_listed(own))]
+        for rank, own in enumerate(rows)
+    ]
+    orders = orders_from_json(json.dumps({"ranks": words}))
+    return evolve(
+        orders, ranks=tuple(tuple(evolve(one, holds=bool(one.messages)) for one in own) for own in orders.ranks)
+    )
+
+
+def _meta_step(one: Any, path: str) -> str:
+    match = _META_STEP.fullmatch(str(one).strip())
+    if match is None or match[1] not in _META_STEPS:
+        raise PlanError(f"{path}: {shown(str(one))} is no MetaStep of {', '.join(_META_STEPS)}", path=path)
+    return f"{match[3]}{_META_STEPS[match[1]]}{match[2]}"
+
+
+def dualpipe_calls(schedule: type, num_ranks: int, num_chunks: int) -> list[list[str]]:
+    """What ``step`` of DeepSeek's ``DualPipe`` or ``DualPipeV``, or of PithTrain's ``DualPipeV``, calls on each rank.
+
+    Its own ``step`` runs, with the parts that compute and send replaced by notes; no module, group or device is needed.
+    Call it under ``torch.no_grad()``, after ``set_p2p_tensor_shapes`` and ``set_p2p_tensor_dtype``.
+    """
+
+    def calls_of(rank: int) -> list[str]:
+        noted: list[str] = []
+
+        def note(name: str, _: object, *given: object, **named: object) -> None:
+            noted.append(f"{name}({', '.join(map(str, (*given, *named.values())))})")
+
+        def method(name: str, call: Callable[..., object]) -> Callable[..., object]:
+            return lambda *given, **named: call(name, *given, **named)
+
+        own = ("step", "_forward_chunk", "_backward_chunk", "_forward_backward_chunk")
+        silent = ("_reset_states", "_ensure_chunk_records_allocated", "setup_cu_seqlens")
+        body = {name: vars(schedule)[name] for name in own}
+        body |= {name: method(name, note) for name in _CHUNK_CALLS}
+        body |= {name: method(name, lambda *_, **__: None) for name in silent}
+        last, half = rank == num_ranks - 1, num_ranks // 2
+        where: dict[str, object] = {
+            "rank": rank,
+            "pp_rank": rank,
+            "num_ranks": num_ranks,
+            "pp_size": num_ranks,
+            "batch_dim": 0,
+        }
+        where |= {"is_first_rank": False, "is_first_pp_rank": False, "is_last_rank": last, "is_last_pp_rank": last}
+        where |= {"is_middle_rank": rank in (half - 1, half), "is_in_second_half": rank >= half, "module": ()}
+        type(schedule.__name__, (SimpleNamespace,), body)(**where).step(num_chunks=num_chunks)
+        return noted
+
+    return [calls_of(rank) for rank in range(num_ranks)]
+
+
+def orders_of_dualpipe(calls: Sequence[Sequence[str]], *, folded: bool) -> Orders:
+    """What the ranks of DualPipe launch in a step, by what it calls (`dualpipe_calls`).
+
+    A chunk of phase 0 is of stage ``rank``, one of phase 1 of stage ``2 * ranks - 1 - rank``. Of `DualPipeV` these are
+    one model (``folded``). Of `DualPipe` they are two copies of one, stages 0 to ranks - 1 and ranks to 2 * ranks - 1,
+    and ranks of the second half name the phases the other way round.
+    """
+    count = len(calls)
+    rows = [list(_chunk_launches(own, rank, count, folded=folded)) for rank, own in enumerate(calls)]
+    return orders_from_json(json.dumps({"ranks": rows, "placement": [*range(count), *reversed(range(count))]}))
+
+
+def _chunk_launches(calls: Iterable[Any], rank: int, count: int, *, folded: bool) -> Iterator[Any]:
+    stages = (rank, 2 * count - 1 - rank)
+    if not folded and rank >= count // 2:
+        stages = stages[::-1]
+    done = Counter[tuple[str, int]]()
+    weights: list[str] = []
+    queued: list[str] = []
+
+    def word(kind: str, phase: int) -> str:
+        number = done[kind, phase]
+        done[kind, phase] += 1
+        return f"{stages[phase]}{kind}{number}"
+
+    for number, call in enumerate(_listed(calls)):
+        path = f"dualpipe{'v' * folded}[{rank}][{number}]"
+        match = _CHUNK_CALL.fullmatch(str(call))
+        given = [json.loads(one.lower()) for one in match[2].split(", ") if one] if match else []
+        phases = [one for one in given if not isinstance(one, bool)]
+        if match is None or match[1] not in _CHUNK_CALLS or any(phase > 1 for phase in phases):
+            raise PlanError(f"{path}: {shown(str(call))} is no call of {', '.join(_CHUNK_CALLS)}", path=path)
+        name = match[1]
+        if len(phases) != {"_commit_and_wait_comm": 0, "_weight_chunk": 0, "_forward_backward_compute_chunk": 2}.get(
+            name, 1
+        ):
+            raise PlanError(f"{path}: {shown(str(call))} has not the phases of {name}", path=path)
+        if kind := _CHUNK_MESSAGES.get(name):
+            place = (
+                stages[phases[0]] % count
+            )  # in its half: the first receives nothing from before, the last from after
+            ends = kind in ("RECV_F", "SEND_B")
+            if place != (0 if ends else count - 1):
+                queued.append(word(kind, phases[0]))
+            continue
+        if name in ("_commit_and_wait_comm", "_weight_chunk") and queued:
+            yield {"batch": queued}
+            queued = []
+        if name == "_weight_chunk":
+            if not weights:
+                raise PlanError(f"{path}: a weight chunk, and no backward before it has put one off", path=path)
+            yield weights.pop(0)
+        if "forward" in name:
+            yield word("F", phases[0])
+        if "backward" in name:
+            backward = word("B", phases[-1])
+            split = any(one is True for one in given)
+            weights += [backward.replace("B", "W")] if split else []
+            yield backward.replace("B", "I") if split else backward
+    if queued or weights:
+        raise PlanError(f"rank {rank} ends with {' '.join(queued + weights)} not launched")
+
+
 def plan_of_jaxpp(tasks: Sequence[Sequence[Any]]) -> Plan:
     """The plan of computes of JaxPP's task lists, as ``schedule.tasks(num_microbatches)`` makes them.
 
@@ -133,7 +287,14 @@ def read_schedule(text: str) -> Plan | Orders | None:
         document = load_json(text)
     except PlanError:
         return None
-    for name, read in (("deepspeed", orders_of_deepspeed), ("jaxpp", plan_of_jaxpp)):
+    readers: dict[str, Callable[[list[Any]], Plan | Orders]] = {
+        "deepspeed": orders_of_deepspeed,
+        "hyperparallel": orders_of_hyperparallel,
+        "dualpipe": partial(orders_of_dualpipe, folded=False),
+        "dualpipev": partial(orders_of_dualpipe, folded=True),
+        "jaxpp": plan_of_jaxpp,
+    }
+    for name, read in readers.items():
         if isinstance(document, dict) and name in document:
             rows = document[name]
             if (

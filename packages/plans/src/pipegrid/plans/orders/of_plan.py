@@ -155,7 +155,7 @@ def label_of(action: Action, otherwise: str = "") -> str:
 def _labelled(way: _Way, action: Action) -> str:
     edge, direction = way
     part = "" if action.slice is None else f".{action.slice}"
-    return f"{direction} {edge} {action.microbatch}{part}"
+    return f"{direction.name.lower()} {edge} {action.microbatch}{part}"
 
 
 def needs_of(action: Action, came: Iterable[_Way]) -> frozenset[str]:

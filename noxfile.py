@@ -195,7 +195,7 @@ def types(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Import-linter: who may import whom; the proof that the contract bites; the tools, run small."""
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
-    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", "hatchling", *NOTEBOOK)
+    install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", "hatchling", "griffelib", *NOTEBOOK)
     session.run("lint-imports")
     session.run("pytest", "-m", "not nightly", "tools/tests")
 
@@ -242,7 +242,7 @@ def tests_torch(session: nox.Session) -> None:
         session.error(f"give a version of torch after --, such as 2.15.0; got {version!r}")
     constraints = Path(session.virtualenv.location) / "constraints.txt"
     constraints.write_text(re.sub(r"^torch==.*$", f"torch=={version}", CONSTRAINTS.read_text(), flags=re.MULTILINE))
-    install(session, ALL, *EVERY_TEST, "import-linter", "hatchling", *NOTEBOOK, constraints=constraints)
+    install(session, ALL, *EVERY_TEST, "import-linter", "hatchling", "griffelib", *NOTEBOOK, constraints=constraints)
     session.run("pytest", "-m", "not nightly", "packages", "integration_tests", "tools/tests", *options)
 
 

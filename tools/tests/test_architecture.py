@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names files that exist, and every folder of the packages; links of all pages lead somewhere."""
+"""ARCHITECTURE.md and its two pages name files that exist, and every folder; links of all pages lead somewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+PAGE, INVARIANTS, VOCABULARY = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/invariants.md", "docs/vocabulary.md")
+)
 FOLDERS = ("", "docs", "packages", "tools")
 PAGES = sorted(
     path.relative_to(ROOT)
@@ -37,12 +39,13 @@ def test_every_relative_link_of_a_page_leads_to_a_file_and_a_heading(page):
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
 
 
-def test_architecture_links_its_files():
+def test_architecture_links_its_files_and_is_short():
     assert len(re.findall(r"\]\(([^)#]+)\)", PAGE)) > 30
+    assert len(PAGE.split()) <= 1500
 
 
 def test_the_tree_has_every_folder():
-    tree = PAGE.split("## The tree")[1]
+    tree = VOCABULARY.split("## The tree")[1]
     folders = {
         path.parent.name
         for path in (ROOT / "packages").glob("*/src/pipegrid/**/__init__.py")
@@ -61,11 +64,11 @@ def test_the_reading_order_has_the_lines_that_it_says():
 
 def test_the_names_on_the_page_are_in_the_packages():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "packages").glob("*/src/**/*.py"))
-    names = set(re.findall(r"`([A-Za-z_]+(?:Error|Runtime|Proof|Plan)|[a-z]+_[a-z_]+)`", PAGE))
+    names = set(re.findall(r"`([A-Za-z_]+(?:Error|Runtime|Proof|Plan)|[a-z]+_[a-z_]+)`", PAGE + INVARIANTS + VOCABULARY))
     assert {name for name in names if name not in sources} == set()
 
 
 def test_the_tests_on_the_page_exist():
-    tests = set(re.findall(r"`(test_[a-z_]+\.py)`", PAGE))
+    tests = set(re.findall(r"`(test_[a-z_]+\.py)`", INVARIANTS))
     there = {path.name for part in ("packages/*/tests", "integration_tests") for path in ROOT.glob(f"{part}/**/*.py")}
     assert tests <= there

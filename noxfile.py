@@ -210,7 +210,7 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The full matrices and fuzzing that are too long for every run."""
-    install(session, ALL, *EVERY_TEST)
+    install(session, ALL, *EVERY_TEST, "torchao")
     for kind in ("newest", "oldest"):
         session.notify(kind, posargs=[])
     tests = ("packages", "integration_tests", "tools/tests", "--hypothesis-profile", "night", *session.posargs)

@@ -43,7 +43,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index"
 # At night alone: they compile, search, start a pytest of their own, or load what no other test needs on as many ranks.
 SLOW = {"compile", "encoder_and_language", "evaluate_and_generate", "fsdp", "lora", "moe", "pretrained_70b"}
 SLOW |= {"choose_a_schedule", "different_dp", "fits", "ragged_batches"}
-SLOW |= {"save_and_resume", "tensor_parallel", "test_on_ranks"}
+SLOW |= {"save_and_resume", "tensor_parallel", "test_on_ranks", "low_precision", "muon", "resume_data", "config_file"}
 RANKS = {name: script(name)[2] for name in NAMES if name not in SLOW}
 ALONE = [name for name, ranks in RANKS.items() if not ranks]
 PINNED = {"environment": {"backend": "gloo"}}  # it prints the name of its backend

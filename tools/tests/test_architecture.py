@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE, INVARIANTS, VOCABULARY = (
-    (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/invariants.md", "docs/vocabulary.md")
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("ARCHITECTURE.md", "docs/invariants.md", "docs/vocabulary.md")
 )
 FOLDERS = ("", "docs", "packages", "tools")
 PAGES = sorted(
@@ -64,7 +65,9 @@ def test_the_reading_order_has_the_lines_that_it_says():
 
 def test_the_names_on_the_page_are_in_the_packages():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "packages").glob("*/src/**/*.py"))
-    names = set(re.findall(r"`([A-Za-z_]+(?:Error|Runtime|Proof|Plan)|[a-z]+_[a-z_]+)`", PAGE + INVARIANTS + VOCABULARY))
+    names = set(
+        re.findall(r"`([A-Za-z_]+(?:Error|Runtime|Proof|Plan)|[a-z]+_[a-z_]+)`", PAGE + INVARIANTS + VOCABULARY)
+    )
     assert {name for name in names if name not in sources} == set()
 
 

@@ -186,7 +186,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict, over every package, the tools, the examples and this file."""
-    install(session, ALL, "mypy", *EVERY_TEST, "nox", *SITE)
+    install(session, ALL, "mypy", *EVERY_TEST, "nox", "import-linter", *SITE)
     session.run("mypy", *(str(PACKAGES / name / "src") for name in ALL))
     session.run("mypy", "noxfile.py", "tools", "docs/examples")
 

@@ -2,7 +2,7 @@
 
     python tools/house.py [--no-run]
 
-A report, not a gate: the import contracts in pyproject.toml are the gate. All but the last figures are read from the
+A report, not a gate: the import contracts (`lint-imports`) are the gate. All but the last figures are read from the
 sources; two ranks measure those, in an environment with the packages. ``--no-run`` leaves them out.
 """
 

@@ -1,4 +1,4 @@
-"""Figures of the code base: lines, files, sizes, import circles, errors, public names, call depth, plans per step.
+"""Figures of the code base: lines, files, needs of packages, import circles, errors, public names, calls of a step.
 
     python tools/house.py [--no-run]
 
@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,10 @@ def _long(tree: ast.Module, file: str) -> Iterator[tuple[str, str, int]]:
 
 def static_figures() -> Iterator[tuple[str, str, str]]:
     """Name, figure and goal."""
+    from draw_packages import all_needs, metadata, needs
+
+    direct = needs()
+    torch = {name for name, declared in metadata().items() if any(one.startswith("torch") for one in declared)}
     modules = sources()
     lines = dict.fromkeys(PACKAGES, 0)
     public = dict.fromkeys(PACKAGES, 0)
@@ -160,11 +165,17 @@ def static_figures() -> Iterator[tuple[str, str, str]]:
         validation += len(_validating(tree) & _code_lines(tree))
         raises += sum(isinstance(node, ast.Raise) for node in nodes)
     yield "lines of source", f"{sum(lines.values()):,}", "64,000"
+    yield (
+        "  of a package: median, most",
+        f"{statistics.median(lines.values()):,}, {max(lines.values()):,}",
+        "3,000, 10,000",
+    )
     for package, count in lines.items():
         inside = [(folder, files) for folder, files in folders.items() if f"packages/{package}/" in str(folder)]
         largest, files = max(inside, key=lambda pair: pair[1])
-        cell = f"{count:,} in {sum(n for _, n in inside)} files, {len(inside)} folders; most in {largest.name}: {files}"
-        yield f"  {package}", cell, "at most 15 files in a folder"
+        line = "torch" if torch & {package, *all_needs(package, direct)} else "no torch"
+        cell = f"{count:,} in {sum(n for _, n in inside)} files, most in {largest.name}: {files}; {line}; needs "
+        yield f"  {package}", cell + (", ".join(sorted(direct[package])) or "nothing of pipegrid"), ""
     found = circles(modules)
     yield "import circles inside packages", str(len(found)), "0"
     for circle in found:

@@ -36,7 +36,7 @@ from pipegrid.schedules import (
     slice_times,
 )
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import cut, sequence_slices
+from pipegrid.training import pipeline_stage, sequence_slices
 from pipegrid.transport import P2PCommunicator
 from runtime_parts.memory import Meter
 from runtime_parts.processes import on_ranks
@@ -123,7 +123,7 @@ def predicted(lengths: Sequence[int], options: argparse.Namespace) -> tuple[floa
 def _rank(report: Callable[[Any], None], options: argparse.Namespace) -> None:
     grid = HyperCommGrid([1, RANKS], ["dp", "pp"])
     grid.create_pgs(["dp", "pp"])
-    stage = cut(maker(LAYERS, WIDTH), "Ett|ttL", dist.get_rank())
+    stage = pipeline_stage(maker(LAYERS, WIDTH), "Ett|ttL", dist.get_rank())
     runners = runners_of(stage, ProcessGroupCollection.from_grid(grid), options)
     peaks, errors = {}, {}
     expected: dict[str, torch.Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -27,3 +28,14 @@ def test_a_package_is_complete_and_every_list_names_it(name):
     assert f"packages/{name}.md" in pages
     assert f"](packages/{name}/README.md)" in (ROOT / "README.md").read_text()
     assert f"::: pipegrid.{name}" in (ROOT / "docs/reference" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_readme_says_its_idea_in_a_sentence_and_ends_with_an_example_that_a_test_runs(name):
+    folder = ROOT / "packages" / name
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    idea = text.split("\n\n")[1]
+    assert len(re.findall(r"[.](?:\s|$)", idea)) == 1
+    assert re.search(r"^```python\n(?:(?!```).*\n)+```\n(?:\n```text\n(?:(?!```).*\n)+```\n)?\Z", text, re.MULTILINE)
+    tests = [path.read_text() for path in (folder / "tests").glob("test_*readme.py")]
+    assert any("(readme_example" in one or "README.md" in one for one in tests)

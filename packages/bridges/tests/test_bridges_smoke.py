@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -51,30 +50,12 @@ FURTHER = [
     "plan_reshard",
     "routes",
 ]
-# Names of an earlier version.
-OLD = {
-    "LaneTotalsError": "BridgeError",
-    "NoBackwardError": "BridgeError",
-    "NotReplicatedError": "BridgeError",
-    "PendingGradientError": "BridgeError",
-    "Replicated": "Replicate",
-    "Sharded": "Shard",
-    "StageError": "BridgeError",
-    "TilingError": "BridgeError",
-    "UndeclaredDimError": "BridgeError",
-    "VTPTopologyError": "BridgeError",
-    "WrongSideError": "BridgeError",
-}
 
 
 def test_the_public_names_are_these():
     assert pipegrid.bridges.__all__ == sorted(PUBLIC)
     for name in PUBLIC + FURTHER:
         assert getattr(pipegrid.bridges, name).__name__ == name
-    for old, new in OLD.items():
-        assert getattr(pipegrid.bridges, old) is getattr(pipegrid.bridges, new)
-    assert pipegrid.bridges.CompletionError is pipegrid.transport.CollectiveFailedError
-    assert pipegrid.bridges.DestroyedError is pipegrid.transport.P2PLaneDeadError
     with pytest.raises(AttributeError, match="no attribute 'Brigde'"):
         _ = pipegrid.bridges.Brigde
 
@@ -111,11 +92,3 @@ def test_planning_works_where_torch_is_absent():
     )
     assert failed.stdout.split() == ["True", "False"]
     assert "torch" in failed.stderr  # the torch half says what it lacks, and only when it is asked for
-
-
-def test_the_example_of_the_readme_prints_what_it_says(capsys):
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    example = text.split("```python\n")[1].split("```")[0]
-    exec(compile(example, "README.md", "exec"), {})
-    expected = example.split("print(message)  # ")[1].strip()
-    assert expected in capsys.readouterr().out.splitlines()

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipegrid.checkpoint import Checkpoints, TrainingState, export_safetensors, load_safetensors
 from pipegrid.checkpoint.__main__ import main
-from pipegrid.stages import cut
+from pipegrid.stages import pipeline_stage
 from pipegrid.stages.errors import CheckpointError
 from stages_kit.models import llama, text_model
 
@@ -40,7 +40,7 @@ def pretrained_folder(folder, make):
 
 
 def checkpoint_of(model, directory):
-    Checkpoints(directory).save(TrainingState(stages={"language": cut(model, "Et|tttL", [0, 1])}), step=4)
+    Checkpoints(directory).save(TrainingState(stages={"language": pipeline_stage(model, "Et|tttL", [0, 1])}), step=4)
     return next(directory.glob("save-*"))
 
 
@@ -113,7 +113,7 @@ def test_from_a_folder_over_ranks_and_back_into_a_folder(ranks):
     if rank == 0:
         pretrained_folder(source, MODELS["tied"])
     ranks.barrier()
-    stage = cut(lambda: transformers.AutoModelForCausalLM.from_pretrained(source), "Et|tttL", rank)
+    stage = pipeline_stage(lambda: transformers.AutoModelForCausalLM.from_pretrained(source), "Et|tttL", rank)
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.mul_(2)

@@ -11,7 +11,7 @@ from torch import nn
 from pipegrid.checkpoint import Checkpoints, TrainingState, export_safetensors, load_safetensors
 from pipegrid.checkpoint.__main__ import main
 from pipegrid.checkpoint.errors import CheckpointMismatchError
-from pipegrid.stages import cut
+from pipegrid.stages import pipeline_stage
 from pipegrid.stages.errors import CheckpointError
 from stages_kit.models import llama
 
@@ -27,7 +27,7 @@ def whole(seed=1):
 def test_a_file_out_of_stages_is_the_whole_model_and_stages_start_from_it(ranks):
     rank = dist.get_rank()
     torch.manual_seed(1)
-    stage = cut(MAKE, "Et|tttL", rank)
+    stage = pipeline_stage(MAKE, "Et|tttL", rank)
     checkpoints = Checkpoints(ranks.shared_path / "a")
     checkpoints.save(TrainingState(stages={"language": [stage]}), step=7)
     target = ranks.shared_path / "model.safetensors"
@@ -38,7 +38,7 @@ def test_a_file_out_of_stages_is_the_whole_model_and_stages_start_from_it(ranks)
     expected = dict(whole().named_parameters())
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], value) for name, value in expected.items())
-    other = [stage.half() for stage in cut(whole(seed=2), "Ett|ttL", [1 - rank])]
+    other = [stage.half() for stage in pipeline_stage(whole(seed=2), "Ett|ttL", [1 - rank])]
     load_safetensors(TrainingState(stages={"language": other}), target)
     for name, parameter in other[0].named_parameters():
         name = "model.embed_tokens.weight" if name == "lm_head.weight" else name

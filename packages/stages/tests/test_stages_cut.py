@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from pipegrid.stages import Names, cut
+from pipegrid.stages import Names, pipeline_stage
 from pipegrid.stages.errors import CutError
 from stages_kit.chain import gradients, stages_of, step
 from stages_kit.models import MAKERS, TWO_LISTS, batch_of, llama, loss_of
@@ -88,7 +88,7 @@ def test_any_module_is_cut_by_the_name_of_its_layers(layout):
 def test_stages_of_a_model_with_values_share_its_parameters_and_leave_it_whole():
     model = MAKERS["llama tied"]()
     names = [name for name, _ in model.named_parameters()]
-    first, last = cut(model, "Et|tt|tL", [0, 2])
+    first, last = pipeline_stage(model, "Et|tt|tL", [0, 2])
     assert first.get_parameter("model.embed_tokens.weight") is last.get_parameter("lm_head.weight")
     assert first.get_parameter("model.layers.0.mlp.up_proj.weight") is model.model.layers[0].mlp.up_proj.weight
     batch = batch_of("llama")
@@ -99,7 +99,7 @@ def test_stages_of_a_model_with_values_share_its_parameters_and_leave_it_whole()
 
 
 def test_a_stage_has_the_modes_and_dtypes_of_its_parts():
-    stage = cut(MAKERS["whisper encoder"], "Et|tttL", 1).to(torch.bfloat16)
+    stage = pipeline_stage(MAKERS["whisper encoder"], "Et|tttL", 1).to(torch.bfloat16)
     assert {parameter.dtype for parameter in stage.parameters()} == {torch.bfloat16}
     stage.eval()
     assert not stage.whole.training
@@ -125,7 +125,7 @@ def test_a_function_makes_the_parameters_of_its_stage_only():
                 x = block(x)
             return x
 
-    stage = cut(Model, "tt|tttt", 0, names=Names("blocks"))
+    stage = pipeline_stage(Model, "tt|tttt", 0, names=Names("blocks"))
     assert len(made) == 12  # a run on the meta device, and one that keeps the stage's
     assert len(set(made[6:])) == 3  # two own weights, and one buffer for all others
     assert sum(parameter.numel() for parameter in stage.parameters()) == 2 * 72
@@ -154,18 +154,18 @@ def two_lists():
 )
 def test_a_cut_that_does_not_fit_is_a_clear_error(make, layout, stage, options, text):
     with pytest.raises(CutError, match=text):
-        cut(make, layout, stage, **options)
+        pipeline_stage(make, layout, stage, **options)
 
 
 def test_a_model_on_the_meta_device_has_no_values_to_cut():
     with torch.device("meta"):
         model = llama()()
     with pytest.raises(CutError, match="is on the meta device; pass a function that makes the model"):
-        cut(model, "Et|tttL", 0)
+        pipeline_stage(model, "Et|tttL", 0)
 
 
 def test_a_stage_without_its_input_is_a_clear_error():
-    stage = cut(llama(), "Et|tttL", 1)
+    stage = pipeline_stage(llama(), "Et|tttL", 1)
     with pytest.raises(CutError, match="stage 1 has received nothing; call set_input_tensor"):
         stage(**batch_of("llama"))
 
@@ -179,11 +179,13 @@ class NormFirst(Plain):
 
 
 def test_a_part_registered_before_the_layers_and_run_after_them_is_named_in_the_error():
-    stage = cut(NormFirst, "Et|ttL", 1, names=PARTS)
+    stage = pipeline_stage(NormFirst, "Et|ttL", 1, names=PARTS)
     stage.set_input_tensor([torch.randn(2, 5, 6)])
     with pytest.raises(CutError, match="out.weight is on stage 0, and stage 1 uses it .*head="):
         stage(torch.zeros(2, 5, dtype=torch.long))
-    stage = cut(NormFirst, "Et|ttL", 1, names=Names("blocks", embedding=("position",), head=("scale", "out")))
+    stage = pipeline_stage(
+        NormFirst, "Et|ttL", 1, names=Names("blocks", embedding=("position",), head=("scale", "out"))
+    )
     stage.set_input_tensor([torch.randn(2, 5, 6)])
     assert stage(torch.zeros(2, 5, dtype=torch.long))["logits"].isfinite().all()
 
@@ -191,7 +193,7 @@ def test_a_part_registered_before_the_layers_and_run_after_them_is_named_in_the_
 def test_what_a_stage_sends_is_what_its_last_layer_returned_after_all_its_hooks():
     """Such as those of parallelize_module, which gathers a sequence there; they are registered after the cut."""
     torch.manual_seed(0)
-    plain, hooked = (cut(llama()(), "Ett|ttL", 0) for _ in range(2))
+    plain, hooked = (pipeline_stage(llama()(), "Ett|ttL", 0) for _ in range(2))
     hooked.load_state_dict(plain.state_dict())
     hooked.get_submodule(hooked.layers[-1]).register_forward_hook(lambda layer, args, result: result * 2)
     batch = batch_of("llama")
@@ -217,7 +219,7 @@ def test_parts_that_another_module_runs_are_on_no_stage():
 
     whole = make()
     tower = ("model.vision_tower", "model.multi_modal_projector")
-    stages = cut(make, "Et|tL", [0, 1], names=Names("model.language_model.layers", elsewhere=tower))
+    stages = pipeline_stage(make, "Et|tL", [0, 1], names=Names("model.language_model.layers", elsewhere=tower))
     held = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(held) == sorted(name for name, _ in whole.named_parameters() if not name.startswith(tower))
     ids = torch.randint(4, 50, (2, 5))
@@ -227,4 +229,4 @@ def test_parts_that_another_module_runs_are_on_no_stage():
     with pytest.raises(
         CutError, match=r"Names\.elsewhere has 'model.tower', which LlavaForConditionalGeneration has not"
     ):
-        cut(make, "Et|tL", 0, names=Names("model.language_model.layers", elsewhere=("model.tower",)))
+        pipeline_stage(make, "Et|tL", 0, names=Names("model.language_model.layers", elsewhere=("model.tower",)))

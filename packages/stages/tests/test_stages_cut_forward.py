@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from pipegrid.stages import Names, cut
+from pipegrid.stages import Names, pipeline_stage
 from pipegrid.stages.errors import CutError
 from stages_kit.models import WORDS, batch_of, llama, text_model
 
@@ -75,7 +75,7 @@ def test_layers_that_take_visual_features_are_on_the_first_stage_or_a_cut_error(
     torch.manual_seed(1)
     require_equal(deepstack(5).double(), lambda: deepstack(5), "Etttt|tL", seen())
     with pytest.raises(CutError, match=r"\nA stage may end after model\.language_model\.layers\.3; print") as error:
-        cut(lambda: deepstack(5).double(), "Ett|tttL", 0)(**seen())
+        pipeline_stage(lambda: deepstack(5).double(), "Ett|tttL", 0)(**seen())
     assert "made by cat in the model (modeling_qwen3_vl.py:" in str(error.value)
     assert "have no pixel_values, without which other code runs, first by clone in the model (m" in str(error.value)
 
@@ -85,7 +85,7 @@ def test_without_ids_a_stand_in_has_the_width_of_the_embedding():
     whole = narrow_opt()().double()
     batch = batch_of("llama")
     expected = whole(**batch).loss
-    first, last = cut(whole, "Ett|ttL", [0, 1])
+    first, last = pipeline_stage(whole, "Ett|ttL", [0, 1])
     last.set_input_tensor([first(**batch)])
     del batch["input_ids"]
     assert last(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -149,7 +149,7 @@ def test_a_loop_that_needs_more_than_the_hidden_state_is_a_cut_error(way, text, 
 
     def run():
         hidden = None
-        for stage in cut(model, layout, list(range(layout.count("|") + 1)), names=names):
+        for stage in pipeline_stage(model, layout, list(range(layout.count("|") + 1)), names=names):
             stage.set_input_tensor([hidden])
             hidden = stage(ids)
         torch.testing.assert_close(hidden, expected)
@@ -161,7 +161,7 @@ def test_a_loop_that_needs_more_than_the_hidden_state_is_a_cut_error(way, text, 
 
 def test_hidden_states_of_other_stages_are_an_error_where_the_loss_uses_them():
     model = llama()()
-    first, last = cut(model, "Et|tttL", [0, 1])
+    first, last = pipeline_stage(model, "Et|tttL", [0, 1])
     batch = batch_of("llama") | {"output_hidden_states": True}
     last.set_input_tensor([first(**batch)])
     found, whole = last(**batch).hidden_states, model(**batch).hidden_states
@@ -176,13 +176,13 @@ def test_nan_of_the_layers_themselves_is_no_error_of_the_cut():
     model = llama()()
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[0] = torch.nan
-    first, last = cut(model, "Et|tttL", [0, 1])
+    first, last = pipeline_stage(model, "Et|tttL", [0, 1])
     last.set_input_tensor([first(**batch_of("llama"))])
     assert last(**batch_of("llama")).loss.isnan()
 
 
 def test_layerdrop_is_named():
-    stage = cut(narrow_opt(layerdrop=0.5)(), "Et|tttL", 0)
+    stage = pipeline_stage(narrow_opt(layerdrop=0.5)(), "Et|tttL", 0)
     with pytest.raises(CutError, match="layerdrop of OPTConfig is above 0"):
         stage(**batch_of("llama"))
     stage.eval()(**batch_of("llama"))
@@ -190,11 +190,11 @@ def test_layerdrop_is_named():
 
 def test_a_loss_over_the_routers_of_all_layers_is_named_by_its_line():
     make = text_model("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, output_router_logits=True)
-    stage = cut(make, "Et|tttL", 0)
+    stage = pipeline_stage(make, "Et|tttL", 0)
     with pytest.raises(CutError, match=r"made by mm in model\.layers\.0 .* used by _softmax in the model \(modeling_"):
         stage(**batch_of("llama"))
     stage(**batch_of("llama"), output_router_logits=False)
-    last = cut(make, "E|ttttL", 1)  # every router is on the last stage
+    last = pipeline_stage(make, "E|ttttL", 1)  # every router is on the last stage
     last.set_input_tensor([torch.randn(*batch_of("llama")["input_ids"].shape, 16)])
     last(**batch_of("llama"))
 
@@ -210,6 +210,6 @@ def test_parametrized_layers_are_cut_from_a_model_and_from_a_function():
         return Loop("plain")
 
     names = Names("blocks", head=("scale",))
-    stages = [cut(make, "Ett|ttL", number, names=names).double() for number in (0, 1)]
+    stages = [pipeline_stage(make, "Ett|ttL", number, names=names).double() for number in (0, 1)]
     stages[1].set_input_tensor([stages[0](**ids)])
     assert torch.equal(stages[1](**ids).square().mean(), expected)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegrid.stages import Names, cut, torch_compat
+from pipegrid.stages import Names, pipeline_stage, torch_compat
 from pipegrid.stages.errors import CutError
 from stages_kit.models import LowRank, llama
 
@@ -148,13 +148,13 @@ def test_initial_values_are_those_of_one_process(name):
     whole = seeded(make)
     values = dict(whole.named_parameters(remove_duplicate=False))
     layout = "Ettt|tttttL" if names else "Et|tttL"
-    found = [seeded(lambda n=n: cut(make, layout, n, names=names)) for n in (0, 1)]
+    found = [seeded(lambda n=n: pipeline_stage(make, layout, n, names=names)) for n in (0, 1)]
     for stage in found:
         for key, value in stage.named_parameters(remove_duplicate=False):
             assert value.dtype == values[key].dtype
             assert value.requires_grad == values[key].requires_grad
             assert torch.equal(value, values[key]), key
-    ties = cut(whole, layout, 0, names=names).ties
+    ties = pipeline_stage(whole, layout, 0, names=names).ties
     assert all(stage.ties == ties for stage in found)
 
 
@@ -180,7 +180,7 @@ def test_copied_and_cast_layers_of_other_stages_take_no_memory(make, layers):
     with Peak() as whole:
         make()
     with Peak() as part:
-        stage = cut(make, "t|" + "t" * (layers - 1), 0, names=Names("blocks"))
+        stage = pipeline_stage(make, "t|" + "t" * (layers - 1), 0, names=Names("blocks"))
     layer = 4 * sum(parameter.numel() for parameter in stage.blocks[0].parameters())
     assert whole.most > layers * layer
     assert part.most < 4 * layer  # its own, what it is copied from, the scratch buffer, a result
@@ -238,18 +238,18 @@ def through_numpy():
 )
 def test_values_that_a_part_of_the_model_does_not_give_are_a_cut_error(make, names, text):
     with pytest.raises(CutError, match=text):
-        cut(make, "Et|tttL" if names is None else "t|tL", 1, names=names)
+        pipeline_stage(make, "Et|tttL" if names is None else "t|tL", 1, names=names)
 
 
 def test_a_lazy_layer_in_a_made_model_is_a_cut_error():
     with pytest.raises(CutError, match=r"blocks\.0\.weight is a lazy parameter"):
-        cut(lazy(), "t|tL", 0, names=Names("blocks"))
+        pipeline_stage(lazy(), "t|tL", 0, names=Names("blocks"))
 
 
 def test_a_function_that_makes_another_model_each_time_is_a_cut_error():
     sizes = iter((2, 3))
     with pytest.raises(CutError, match="makes another model at its second call"):
-        cut(lambda: Model(next(sizes)), "t|tL", 0, names=Names("blocks"))
+        pipeline_stage(lambda: Model(next(sizes)), "t|tL", 0, names=Names("blocks"))
 
 
 def test_the_schemas_of_operations_tell_memory_and_writes():
@@ -296,7 +296,7 @@ def test_leaves_of_outputs_have_places(kind):
 def test_an_adapted_model_in_stages_computes_what_it_computes_whole():
     batch = {"input_ids": torch.arange(12).reshape(2, 6), "labels": torch.arange(12).reshape(2, 6)}
     whole = seeded(adapted).double()
-    first, last = (seeded(lambda n=n: cut(adapted, "Et|tttL", n)).double() for n in (0, 1))
+    first, last = (seeded(lambda n=n: pipeline_stage(adapted, "Et|tttL", n)).double() for n in (0, 1))
     hidden = first(**batch)
     received = hidden.detach().requires_grad_()
     last.set_input_tensor([received])

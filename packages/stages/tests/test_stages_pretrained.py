@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipegrid.stages import cut
+from pipegrid.stages import pipeline_stage
 from pipegrid.stages.errors import CorruptCheckpointError, CutError
 from pipegrid.stages.safetensors_files import Stored
 from stages_kit.models import llama, text_model
@@ -39,9 +39,9 @@ def require_values_of_one_process(make, stages=(0, 1)):
     whole, drawn = seeded(make)
     parameters = dict(whole.named_parameters(remove_duplicate=False))
     buffers = dict(whole.named_buffers())
-    ties = cut(whole, LAYOUT, 0).ties
+    ties = pipeline_stage(whole, LAYOUT, 0).ties
     for number in stages:
-        stage, next_values = seeded(lambda n=number: cut(make, LAYOUT, n))
+        stage, next_values = seeded(lambda n=number: pipeline_stage(make, LAYOUT, n))
         assert torch.equal(next_values, drawn)
         own = dict(stage.named_parameters(remove_duplicate=False))
         assert own
@@ -94,7 +94,7 @@ def test_tied_weights_are_tied_and_read_by_both_stages(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     make = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     require_values_of_one_process(make)
-    assert [tie.stages for tie in cut(make, LAYOUT, 0).ties] == [(0, 1)]
+    assert [tie.stages for tie in pipeline_stage(make, LAYOUT, 0).ties] == [(0, 1)]
 
 
 def test_tied_weights_that_are_stored_twice_are_tied_where_they_are_equal(tmp_path):
@@ -108,7 +108,7 @@ def test_tied_weights_that_are_stored_twice_are_tied_where_they_are_equal(tmp_pa
     tensors["lm_head.weight"][3, 3] += 1
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CutError, match=r"ties lm_head.weight to model.embed_tokens.weight, .* different values"):
-        cut(make, LAYOUT, 0)
+        pipeline_stage(make, LAYOUT, 0)
     untied = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path, tie_word_embeddings=False)
     require_values_of_one_process(untied)
 
@@ -174,7 +174,7 @@ def test_a_key_of_another_shape_is_named(tmp_path):
     save_file(tensors, file, {"format": "pt"})
     text = r"model.layers.1.mlp.up_proj.weight is \[3, 4\] in the files and \[32, 16\] in the model"
     with pytest.raises(CutError, match=text):
-        cut(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), LAYOUT, 0)
+        pipeline_stage(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), LAYOUT, 0)
     load = transformers.LlamaForCausalLM.from_pretrained
     require_values_of_one_process(lambda: load(tmp_path, ignore_mismatched_sizes=True))
 
@@ -186,10 +186,10 @@ def test_damaged_and_lost_files_are_named(tmp_path):
     content = shards[1].read_bytes()
     shards[1].write_bytes(content[:-5])
     with pytest.raises(CorruptCheckpointError, match=rf"{shards[1].name} is no safetensors file"):
-        cut(make, LAYOUT, 0)
+        pipeline_stage(make, LAYOUT, 0)
     shards[1].unlink()
     with pytest.raises(OSError, match=shards[1].name):
-        cut(make, LAYOUT, 0)
+        pipeline_stage(make, LAYOUT, 0)
 
 
 def test_transformers_reads_files_by_the_name_that_is_replaced(tmp_path):
@@ -217,7 +217,7 @@ def test_transformers_reads_files_by_the_name_that_is_replaced(tmp_path):
     finally:
         modeling_utils.safe_open = before[0]
     assert {"keys", "get_slice"} <= set(seen)
-    cut(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), LAYOUT, 0)
+    pipeline_stage(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), LAYOUT, 0)
     assert (modeling_utils.safe_open, os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")) == before
 
 
@@ -226,7 +226,7 @@ def test_tensors_of_other_stages_take_no_memory(tmp_path):
     make = lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     largest = 4 * max(value.numel() for value in make().parameters())
     with Peak() as part:
-        stage = cut(make, "Ettttt|t|ttttttL", 1)
+        stage = pipeline_stage(make, "Ettttt|t|ttttttL", 1)
     share = sum(parameter.nbytes for parameter in stage.parameters())
     tables = sum(buffer.nbytes for buffer in make().buffers())
     assert share <= part.most <= share + 2 * largest + 2 * tables  # the buffer that they share, one before its cast

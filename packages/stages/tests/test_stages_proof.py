@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipegrid.stages import cut, prove_cut
+from pipegrid.stages import pipeline_stage, prove_cut
 from pipegrid.stages.errors import CutError
 from stages_kit import looped_models as looped
 
@@ -239,7 +239,7 @@ class Keeping(looped.Looped):
 
 def test_a_tensor_that_a_model_keeps_from_an_earlier_forward_is_said():
     model = Keeping(PLAIN, "none")
-    first, _ = cut(model, "Ettt|ttL", [0, 1], names=looped.NAMES)
+    first, _ = pipeline_stage(model, "Ettt|ttL", [0, 1], names=looped.NAMES)
     with pytest.warns(UserWarning, match="keeps a tensor of an earlier forward"):
         first(**looped.batch())
 

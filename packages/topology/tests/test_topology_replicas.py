@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pipegrid.topology
 from pipegrid.topology import (
     GridError,
     HyperCommGrid,
@@ -15,7 +14,6 @@ from pipegrid.topology import (
     replica_samples,
     replica_sizes,
 )
-from pipegrid.topology.job import data_lanes
 
 
 def test_a_rank_works_on_the_replica_of_its_dp_coordinate():
@@ -91,10 +89,3 @@ def test_shares_that_do_not_fit_are_errors():
         replica_sizes(1, 0)
     with pytest.raises(GridError, match="rank 3 is not in the ranks of"):
         replica_of(grid, 3)
-
-
-def test_the_former_names_do_the_same_with_their_arguments():
-    for name, function in {"data_lane": replica_of, "lane_samples": replica_samples}.items():
-        assert getattr(pipegrid.topology, name) is getattr(data_lanes, name) is function
-    assert pipegrid.topology.lane_bounds(num_samples=7, lanes=2) == replica_bounds(num_samples=7, replicas=2)
-    assert pipegrid.topology.lane_sizes(num_samples=7, lanes=2) == replica_sizes(num_samples=7, replicas=2)

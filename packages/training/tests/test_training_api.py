@@ -15,7 +15,7 @@ NAMES = {
 # Imported from the package as well; outside of __all__.
 FURTHER = {
     *("CheckpointMismatchError", "CorruptCheckpointError", "CutError", "GenerationError", "RestartError"),
-    *("SpreadError", "Boundary", "Compared", "CutProof", "LoadedCheckpoint", "Spread", "StageComparison", "Tie"),
+    *("Boundary", "Compared", "CutProof", "LoadedCheckpoint", "Spread", "StageComparison", "Tie"),
     *("NO_PROGRESS", "PREEMPTED", "attempt_store", "compile_layers", "export_safetensors", "load_safetensors"),
     *("prove_cut", "sequence_slices", "stop_restarts", "ties_of", "whole_names"),
 }
@@ -28,15 +28,6 @@ def test_the_public_names_are_pinned():
 @pytest.mark.parametrize("name", sorted(NAMES | FURTHER))
 def test_a_name_is_imported_from_the_package(name):
     assert getattr(pipegrid.training, name) is not None
-
-
-FORMER = {"cut": "pipeline_stage", "spread": "balance_samples", "tie": "tie_stage_parameters"}
-
-
-@pytest.mark.parametrize("former", FORMER)
-def test_a_former_name_is_the_same_function(former):
-    assert getattr(pipegrid.training, former) is getattr(pipegrid.training, FORMER[former])
-    assert getattr(pipegrid.training, former).__name__ == FORMER[former]
 
 
 def test_the_package_is_imported_with_torch_blocked():

@@ -16,7 +16,7 @@ from torch import nn
 
 from pipegrid.schedules import PipelineConfig, StepArgumentError, get_forward_backward_func
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import CutError, check_stages, cut
+from pipegrid.training import CutError, check_stages, pipeline_stage
 from pipegrid.training.__main__ import main
 from pipegrid.transport import P2PCommunicator
 from stages_kit import looped_models as looped
@@ -211,7 +211,7 @@ def test_carried_arguments_reach_later_stages_without_data():
 
 
 def test_a_carried_name_that_the_first_stage_is_not_called_with_is_an_error():
-    first, _ = cut(masked(), LAYOUT, [0, 1], names=looped.NAMES, carry=["mask"])
+    first, _ = pipeline_stage(masked(), LAYOUT, [0, 1], names=looped.NAMES, carry=["mask"])
     with pytest.raises(CutError, match="carry has 'mask', and stage 0 is called with ids; call it with mask=..."):
         first(ids=looped.batch()["ids"])
     assert torch.equal(first(**looped.batch())[1], looped.batch()["mask"])
@@ -225,11 +225,11 @@ def test_a_batch_proves_the_cut_before_parameters_have_values():
         return made[-1]
 
     with pytest.raises(CutError, match="made by embedding in embed"):
-        cut(make, LAYOUT, 0, names=looped.NAMES, batch=looped.batch())
+        pipeline_stage(make, LAYOUT, 0, names=looped.NAMES, batch=looped.batch())
     assert [all(one.is_meta for one in model.parameters()) for model in made] == [True]
     with pytest.raises(CutError, match="made by embedding in embed"):
-        cut(looped.made(PLAIN, "first"), LAYOUT, 0, names=looped.NAMES, batch=looped.batch())
-    stage = cut(masked, LAYOUT, 0, names=looped.NAMES, batch=looped.batch())
+        pipeline_stage(looped.made(PLAIN, "first"), LAYOUT, 0, names=looped.NAMES, batch=looped.batch())
+    stage = pipeline_stage(masked, LAYOUT, 0, names=looped.NAMES, batch=looped.batch())
     stage.proofs._outline = None  # of a call that is proved, no further trace
     stage(**looped.batch())
 
@@ -246,7 +246,7 @@ def test_the_first_step_compares_the_stages_and_is_a_step(ranks):
     groups, grads = ProcessGroupCollection.from_grid(grid), []
     for checked in (True, False):
         torch.manual_seed(5)
-        stage = cut(llama(attention_dropout=0.3), "Ett|ttL", dist.get_rank()).double()
+        stage = pipeline_stage(llama(attention_dropout=0.3), "Ett|ttL", dist.get_rank()).double()
         stage.config = PipelineConfig(variable_seq_lengths=True, deadline=60.0, check=checked)
         pipe = P2PCommunicator(groups.pp, stage.config)
         step = get_forward_backward_func(schedule="1f1b")
@@ -264,7 +264,7 @@ def test_the_first_step_compares_the_stages_and_is_a_step(ranks):
 
 
 def test_the_first_forward_of_stage_0_finds_a_difference():
-    stage = cut(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
+    stage = pipeline_stage(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
     with warnings.catch_warnings(), pytest.raises(CutError, match="do not compute what the model computes"):
         warnings.simplefilter("error")
         stage(**looped.batch())
@@ -274,12 +274,12 @@ def test_a_cut_that_is_not_proved_is_compared_unless_that_is_left_out():
     said = (
         r"is not proved: .*Stage 0 compares .* of the whole model \(499 parameters; without being asked at most 100,0"
     )
-    stage = cut(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig())
+    stage = pipeline_stage(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig())
     with pytest.warns(UserWarning, match=said), pytest.raises(CutError, match="do not compute what the model computes"):
         stage(**looped.batch())
     for left_out in (
-        cut(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=False)),
-        cut(reading(), LAYOUT, 0, names=looped.NAMES, config=PipelineConfig()),
+        pipeline_stage(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=False)),
+        pipeline_stage(reading(), LAYOUT, 0, names=looped.NAMES, config=PipelineConfig()),
     ):
         with pytest.warns(
             UserWarning, match=r"is not proved: .*check_stages, or PipelineConfig\(check=True\), compares"
@@ -308,14 +308,14 @@ def test_each_stage_has_its_own_copy_of_what_a_class_holds():
 
 
 def test_a_difference_is_found_again_after_a_failed_step():
-    stage = cut(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
+    stage = pipeline_stage(reading, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
     for _ in range(2):
         with pytest.raises(CutError, match="do not compute what the model computes"):
             stage(**looped.batch())
 
 
 def test_a_stage_of_a_model_keeps_no_whole_one_to_compare_with():
-    stage = cut(masked(), LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
+    stage = pipeline_stage(masked(), LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
     with pytest.raises(CutError, match=r"give pipeline_stage a function .* or call check_stages\(model,"):
         stage(**looped.batch())
 
@@ -332,7 +332,7 @@ def test_what_arrives_from_other_modules_gets_no_gradient_from_the_comparison():
         image = torch.ones(looped.WIDTH, dtype=torch.float64, requires_grad=True)
 
     make = lambda: Seeing(PLAIN, "none").double()
-    stage = cut(make, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
+    stage = pipeline_stage(make, LAYOUT, 0, names=looped.NAMES, config=PipelineConfig(check=True))
     stage(**looped.batch(), seen=Seen())
     assert Seen.image.grad is None
 

@@ -17,7 +17,7 @@ from pipegrid.core.errors import P2PError
 from pipegrid.schedules import PipelineConfig, PipelineError
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import CutError, Names, Pipeline, cut
+from pipegrid.training import CutError, Names, Pipeline, pipeline_stage
 from stages_kit.chain import gradients, step
 
 from . import host_models
@@ -88,12 +88,14 @@ def judge(case, seed):
     try:
         model = copy.deepcopy(whole).double()
         reference = copy.deepcopy(model)
-        require_the_step_of(reference, cut(model, layout, numbers, names=names, allow_empty=True), batch)
+        require_the_step_of(reference, pipeline_stage(model, layout, numbers, names=names, allow_empty=True), batch)
         found.append("right")
     except CutError as error:
         found.append(str(error))
     try:
-        stages = [seeded(lambda n=n: cut(make, layout, n, names=names, allow_empty=True), seed) for n in numbers]
+        stages = [
+            seeded(lambda n=n: pipeline_stage(make, layout, n, names=names, allow_empty=True), seed) for n in numbers
+        ]
         require_initial_values(whole, stages)
         require_the_step_of(whole.double(), [stage.double() for stage in stages], batch)
         found.append("right")
@@ -156,7 +158,7 @@ def judge_host(seed):
     config = PipelineConfig()
     try:
         numbers = range(layout.count("|") + 1)
-        stages = [cut(seeded_make, layout, n, names=names, allow_empty=True, config=config) for n in numbers]
+        stages = [pipeline_stage(seeded_make, layout, n, names=names, allow_empty=True, config=config) for n in numbers]
         random.seed(seed + 1)  # a rank has a state of its own
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "layout .* is not proved")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pipegrid.schedules import PipelineConfig
 from pipegrid.stages import find_names
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import CutError, Names, Pipeline, check_stages, cut, prove_cut
+from pipegrid.training import CutError, Names, Pipeline, check_stages, pipeline_stage, prove_cut
 from stages_kit.models import WORDS
 
 WIDTH = 8
@@ -133,7 +133,7 @@ def test_writes_in_place_give_the_gradients_of_one_process(kind, layout):
 
 def test_only_where_the_model_writes_do_stages_copy_what_arrives():
     for kind, writes in ((Model, False), (Adds, True), (ReluFirst, True), (WritesItsBatch, True)):
-        first, last = cut(kind(), "Ett|ttL", [0, 1], names=NAMES)
+        first, last = pipeline_stage(kind(), "Ett|ttL", [0, 1], names=NAMES)
         first.embed.weight.requires_grad_(False)
         arrived = first(ids=IDS.clone()).detach()
         last.set_input_tensor([arrived])
@@ -240,7 +240,7 @@ def test_a_dict_between_layers_is_sent_as_a_tuple_is(layout):
 
 
 def test_a_dict_from_another_module_is_told_from_one_between_layers():
-    first, last = cut(Model(), "Ett|ttL", [0, 1], names=NAMES)
+    first, last = pipeline_stage(Model(), "Ett|ttL", [0, 1], names=NAMES)
     last.set_input_tensor({"images": first(ids=IDS).detach()})
     with pytest.raises(CutError, match="has received from 'images', and its own module is None"):
         last(ids=IDS)
@@ -268,7 +268,7 @@ def test_values_of_parts_on_other_stages_are_an_error():
         def between(self, hidden, ids):
             return hidden * self.head.weight.to(hidden.dtype).mean()
 
-    first, _ = cut(Reads(), "Ett|ttL", [0, 1], names=NAMES)
+    first, _ = pipeline_stage(Reads(), "Ett|ttL", [0, 1], names=NAMES)
     with pytest.raises(CutError, match="head.weight is on stage 1, and stage 0 uses it"):
         first(ids=IDS)
     first.proofs = None
@@ -277,7 +277,7 @@ def test_values_of_parts_on_other_stages_are_an_error():
 
 
 def test_a_copy_of_a_stage_has_ghosts_of_its_own():
-    first = cut(Asks(), "Ett|ttL", 0, names=NAMES)
+    first = pipeline_stage(Asks(), "Ett|ttL", 0, names=NAMES)
     other = copy.deepcopy(first.whole)
     assert other.head.run is other.head.weight.run is not first.whole.head.run
     assert first.to(torch.bfloat16).whole.head.weight.dtype == torch.bfloat16
@@ -383,7 +383,7 @@ class KeepsLayers(DropsLayers):
 @pytest.mark.parametrize("kind", [DropsLayers, DropsLayersByNumber, KeepsLayers])
 def test_layers_that_a_model_leaves_out_at_random_are_an_error_in_training_only(kind):
     with pytest.raises(CutError, match=r"a random number is read by .* in the model .* set layerdrop to 0"):
-        cut(kind(), "Ett|ttL", 0, names=NAMES)(ids=IDS)
+        pipeline_stage(kind(), "Ett|ttL", 0, names=NAMES)(ids=IDS)
     assert prove_cut(kind().eval(), "Ett|ttL", {"ids": IDS}, names=NAMES).holds
 
 
@@ -473,7 +473,7 @@ def test_of_two_lists_the_one_with_as_many_modules_as_the_layout_has_layers_is_t
     with pytest.raises(CutError, match=r"its lists of modules are: blocks \(4\), before \(2\); give names"):
         find_names(Two())
     with pytest.raises(CutError, match="its lists of modules are"):
-        cut(Two(), "Ettt|tttL", 0)
+        pipeline_stage(Two(), "Ettt|tttL", 0)
     with pytest.warns(UserWarning, match="the layers of Two are blocks, 4 Block"):
         assert prove_cut(Two(), "Ett|ttL", {"ids": IDS}, names=None).layout == "'Ett|ttL'"
 
@@ -482,7 +482,7 @@ def test_a_layer_that_a_list_has_twice_is_named():
     model = Model()
     model.blocks[2] = model.blocks[0]
     with pytest.raises(CutError, match=r"blocks\.2 is the same module as blocks\.0, and a layer is on one stage"):
-        cut(model, "Ett|ttL", 0, names=NAMES)
+        pipeline_stage(model, "Ett|ttL", 0, names=NAMES)
 
 
 # -- adapters of PEFT ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.topology import HyperCommGrid
-from pipegrid.training import CutError, DropoutMasks, Pipeline, cut
+from pipegrid.training import CutError, DropoutMasks, Pipeline, pipeline_stage
 from stages_kit import models
 from stages_kit.gradients import require_gradients
 from stages_kit.models import MAKERS, batch_of
@@ -42,7 +42,7 @@ def of_one_process(*, step, lane, microbatches):
 def test_masks_are_those_of_one_process_whatever_the_cut(layout, checkpointed):
     """All forwards before the first backward, as in a warmup: a checkpoint runs again after other microbatches."""
     model = gpt2()
-    stages = cut(model, layout, list(range(layout.count("|") + 1)))
+    stages = pipeline_stage(model, layout, list(range(layout.count("|") + 1)))
     masks = DropoutMasks(seed=5, lane=1)
     for stage in stages:
         masks.apply(stage)
@@ -82,7 +82,7 @@ def test_every_step_lane_microbatch_and_seed_has_masks_of_its_own():
 
 def test_a_microbatch_of_another_replica_has_the_masks_of_its_home():
     """As the step functions number it, on a stage of replica 0: ``current_replica`` is None at home."""
-    (stage,) = cut(gpt2(), "Et*4L", [0])
+    (stage,) = pipeline_stage(gpt2(), "Et*4L", [0])
     DropoutMasks(seed=5, lane=0, step=3).apply(stage)
     for lane, replica in ((0, None), (2, 2)):
         expected, _ = of_one_process(step=3, lane=lane, microbatches=2)
@@ -125,7 +125,7 @@ def test_a_stage_of_the_head_alone_has_the_masks_of_one_process(layout):
     model, masks = Noisy(), DropoutMasks(seed=5, step=2, microbatch=1)
     masks.apply(model)
     received = None
-    for stage in cut(Noisy(), layout, list(range(layout.count("|") + 1))):
+    for stage in pipeline_stage(Noisy(), layout, list(range(layout.count("|") + 1))):
         masks.apply(stage)
         stage.current_microbatch = 1
         stage.set_input_tensor([received])

@@ -16,8 +16,8 @@ from pipegrid.training import (
     Names,
     TrainingState,
     compile_layers,
-    cut,
     load_safetensors,
+    pipeline_stage,
     tie,
     ties_of,
 )
@@ -26,7 +26,7 @@ from .kit.layered import Layered
 
 
 def stage_of(number=1, **options):
-    return cut(Layered, "Et|tttL", number, names=Names("layers"), **options)
+    return pipeline_stage(Layered, "Et|tttL", number, names=Names("layers"), **options)
 
 
 def run(received, **options):
@@ -38,23 +38,35 @@ def run(received, **options):
 MISTAKES = {
     "a model's name": (
         CutError,
-        lambda: cut("llama", "Et|tL", 0),
+        lambda: pipeline_stage("llama", "Et|tL", 0),
         "model is 'llama'; give a torch.nn.Module, or a fun",
     ),
-    "no model": (CutError, lambda: cut(None, "Et|tL", 0), "model is None; give a torch.nn.Module"),
-    "a function without return": (CutError, lambda: cut(lambda: None, "Et|tL", 0), "makes the model returned None"),
+    "no model": (CutError, lambda: pipeline_stage(None, "Et|tL", 0), "model is None; give a torch.nn.Module"),
+    "a function without return": (
+        CutError,
+        lambda: pipeline_stage(lambda: None, "Et|tL", 0),
+        "makes the model returned None",
+    ),
     "a pair from the function": (
         CutError,
         lambda: ties_of(lambda: (Layered(), 1), "Et|tL"),
         r"makes the model returned \(Layered.* must return a torch.nn.Module",
     ),
-    "a number for a layout": (LayoutError, lambda: cut(Layered, 4, 0), "layout must be a string or .*, got 4"),
+    "a number for a layout": (
+        LayoutError,
+        lambda: pipeline_stage(Layered, 4, 0),
+        "layout must be a string or .*, got 4",
+    ),
     "counts for a layout": (
         LayoutError,
-        lambda: cut(Layered, [2, 2], 0),
+        lambda: pipeline_stage(Layered, [2, 2], 0),
         r"layout must be a string or .*, got \[2, 2\]",
     ),
-    "a letter that is none": (LayoutError, lambda: cut(Layered, "Ex|tL", 0), "column 1 .* found 'x', expected a layer"),
+    "a letter that is none": (
+        LayoutError,
+        lambda: pipeline_stage(Layered, "Ex|tL", 0),
+        "column 1 .* found 'x', expected a layer",
+    ),
     "a stage as text": (CutError, lambda: stage_of("0"), "stage is '0'; it must be an integer of at least 0"),
     "a stage as float": (CutError, lambda: stage_of(1.0), "stage is 1.0; it must be an integer of at least 0"),
     "no stage": (CutError, lambda: stage_of(None), "stage is None; it must be an integer of at least 0"),
@@ -63,7 +75,7 @@ MISTAKES = {
     "a stage twice": (CutError, lambda: stage_of([0, 0]), r"stage is \[0, 0\]; a rank has each of its stages once"),
     "names as text": (
         CutError,
-        lambda: cut(Layered, "Et|tttL", 0, names="layers"),
+        lambda: pipeline_stage(Layered, "Et|tttL", 0, names="layers"),
         r"names is 'layers'; give Names\(layers=...\)",
     ),
     "a list of lists": (CutError, lambda: Names(["a", "b"]), "Names.layers is .* must be the dotted name of a list"),
@@ -74,15 +86,15 @@ MISTAKES = {
     ),
     "a part that is none": (
         CutError,
-        lambda: cut(Layered, "Et|tttL", 0, names=Names("layers", head=("norm",))),
+        lambda: pipeline_stage(Layered, "Et|tttL", 0, names=Names("layers", head=("norm",))),
         "Names.head has 'norm', which Layered has not",
     ),
     "a list that is none": (
         CutError,
-        lambda: cut(Layered, "Et|tttL", 0, names=Names("blocks")),
+        lambda: pipeline_stage(Layered, "Et|tttL", 0, names=Names("blocks")),
         "Layered has no list of modules 'blocks'; its lists are layers",
     ),
-    "too many layers": (CutError, lambda: cut(Layered, "Et*5|tL", 0), "has 6 decoder layers, the model 4"),
+    "too many layers": (CutError, lambda: pipeline_stage(Layered, "Et*5|tL", 0), "has 6 decoder layers, the model 4"),
     "a key for an output": (CutError, lambda: stage_of(output="logits"), "output is 'logits'; give a function from"),
     "a way to compile that is none": (
         CutError,
@@ -109,7 +121,7 @@ MISTAKES = {
 
 
 def test_a_tie_that_a_script_forgets_is_an_error_before_the_first_step():
-    first, last = cut(partial(Layered, tied=True), "Et|tttL", [0, 1], names=Names("layers"))
+    first, last = pipeline_stage(partial(Layered, tied=True), "Et|tttL", [0, 1], names=Names("layers"))
     for stages in ([first], [last]):
         with pytest.raises(
             GradientError, match=r"'word.weight' is one .* stages \[0, 1\].* tie_stage_parameters\(stage.ties,"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, PipelineError, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import GenerationError, Names, Sampling, cut, generate
+from pipegrid.training import GenerationError, Names, Sampling, generate, pipeline_stage
 from stages_kit.models import MAKERS, WORDS, llama, text_model
 
 from .compatibility_families import FAMILIES
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling, microb
     with torch.no_grad():  # words that follow from the prompt, not the same one at every place
         for parameter in whole.parameters():
             parameter.mul_(4)
-    stages = cut(whole, LAYOUTS[len(places)], grid, schedule=schedule, config=config)
+    stages = pipeline_stage(whole, LAYOUTS[len(places)], grid, schedule=schedule, config=config)
     end = of_hugging_face(whole, prompts(0, 0), None, 0, eos_token_id=None, pad_token_id=0)[0, 3].item()
     found = generate(
         forward_step_func=lambda batches, stage: (stage(**next(batches)), None),
@@ -126,7 +126,11 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
         "pg_collection": groups,
     }
     for config, model, text in (
-        (PipelineConfig(deadline=10.0), cut(MAKERS["llama"], "Et|tttL", ranks.rank), "variable_seq_lengths=True"),
+        (
+            PipelineConfig(deadline=10.0),
+            pipeline_stage(MAKERS["llama"], "Et|tttL", ranks.rank),
+            "variable_seq_lengths=True",
+        ),
         (
             PipelineConfig(deadline=10.0, variable_seq_lengths=True),
             torch.nn.Linear(2, 2),
@@ -134,17 +138,19 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
         ),
         (
             PipelineConfig(deadline=10.0, variable_seq_lengths=True),
-            cut(MAKERS["t5"], "Eeee|ettttL", ranks.rank),
+            pipeline_stage(MAKERS["t5"], "Eeee|ettttL", ranks.rank),
             "encoder and a decoder",
         ),
         (
             PipelineConfig(deadline=10.0, variable_seq_lengths=True),
-            cut(MAKERS["vit"], "Et|tttL", ranks.rank),
+            pipeline_stage(MAKERS["vit"], "Et|tttL", ranks.rank),
             r"ViTModel has no next token \(its can_generate\(\) is False\)",
         ),
         (
             PipelineConfig(deadline=10.0, variable_seq_lengths=True),
-            cut(text_model("RwkvForCausalLM", "RwkvConfig"), "Et|tttL", ranks.rank, names=Names("rwkv.blocks")),
+            pipeline_stage(
+                text_model("RwkvForCausalLM", "RwkvConfig"), "Et|tttL", ranks.rank, names=Names("rwkv.blocks")
+            ),
             "the forward of RwkvForCausalLM takes no past_key_values",
         ),
     ):
@@ -155,7 +161,7 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
         communicator.destroy()
     config = PipelineConfig(deadline=10.0, variable_seq_lengths=True)
     communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
-    stage = cut(MAKERS["llama"], "Et|tttL", ranks.rank, config=config)
+    stage = pipeline_stage(MAKERS["llama"], "Et|tttL", ranks.rank, config=config)
     arguments |= {"model": stage, "p2p_communicator": communicator}
     for change, text in (
         ({"pg_collection": ProcessGroupCollection()}, "no pp group of module 'language', over which its last stage"),
@@ -165,7 +171,9 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
         with pytest.raises(GenerationError, match=text):
             generate(**arguments | change)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    scaled = cut(llama(max_position_embeddings=4, rope_parameters=rope), "Et|tttL", ranks.rank, config=config)
+    scaled = pipeline_stage(
+        llama(max_position_embeddings=4, rope_parameters=rope), "Et|tttL", ranks.rank, config=config
+    )
     with pytest.raises(PipelineError, match="above 4 tokens; prompt and new tokens are 5"):
         generate(**arguments | {"model": scaled})
     communicator.destroy()
@@ -173,14 +181,14 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
     arguments |= {"p2p_communicator": communicator}
     parts = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "altup_projections")
     names = Names("model.layers", embedding=tuple(f"model.{part}" for part in parts))
-    crossing = cut(FAMILIES["Gemma 3n, text"].make, "Et|tttL", ranks.rank, config=config, names=names)
+    crossing = pipeline_stage(FAMILIES["Gemma 3n, text"].make, "Et|tttL", ranks.rank, config=config, names=names)
     with pytest.raises(PipelineError, match="would not compute what the model computes"):
         generate(**arguments | {"model": crossing, "data_iterator": iter([prompts(0, 0)])})
     communicator.destroy()
     communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, config)
     arguments |= {"p2p_communicator": communicator}
     kinds = ["conv", "full_attention"] * 2
-    with_states = cut(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Et|tttL", ranks.rank)
+    with_states = pipeline_stage(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Et|tttL", ranks.rank)
     with pytest.raises(GenerationError, match="a layer of the kind conv keeps another state than keys and values"):
         generate(**arguments | {"model": with_states})
     batch = prompts(0, 0)
@@ -206,9 +214,9 @@ def test_an_encoder_gives_its_images_once(ranks):
     runs = []
     if name == "vision":
         tower.register_forward_hook(lambda *_: runs.append(1))
-        model = cut(tower, "EeeeeL", 0, names=VISION, module=name, output=torch.nn.Identity(), config=config)
+        model = pipeline_stage(tower, "EeeeeL", 0, names=VISION, module=name, output=torch.nn.Identity(), config=config)
     else:
-        model = cut(language, "Et|tttL", grids[name].coords(ranks.rank)["pp"], module=name, config=config)
+        model = pipeline_stage(language, "Et|tttL", grids[name].coords(ranks.rank)["pp"], module=name, config=config)
     lane = grids[name].coords(ranks.rank)["dp"] if name == "vision" else slice(None)
 
     def forward_step(batches, stage):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipegrid.training import CutError, Names, cut
+from pipegrid.training import CutError, Names, pipeline_stage
 from stages_kit.chain import sent, stages_of, step
 from stages_kit.models import WORDS, batch_of, llama, loss_of
 
@@ -120,7 +120,7 @@ def test_a_mask_that_travels_is_that_of_the_batch():
 
 def test_what_the_model_does_not_take_cannot_travel():
     with pytest.raises(CutError, match="carry has 'mask', and the forward of LlamaForCausalLM takes input_ids"):
-        cut(llama(), "Et|tttL", 0, carry=("mask",))
+        pipeline_stage(llama(), "Et|tttL", 0, carry=("mask",))
 
 
 class InPlace(nn.Module):
@@ -170,7 +170,7 @@ def test_stages_under_autocast_compute_as_the_whole_model_does():
     torch.manual_seed(1)
     whole = llama()()
     torch.manual_seed(1)
-    stages = cut(llama(), "Et|tt|tL", [0, 1, 2])
+    stages = pipeline_stage(llama(), "Et|tt|tL", [0, 1, 2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = whole(**batch).loss
     expected.backward()

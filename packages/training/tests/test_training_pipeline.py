@@ -69,7 +69,6 @@ def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
         loss, count = next_words(whole(**joined(texts(0), texts(1))), joined(texts(0), texts(1)))
         (loss / count).backward()
         assert (pipeline.replica, pipeline.replicas) == (ranks.rank % 2, 2)
-        assert (pipeline.lane, pipeline.lanes) == (pipeline.replica, pipeline.replicas)  # former names
         evaluated = pipeline.evaluate(texts(pipeline.replica))
         assert all(parameter.grad is None for parameter in pipeline.parameters())
         found = pipeline.step(texts(pipeline.replica))

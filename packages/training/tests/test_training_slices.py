@@ -16,7 +16,7 @@ from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.stages import tested_versions
 from pipegrid.stages.transformers_compat import cache_name, require_known_names
-from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, cut, sequence_slices, tie
+from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, pipeline_stage, sequence_slices, tie
 from pipegrid.transport import P2PCommunicator
 from stages_kit.gradients import named_in, require_gradients
 from stages_kit.models import MAKERS, WORDS, batch_of, llama, phi3, text_model
@@ -179,7 +179,7 @@ def ids_of(*lengths):
 
 
 def test_a_slice_is_refused_what_would_see_other_tokens():
-    stage = cut(llama(), "EttttL", 0)
+    stage = pipeline_stage(llama(), "EttttL", 0)
     ids = ids_of(3, 4)
     with pytest.raises(CutError, match="labels was given for a slice; slices take"):
         slices_of(stage, input_ids=ids, labels=ids)
@@ -199,22 +199,22 @@ def test_a_slice_is_refused_what_would_see_other_tokens():
 def test_models_that_do_not_run_in_slices():
     """In both directions, another loss, compiled layers, and a model without a cache."""
     with pytest.raises(CutError, match="takes no past_key_values"):
-        slices_of(cut(Layered(), "Et|tttL", 0, names=Names("layers")), ids=ids_of(3, 4))
+        slices_of(pipeline_stage(Layered(), "Et|tttL", 0, names=Names("layers")), ids=ids_of(3, 4))
     with pytest.raises(CutError, match="takes no past_key_values"):
-        slices_of(cut(MAKERS["t5"], "E" + "e" * 4 + "t" * 4 + "L", 0), input_ids=ids_of(3, 4))
-    stage = cut(llama(), "EttttL", 0)
+        slices_of(pipeline_stage(MAKERS["t5"], "E" + "e" * 4 + "t" * 4 + "L", 0), input_ids=ids_of(3, 4))
+    stage = pipeline_stage(llama(), "EttttL", 0)
     stage.get_submodule(stage.layers[0]).self_attn.is_causal = False
     with pytest.raises(CutError, match="self_attn attends in both directions"):
         slices_of(stage, input_ids=ids_of(3, 4))
-    stage = cut(llama(output_router_logits=True), "EttttL", 0)
+    stage = pipeline_stage(llama(output_router_logits=True), "EttttL", 0)
     with pytest.raises(CutError, match="output_router_logits"):
         slices_of(stage, input_ids=ids_of(3, 4))
     for how in ("whole", "split"):
-        stage = cut(llama(), "EttttL", 0)
+        stage = pipeline_stage(llama(), "EttttL", 0)
         compile_layers(stage, compile=how, backend="eager" if how == "whole" else "aot_eager")
         with pytest.raises(CutError, match="is compiled"):
             slices_of(stage, input_ids=ids_of(3, 4))
-    stage = cut(llama(), "EttttL", 0)
+    stage = pipeline_stage(llama(), "EttttL", 0)
     stage.get_submodule(stage.layers[1]).forward = lambda hidden, **kwargs: hidden
     with pytest.raises(CutError, match=r"model\.layers\.1 has not read the keys and values of earlier slices"):
         slices_of(stage, input_ids=ids_of(3, 4))
@@ -228,7 +228,7 @@ def test_models_that_do_not_run_in_slices():
     ],
 )
 def test_frequencies_that_change_with_the_length_of_a_text(make):
-    stage = cut(make, "EttttL", 0)
+    stage = pipeline_stage(make, "EttttL", 0)
     slices_of(stage, input_ids=ids_of(3, 2))
     with pytest.raises(CutError, match="whose frequencies depend on .* above 5 tokens; slices reach 7"):
         slices_of(stage, input_ids=ids_of(3, 4))
@@ -237,7 +237,7 @@ def test_frequencies_that_change_with_the_length_of_a_text(make):
 def test_layers_with_another_state_than_keys_and_values():
     kinds = ["conv", "full_attention"] * 2
     for number in (0, 1):
-        stage = cut(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Ett|ttL", number)
+        stage = pipeline_stage(text_model("Lfm2ForCausalLM", "Lfm2Config", layer_types=kinds), "Ett|ttL", number)
         stage.set_input_tensor([torch.zeros(2, 3, 16)])
         with pytest.raises(CutError, match="a layer of the kind conv keeps another state"):
             slices_of(stage, input_ids=ids_of(3, 4))
@@ -366,5 +366,5 @@ def test_a_version_outside_of_what_was_tested_is_one_line_when_a_stage_is_made(
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # it replaces itself at an import
     tested_versions.say_untested_versions.cache_clear()
     for stage in (0, 1):
-        cut(llama(), "Et|tttL", stage)
+        pipeline_stage(llama(), "Et|tttL", stage)
     assert re.fullmatch(rf".*{told}.*\n" if told else "", capfd.readouterr().err)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrid.training import SpreadError, spread
+from pipegrid.training import balance_samples
 
 COSTS = st.lists(st.one_of(st.integers(0, 60), st.floats(0, 60, allow_subnormal=False)), min_size=1, max_size=60)
 
@@ -20,14 +20,14 @@ def parts_of(found):
 @given(COSTS, st.integers(1, 4), st.integers(1, 4))
 def test_every_sample_is_in_one_part_and_no_part_is_empty(costs, lanes, microbatches):
     if len(costs) < lanes * microbatches:
-        with pytest.raises(SpreadError, match="every part has at least one"):
-            spread(costs, lanes, microbatches)
+        with pytest.raises(ValueError, match="every part has at least one"):
+            balance_samples(costs, lanes, microbatches)
         return
-    found = spread(costs, lanes, microbatches)
+    found = balance_samples(costs, lanes, microbatches)
     assert (len(found.replicas), {len(parts) for parts in found.replicas}) == (lanes, {microbatches})
     assert sorted(itertools.chain(*parts_of(found))) == list(range(len(costs)))
     assert all(parts_of(found))
-    assert found == spread(tuple(costs), lanes, microbatches)
+    assert found == balance_samples(tuple(costs), lanes, microbatches)
     for lane, sums in zip(found.replicas, found.costs, strict=True):
         assert sums == pytest.approx([sum(costs[sample] for sample in part) for part in lane])
 
@@ -37,7 +37,7 @@ def test_the_heaviest_part_is_within_a_third_of_every_lower_bound(costs, lanes, 
     parts = lanes * microbatches
     if len(costs) < parts:
         return
-    found = spread(costs, lanes, microbatches)
+    found = balance_samples(costs, lanes, microbatches)
     ordered = sorted(costs, reverse=True)
     pair = ordered[parts - 1] + ordered[parts] if len(costs) > parts else 0
     bound = max(sum(costs) / parts, ordered[0], pair)
@@ -57,13 +57,13 @@ def best(costs, parts):
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=3, max_size=7), st.integers(2, 3))
 def test_a_few_samples_are_spread_nearly_as_well_as_any_way_can(costs, parts):
-    assert best(costs, parts) <= spread(costs, parts).heaviest <= best(costs, parts) * 7 / 6 + 1e-9
+    assert best(costs, parts) <= balance_samples(costs, parts).heaviest <= best(costs, parts) * 7 / 6 + 1e-9
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_equal_parts_have_equal_numbers(rows, lanes, microbatches, random):
     costs = [random.randint(1, 50) for _ in range(rows * lanes * microbatches)]
-    found = spread(costs, lanes, microbatches, equal=True)
+    found = balance_samples(costs, lanes, microbatches, equal=True)
     assert {len(part) for part in parts_of(found)} == {rows}
     assert sorted(itertools.chain(*parts_of(found))) == list(range(len(costs)))
 
@@ -72,7 +72,7 @@ def test_equal_parts_have_equal_numbers(rows, lanes, microbatches, random):
 def test_the_microbatches_of_a_number_are_alike_on_all_lanes(costs, lanes, microbatches):
     if len(costs) < lanes * microbatches:
         return
-    found = spread(costs, lanes, microbatches)
+    found = balance_samples(costs, lanes, microbatches)
     for earlier, later in itertools.pairwise(range(microbatches)):
         assert min(lane[earlier] for lane in found.costs) >= max(lane[later] for lane in found.costs)
 
@@ -87,12 +87,12 @@ def test_the_microbatches_of_a_number_are_alike_on_all_lanes(costs, lanes, micro
     ],
 )
 def test_what_cannot_be_spread_is_a_clear_error(arguments, text):
-    with pytest.raises(SpreadError, match=text):
-        spread(*arguments)
-    with pytest.raises(SpreadError, match="are no multiple of 2 parts"):
-        spread([1, 2, 3], 2, equal=True)
+    with pytest.raises(ValueError, match=text):
+        balance_samples(*arguments)
+    with pytest.raises(ValueError, match="are no multiple of 2 parts"):
+        balance_samples([1, 2, 3], 2, equal=True)
 
 
 def test_text_lengths_of_a_long_tail_are_even_over_eight_lanes():
     lengths = [int(16 + 4000 / (1 + sample % 97)) for sample in range(512)]
-    assert spread(lengths, 8, 4).imbalance < 0.02
+    assert balance_samples(lengths, 8, 4).imbalance < 0.02

@@ -21,7 +21,7 @@ from pipegrid.schedules import (
     stage_places,
 )
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import compile_layers, cut, tie
+from pipegrid.training import compile_layers, pipeline_stage, tie
 from stages_kit.gradients import named_in, require_gradients
 from stages_kit.models import WORDS, batch_of, llama, next_words
 
@@ -225,7 +225,7 @@ def test_every_schedule_of_hybrid_shards_has_the_gradients_of_one_process(ranks,
 def test_layers_sharded_over_other_ranks_than_the_replicas_are_an_error_before_the_first_message(ranks):
     """Over the two stages of a pipeline, which hold different layers."""
     grid, groups = grid_of(dp=1, pp=2)
-    stage = cut(llama(), LAYOUTS[2], dist.get_rank())
+    stage = pipeline_stage(llama(), LAYOUTS[2], dist.get_rank())
     sharded(stage, grid.to_device_mesh(["dp", "pp"])["pp"])
     stage.config = PipelineConfig(variable_seq_lengths=True, shard="step", deadline=10.0)
     communicator = MultiModulePipelineCommunicator({"language": grid}, {"language": []}, stage.config)
@@ -276,10 +276,12 @@ def test_a_vision_tower_before_a_language_model(ranks, schedule, frozen):
     language = llama()().double()
     place = grids[name].coords(dist.get_rank())["pp"]
     if name == "images":
-        stages = cut(tower, "Ee|e*3L", [place], names=VISION, module=name, output=nn.Identity(), config=config)
+        stages = pipeline_stage(
+            tower, "Ee|e*3L", [place], names=VISION, module=name, output=nn.Identity(), config=config
+        )
     else:
         numbers = [stage for stage, where in enumerate(places) if where == place]
-        stages = cut(language, LAYOUTS[len(places)], numbers, module=name, config=config)
+        stages = pipeline_stage(language, LAYOUTS[len(places)], numbers, module=name, config=config)
 
     def batches():
         for m in range(MICROBATCHES):

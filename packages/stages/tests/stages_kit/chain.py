@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipegrid.stages import cut
+from pipegrid.stages import pipeline_stage
 
 
 def stages_of(make, layout, *, ranks=None, **options):
@@ -17,7 +17,9 @@ def stages_of(make, layout, *, ranks=None, **options):
     for rank in range(ranks or len(stages)):
         torch.manual_seed(1)
         numbers = range(rank, len(stages), ranks or len(stages))
-        for number, stage in zip(numbers, cut(make, layout, numbers, allow_empty=True, **options), strict=True):
+        for number, stage in zip(
+            numbers, pipeline_stage(make, layout, numbers, allow_empty=True, **options), strict=True
+        ):
             stages[number] = stage.double()
     return stages
 

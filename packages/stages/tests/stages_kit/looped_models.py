@@ -9,7 +9,7 @@ import copy
 import torch
 from torch import nn
 
-from pipegrid.stages import Names, cut
+from pipegrid.stages import Names, pipeline_stage
 from pipegrid.stages.errors import CutError
 from stages_kit.chain import gradients, step
 
@@ -239,7 +239,9 @@ def pair_layouts(cuts):
 
 def stages_are_the_model(whole, layout, given, names):
     """Whether loss and gradients of the stages, run one after the other, are those of the model. Nothing is proved."""
-    stages = cut(copy.deepcopy(whole), layout, list(range(layout.count("|") + 1)), names=names, allow_empty=True)
+    stages = pipeline_stage(
+        copy.deepcopy(whole), layout, list(range(layout.count("|") + 1)), names=names, allow_empty=True
+    )
     for stage in stages:
         stage.proofs = None
     expected = whole(**given)

@@ -6,7 +6,7 @@ import torch
 
 from pipegrid.schedules import stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import cut
+from pipegrid.training import pipeline_stage
 
 LAYOUTS = {2: "Et|t*3L", 4: "Et|t|t|tL"}
 """Of four layers, by the number of stages."""
@@ -31,4 +31,6 @@ def grid_of(**sizes):
 
 def stages_on(grid, make, schedule):
     """This rank's stages of the model that `made` makes, under a schedule."""
-    return cut(made(make), LAYOUTS[len(stage_places(schedule, grid.dim_size("pp")))], grid, schedule=schedule)
+    return pipeline_stage(
+        made(make), LAYOUTS[len(stage_places(schedule, grid.dim_size("pp")))], grid, schedule=schedule
+    )

@@ -12,18 +12,7 @@ from typing import TYPE_CHECKING
 from pipegrid.bridges.bridge import Axes, Packed, Whole
 from pipegrid.reshard.errors import BridgeError, ShapeError as ShapeError
 from pipegrid.bridges.errors import (
-    CompletionError as CompletionError,
-    DestroyedError as DestroyedError,
-    LaneTotalsError as LaneTotalsError,
     MissingTensorError as MissingTensorError,
-    NoBackwardError as NoBackwardError,
-    NotReplicatedError as NotReplicatedError,
-    PendingGradientError as PendingGradientError,
-    StageError as StageError,
-    TilingError as TilingError,
-    UndeclaredDimError as UndeclaredDimError,
-    VTPTopologyError as VTPTopologyError,
-    WrongSideError as WrongSideError,
 )
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError as ModuleGraphError
 from pipegrid.bridges.multimodule import (
@@ -39,10 +28,8 @@ from pipegrid.reshard import (
     Message as Message,
     Partial,
     Replicate,
-    Replicated as Replicated,
     ReshardPlan as ReshardPlan,
     Shard,
-    Sharded as Sharded,
     Side as Side,
     Sizes as Sizes,
     axis_names as axis_names,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.errors import ShapeError as ShapeError
-from pipegrid.transport.errors import CollectiveFailedError, P2PLaneDeadError
 
 
 class MissingTensorError(BridgeError, KeyError):
@@ -13,10 +12,3 @@ class MissingTensorError(BridgeError, KeyError):
     def __str__(self) -> str:
         """The message, not its representation as KeyError has it."""
         return str(self.args[0]) if self.args else ""
-
-
-# Names of one thing each that no caller handled differently; for this version.
-UndeclaredDimError = LaneTotalsError = TilingError = VTPTopologyError = NotReplicatedError = BridgeError
-StageError = WrongSideError = NoBackwardError = PendingGradientError = BridgeError
-CompletionError = CollectiveFailedError
-DestroyedError = P2PLaneDeadError

@@ -6,7 +6,7 @@ Names outside ``__all__`` (results, and what survives failures) are imported fro
 from pipegrid.planner.choice import Choice as Choice, Memory as Memory
 from pipegrid.planner.dry_run import DryRun as DryRun, dry_run
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.job import Device, Job, Layers, Measured, Module as Module, ModuleCosts, Network, Training
+from pipegrid.planner.job import Device, Job, Layers, Measured, ModuleCosts, Network, Training
 from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
 from pipegrid.planner.reading import parse_job as parse_job, read_job
 from pipegrid.planner.refine import refined

@@ -152,10 +152,6 @@ class ModuleCosts:
         return tuple(LayerType[layer.kind] for layer in self.each)
 
 
-Module = ModuleCosts
-"""The name of `ModuleCosts` until this version."""
-
-
 @frozen(field_transformer=_checked)
 class Device:
     """A GPU: FLOP/s that a layer reaches, memory, what is not the job's own, and the buffers of a communicator.

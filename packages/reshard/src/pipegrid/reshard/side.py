@@ -72,8 +72,6 @@ class Partial(Placement):
         return "sums"
 
 
-Sharded, Replicated = Shard, Replicate  # the names of an earlier version
-
 DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
     "dp": Shard(BATCH),
     "cp": Shard("s"),

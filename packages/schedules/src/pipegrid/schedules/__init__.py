@@ -118,10 +118,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "errors": "AnnouncedShapesError DataEndedError DeferralError GradientError LossError LossScaleError MainGradError "
-    "MonitorError "
-    "PlanFieldError PlanMismatchError ReductionError ReductionFailedError ReductionPeerError ReductionTimeoutError "
-    "RuntimeArgumentError StageInputError StageOutputError StepArgumentError TyingError",
+    "errors": "DataEndedError GradientError StageOutputError StepArgumentError",
     "megatron": "WithLoss agree_on_routes backward_step check_first_val_step convert_schedule_table_to_order "
     "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "

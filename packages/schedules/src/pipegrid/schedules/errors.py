@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipegrid.core.errors import StepArgumentError as StepArgumentError
 from pipegrid.gradients.errors import GradientError as GradientError
-from pipegrid.plans.errors import PlanError
-from pipegrid.transport.errors import CollectiveFailedError
 
 
 class StageOutputError(ValueError):
@@ -18,11 +16,3 @@ class StageOutputError(ValueError):
 
 class DataEndedError(ValueError):
     """A stage's data ended before the step did."""
-
-
-# Names of one thing each that no caller handled differently; for this version.
-PlanFieldError = PlanError
-PlanMismatchError = AnnouncedShapesError = RuntimeArgumentError = MonitorError = StepArgumentError
-StageInputError = LossError = StageOutputError
-LossScaleError = ReductionError = MainGradError = DeferralError = TyingError = GradientError
-ReductionFailedError = ReductionTimeoutError = ReductionPeerError = CollectiveFailedError

@@ -2,4 +2,3 @@
 
 from pipegrid.gradients import *
 from pipegrid.plans import with_reduce as with_reduce
-from pipegrid.schedules.errors import ReductionFailedError as ReductionFailedError

@@ -1,7 +1,6 @@
 """The names of `pipegrid.monitor`, which are imported from here as well."""
 
 from pipegrid.monitor import *
-from pipegrid.schedules.errors import MonitorError as MonitorError
 from pipegrid.schedules.speeds import (
     SlowRank as SlowRank,
     UnitSeconds as UnitSeconds,

@@ -15,7 +15,6 @@ from pipegrid.search.routed import (
 from pipegrid.search.search import Progress, search
 from pipegrid.search.slice_lengths import balanced_slices, slice_times
 
-Candidate = Found  # the older name
 
 __all__ = [
     "COMPARED",

@@ -129,9 +129,6 @@ def pipeline_stage(
     return made if several else made[0]
 
 
-cut = pipeline_stage  # the former name
-
-
 def _numbers(
     layout: PipelineParallelLayerLayout, stage: int | Sequence[int] | HyperCommGrid, schedule: str | None
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

@@ -88,9 +88,6 @@ def tie_stage_parameters(
     return tuple(made)
 
 
-tie = tie_stage_parameters  # the former name
-
-
 def _placement(
     stages: Sequence[Stage], given: Sequence[int] | None, grid: HyperCommGrid | None
 ) -> Sequence[int] | None:

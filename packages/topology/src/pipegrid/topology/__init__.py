@@ -8,12 +8,6 @@ Names outside ``__all__`` (rarer errors, groups, parts of roles and replicas) ar
 from __future__ import annotations
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
-from pipegrid.topology.job.data_lanes import (
-    data_lane as data_lane,
-    lane_bounds as lane_bounds,
-    lane_samples as lane_samples,
-    lane_sizes as lane_sizes,
-)
 from pipegrid.topology.job.describe import describe
 from pipegrid.topology.ending import (
     abort_group as abort_group,
@@ -21,25 +15,13 @@ from pipegrid.topology.ending import (
     discard_groups as discard_groups,
 )
 from pipegrid.topology.errors import (
-    CoordinateError as CoordinateError,
     GridError as GridError,
     GridKeyError as GridKeyError,
-    GridShapeError as GridShapeError,
-    GridSpanError as GridSpanError,
     GroupConnectionError as GroupConnectionError,
     GroupCreationTimeoutError as GroupCreationTimeoutError,
-    GroupExistsError as GroupExistsError,
-    GroupMissingError as GroupMissingError,
-    GroupSpecError as GroupSpecError,
     GroupStoreError as GroupStoreError,
     PlacementError as PlacementError,
-    RankNotInGridError as RankNotInGridError,
-    RoleError as RoleError,
-    UnknownDimensionError as UnknownDimensionError,
-    UnknownViewError as UnknownViewError,
-    ViewError as ViewError,
     WorldError as WorldError,
-    WorldSizeUnknownError as WorldSizeUnknownError,
 )
 from pipegrid.topology.grid import GroupRequest as GroupRequest, Relation as Relation, relation as relation
 from pipegrid.topology.groups import (

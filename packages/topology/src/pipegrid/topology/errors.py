@@ -33,10 +33,3 @@ class GroupConnectionError(RuntimeError):
 
 class PlacementError(ValueError):
     """Modules do not fit the world or the roles: a gap, a partial overlap, a leftover, too few ranks, other modules."""
-
-
-# Names of one thing each that no caller handled differently; for this version.
-GridShapeError = CoordinateError = UnknownDimensionError = ViewError = GroupSpecError = GridError
-GridSpanError = WorldSizeUnknownError = RankNotInGridError = WorldError
-UnknownViewError = GroupExistsError = GroupMissingError = GridKeyError
-RoleError = PlacementError

@@ -18,7 +18,6 @@ from pipegrid.checkpoint.errors import CheckpointMismatchError as CheckpointMism
 from pipegrid.training.errors import (
     GenerationError as GenerationError,
     RestartError as RestartError,
-    SpreadError as SpreadError,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     )
     from pipegrid.training.generation import Sampling, generate
     from pipegrid.training.pipeline import Pipeline, PipelineModule
-    from pipegrid.training.ragged import Spread as Spread, balance_samples, spread as spread
+    from pipegrid.training.ragged import Spread as Spread, balance_samples
     from pipegrid.training.restart import (
         NO_PROGRESS as NO_PROGRESS,
         PREEMPTED as PREEMPTED,
@@ -51,11 +50,9 @@ if TYPE_CHECKING:
         Tie as Tie,
         check_stages,
         compile_layers as compile_layers,
-        cut as cut,
         pipeline_stage,
         prove_cut as prove_cut,
         sequence_slices as sequence_slices,
-        tie as tie,
         tie_stage_parameters,
         ties_of as ties_of,
     )

@@ -17,6 +17,3 @@ class RestartError(RuntimeError):
     def __init__(self, text: str, *, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
-
-
-SpreadError = ValueError  # the former name of that of `balance_samples`, for this version

@@ -31,11 +31,6 @@ class Spread:
     costs: tuple[tuple[float, ...], ...]
 
     @property
-    def lanes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The name of `replicas` until this version."""
-        return self.replicas
-
-    @property
     def heaviest(self) -> float:
         """The cost of the heaviest microbatch."""
         return max(cost for parts in self.costs for cost in parts)
@@ -78,9 +73,6 @@ def balance_samples(costs: Sequence[float], lanes: int, microbatches: int = 1, *
         tuple(ordered[number * lanes + replica] for number in range(microbatches)) for replica in range(lanes)
     ]
     return Spread(tuple(by_replica), tuple(tuple(_weight(part, weights) for part in parts) for parts in by_replica))
-
-
-spread = balance_samples  # the former name
 
 
 def _weight(part: Sequence[int], weights: Sequence[float]) -> float:

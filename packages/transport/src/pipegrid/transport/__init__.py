@@ -16,12 +16,9 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.core.edge import Direction as Direction, Edge
 from pipegrid.transport.errors import (
     CollectiveFailedError as CollectiveFailedError,
-    LaneSpecError as LaneSpecError,
-    P2PConfigError as P2PConfigError,
     P2PError,
     P2PLaneDeadError as P2PLaneDeadError,
     P2PMismatchError as P2PMismatchError,
-    P2PPayloadError as P2PPayloadError,
     P2PPeerError as P2PPeerError,
     P2PTimeoutError,
     P2PUsageError as P2PUsageError,

@@ -66,10 +66,6 @@ def _rebuild_timeout(text: str, state: dict[str, object]) -> P2PTimeoutError:
     return error
 
 
-# Names of one thing each that no caller handled differently; for this version.
-LaneSpecError = P2PConfigError = P2PPayloadError = P2PUsageError
-
-
 def text_of(error: object) -> str:
     """``str(error)``; the type's name where that is empty or raises."""
     try:
@@ -87,7 +83,6 @@ def relayed(text: str, relay: str) -> str:
 
 __all__ = [
     "CollectiveFailedError",
-    "LaneSpecError",
     "P2PError",
     "P2PLaneDeadError",
     "P2PMismatchError",

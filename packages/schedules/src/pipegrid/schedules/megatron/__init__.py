@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipegrid.schedules.errors import AnnouncedShapesError as AnnouncedShapesError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import (
     check_first_val_step,

@@ -217,16 +217,6 @@ class Pipeline:
             ),
         )
 
-    @property
-    def lane(self) -> int:
-        """The name of `replica` until this version."""
-        return self.replica
-
-    @property
-    def lanes(self) -> int:
-        """The name of `replicas` until this version."""
-        return self.replicas
-
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
 

@@ -15,13 +15,13 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import multi_module_1f1b, v_half, v_min, zero_bubble_v
 from pipegrid.plans.generators.registry import SCHEDULES
-from pipegrid.plans.network.problem import Problem, with_whole_backwards
+from pipegrid.plans.network.problem import Problem
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Action, chain
 from pipegrid.plans.simulate.costs import Costs, CostsError
 from pipegrid.plans.simulate.simulation import simulate
 from pipegrid.plans.verify.verify import verify
-from pipegrid.search.greedy import candidates, greedy
+from pipegrid.search.greedy import candidates, greedy, with_whole_backwards
 from pipegrid.search.greedy import problems as problems_of
 from pipegrid.search.list_scheduler import list_schedule, policies
 from plan_kit.plans import examples, module_graphs, random_module_plan

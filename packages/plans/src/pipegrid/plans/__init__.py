@@ -59,15 +59,7 @@ from pipegrid.plans.plan import (
     to_text,
     to_torch,
 )
-from pipegrid.plans.simulate import (
-    Costs,
-    CostsError,
-    Simulation,
-    costs_from_json,
-    costs_to_json,
-    simulate,
-    unit_costs,
-)
+from pipegrid.plans.simulate import Costs, CostsError, Simulation, costs_from_json, costs_to_json, simulate, unit_costs
 from pipegrid.plans.orders import (
     Orders,
     fewest_communicators,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -21,8 +22,8 @@ from pipegrid.plans.generators import (
     schedule_for,
     v_placement,
 )
-from pipegrid.plans.network.problem import Entries, Problem, with_whole_backwards
-from pipegrid.plans.plan import Action, Plan, as_placement, chain, compute_plan, require_graph
+from pipegrid.plans.network.problem import Entries, Problem
+from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, compute_plan, require_graph
 from pipegrid.plans.simulate import Costs, GivenCosts, activation_sizes, simulate
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.list_scheduler import list_schedule, policies
@@ -253,3 +254,25 @@ def listed(problem: Problem) -> Iterator[Found]:
             entry = candidate("list", planned(problem, orders, make), problem)
             if entry is not None:
                 yield entry
+
+
+def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:
+    """``orders`` with each ``I`` that its own ``W`` directly follows, on all positions, written as one ``B``."""
+    orders = list(orders)
+    apart = {
+        entry
+        for order in orders
+        for entry, after in itertools.pairwise([*order, None])
+        if entry is not None and entry[0] is ActionKind.I and after != (ActionKind.W, *entry[1:])
+    }
+    merged = []
+    for order in orders:
+        result: Entries = []
+        for kind, stage, microbatch in order:
+            whole = (ActionKind.I, stage, microbatch)
+            if kind is ActionKind.W and whole not in apart:
+                result[-1] = (ActionKind.B, stage, microbatch)
+            else:
+                result.append((kind, stage, microbatch))
+        merged.append(result)
+    return merged

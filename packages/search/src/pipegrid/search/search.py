@@ -10,14 +10,14 @@ from attrs import define, evolve, field, frozen
 from pipegrid.core.fields import Amount, Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.network.network import Objective, Orders, as_network
-from pipegrid.plans.network.problem import Entries, Problem, with_whole_backwards
-from pipegrid.plans.network.squeeze import squeezed, squeezes
+from pipegrid.plans.network.network import Network, Objective, Orders, as_network
+from pipegrid.plans.network.problem import Entries, Problem
+from pipegrid.plans.network.squeeze import Squeeze, squeezed
 from pipegrid.plans.simulate import GivenCosts
 from pipegrid.search.anneal import anneal
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.exact import has_equal_costs, shortest
-from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems
+from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems, with_whole_backwards
 from pipegrid.search.patterns import patterns
 
 
@@ -215,7 +215,7 @@ class _Search:
         few = min(self.problem.num_microbatches, max(2 * self.network.num_positions, 24))
         chain = as_network(self.problem, few)
         cost = SQUEEZED * chain.num_operations
-        ways = list(squeezes(chain))
+        ways = list(_squeezes(chain))
         share = max(self.budget / 3, self.spent + 40 * cost)
         kept: list[tuple[float, int, int]] = []  # value, pattern, way
         width = max(ANNEALED, int((share - self.spent) / cost / len(ways) / 2))
@@ -312,3 +312,15 @@ class _Search:
     def _best_starts(self, count: int) -> list[tuple[float, Orders, str]]:
         ranked = sorted(self.starts.items(), key=lambda entry: entry[1][0])[:count]
         return [(value, [list(order) for order in orders], origin) for orders, (value, origin) in ranked]
+
+
+def _squeezes(chain: Network) -> Iterator[Squeeze]:
+    """The ways to squeeze that `search` tries, the most promising first."""
+    even = len(set(chain.duration)) == 1 and not any(chain.lag)
+    half, whole = max(1, chain.num_positions // 2), chain.num_positions
+    for patience in (0.0,) if even else (0.5, 0.0, 1.0):
+        yield Squeeze(0, "backward", patience)
+        for ahead in dict.fromkeys((half, whole, 2, 1)):
+            yield Squeeze(ahead, "backward", patience)
+            yield Squeeze(ahead, "last stage", patience)
+            yield Squeeze(ahead, "last forward", patience)

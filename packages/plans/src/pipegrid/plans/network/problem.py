@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 from attrs import frozen
@@ -77,25 +77,3 @@ def memory_of_one(stages: Collection[int], activation: Sequence[float], forward_
     """The memory of one microbatch in ``stages`` of a position: a frozen one holds its own while it runs."""
     kept = sum(activation[stage] for stage in stages if stage not in forward_only)
     return kept + max((activation[stage] for stage in stages if stage in forward_only), default=0.0)
-
-
-def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:
-    """``orders`` with each ``I`` that its own ``W`` directly follows, on all positions, written as one ``B``."""
-    orders = list(orders)
-    apart = {
-        entry
-        for order in orders
-        for entry, after in itertools.pairwise([*order, None])
-        if entry is not None and entry[0] is ActionKind.I and after != (ActionKind.W, *entry[1:])
-    }
-    merged = []
-    for order in orders:
-        result: Entries = []
-        for kind, stage, microbatch in order:
-            whole = (ActionKind.I, stage, microbatch)
-            if kind is ActionKind.W and whole not in apart:
-                result[-1] = (ActionKind.B, stage, microbatch)
-            else:
-                result.append((kind, stage, microbatch))
-        merged.append(result)
-    return merged

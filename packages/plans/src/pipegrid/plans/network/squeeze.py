@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from attrs import frozen
@@ -38,18 +38,6 @@ class Squeeze:
     until: Literal["last stage", "backward", "last forward"]
     patience: float
     careful: bool = False
-
-
-def squeezes(chain: Network) -> Iterator[Squeeze]:
-    """The ways to squeeze that `search` tries, the most promising first."""
-    even = len(set(chain.duration)) == 1 and not any(chain.lag)
-    half, whole = max(1, chain.num_positions // 2), chain.num_positions
-    for patience in (0.0,) if even else (0.5, 0.0, 1.0):
-        yield Squeeze(0, "backward", patience)
-        for ahead in dict.fromkeys((half, whole, 2, 1)):
-            yield Squeeze(ahead, "backward", patience)
-            yield Squeeze(ahead, "last stage", patience)
-            yield Squeeze(ahead, "last forward", patience)
 
 
 def squeezed(

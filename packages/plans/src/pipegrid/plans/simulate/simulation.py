@@ -21,16 +21,7 @@ from attrs import field, frozen
 
 from pipegrid.core.fields import checked
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan import (
-    COMPUTES,
-    OFFLOADING,
-    SHARDING,
-    Action,
-    ActionKind,
-    Plan,
-    require_plan,
-    require_position,
-)
+from pipegrid.plans.plan import COMPUTES, OFFLOADING, SHARDING, Action, ActionKind, Plan, require_plan, require_position
 from pipegrid.plans.simulate.costs import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.plans.simulate.engine import Times, play
 

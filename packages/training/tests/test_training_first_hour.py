@@ -18,7 +18,7 @@ from pipegrid.training import (
     compile_layers,
     load_safetensors,
     pipeline_stage,
-    tie,
+    tie_stage_parameters,
     ties_of,
 )
 
@@ -114,7 +114,7 @@ MISTAKES = {
     ),
     "a stage for its ties": (
         CutError,
-        lambda: tie(stage_of(), stage_of(), HyperCommGrid([1, 1], ["dp", "pp"], world_size=1)),
+        lambda: tie_stage_parameters(stage_of(), stage_of(), HyperCommGrid([1, 1], ["dp", "pp"], world_size=1)),
         "ties is a Stage; give stage.ties",
     ),
 }

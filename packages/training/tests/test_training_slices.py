@@ -16,7 +16,15 @@ from pipegrid.schedules import PipelineConfig, Slice, get_forward_backward_func
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.stages import tested_versions
 from pipegrid.stages.transformers_compat import cache_name, require_known_names
-from pipegrid.training import CutError, DropoutMasks, Names, compile_layers, pipeline_stage, sequence_slices, tie
+from pipegrid.training import (
+    CutError,
+    DropoutMasks,
+    Names,
+    compile_layers,
+    pipeline_stage,
+    sequence_slices,
+    tie_stage_parameters,
+)
 from pipegrid.transport import P2PCommunicator
 from stages_kit.gradients import named_in, require_gradients
 from stages_kit.models import MAKERS, WORDS, batch_of, llama, phi3, text_model
@@ -32,7 +40,7 @@ def rank_setup(ranks, make, schedule):
     """This rank's stages under a step function of ``schedule``; a function that runs one step on slices."""
     grid, groups = grid_of(dp=1, pp=ranks.world_size)
     stages = stages_on(grid, make, schedule)
-    ties = tie(stages[0].ties, stages, grid)
+    ties = tie_stage_parameters(stages[0].ties, stages, grid)
     config = PipelineConfig(pipeline_dtype=torch.float64, variable_seq_lengths=True, tied_parameters=ties)
     for stage in stages:
         stage.config = config

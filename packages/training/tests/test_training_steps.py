@@ -21,7 +21,7 @@ from pipegrid.schedules import (
     stage_places,
 )
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import compile_layers, pipeline_stage, tie
+from pipegrid.training import compile_layers, pipeline_stage, tie_stage_parameters
 from stages_kit.gradients import named_in, require_gradients
 from stages_kit.models import WORDS, batch_of, llama, next_words
 
@@ -101,7 +101,7 @@ def require_a_step(ranks, schedule, variant, dp):
     make = llama(tie_word_embeddings="tied" in variant)
     stages = prepared(stages_on(grid, make, schedule), variant, grid)
     ragged = "ragged" in variant
-    ties = tie(stages[0].ties, stages, grid)
+    ties = tie_stage_parameters(stages[0].ties, stages, grid)
     config = PipelineConfig(
         pipeline_dtype=torch.float64,
         calculate_per_token_loss=True,

@@ -13,7 +13,7 @@ from hf_parts.job import Batch, Make, loss_of
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
-from pipegrid.training import compile_layers, pipeline_stage, tie
+from pipegrid.training import compile_layers, pipeline_stage, tie_stage_parameters
 
 
 class Ours:
@@ -25,7 +25,7 @@ class Ours:
         grid.create_pgs(["dp", "pp"])
         numbers = [stage for stage, place in enumerate(places) if place == dist.get_rank()]
         self.stages = pipeline_stage(make, layout, numbers)
-        ties = tie(self.stages[0].ties, self.stages, grid, placement=places)
+        ties = tie_stage_parameters(self.stages[0].ties, self.stages, grid, placement=places)
         config = PipelineConfig(
             variable_seq_lengths=ragged, calculate_per_token_loss=True, tied_parameters=ties, deadline=60.0
         )

@@ -12,13 +12,14 @@ from pipegrid.checkpoint.stored import folder, manifest, reading
 from pipegrid.checkpoint.stored.manifest import Manifest
 from pipegrid.checkpoint.stored.plain import from_plain
 from pipegrid.checkpoint.weights import SHARD_SIZE, export_safetensors
+from pipegrid.core.parser import Parser
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 
 USAGE, FAULTY = 2, 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipegrid.checkpoint")
+    parser = Parser(prog="python -m pipegrid.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("show", "what a checkpoint holds"),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from pipegrid.core.parser import Parser
 from pipegrid.goodput import (
     POLICIES,
     Scenario,
@@ -73,7 +74,7 @@ def replanned_of(text: str, form: Form, *, arguments: argparse.Namespace) -> Thr
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    failing = argparse.ArgumentParser(prog="python -m pipegrid.goodput", description=__doc__)
+    failing = Parser(prog="python -m pipegrid.goodput", description=__doc__)
     failing.add_argument("job", type=Path, help="a job file, or a file with samples per second by number of nodes")
     failing.add_argument("--nodes", type=int, help="of a job file's job; a table has its own")
     failing.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.core.parser import Parser
 from pipegrid.core.strict_json import read_json
 from pipegrid.layout import (
     Balance,
@@ -112,7 +113,7 @@ def _balance(arguments: Sequence[str]) -> None:
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser with the common options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m pipegrid.layout {command}".strip(),
         description=description,
         epilog=_COSTS,

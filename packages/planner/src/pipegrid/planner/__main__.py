@@ -15,6 +15,7 @@ from pathlib import Path
 
 from attrs import evolve
 
+from pipegrid.core.parser import Parser
 from pipegrid.layout import LayoutError
 from pipegrid.planner.choice import Choice
 from pipegrid.planner.dry_run import dry_run
@@ -141,13 +142,13 @@ def layers_file(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m pipegrid.planner", description=__doc__)
+    top = Parser(prog="python -m pipegrid.planner", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="plan | show | what-if | layers")
-    planned = argparse.ArgumentParser(add_help=False)
+    planned = Parser(add_help=False)
     planned.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
     planned.add_argument("--gpus", type=int, required=True, help="at most this many")
     planned.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
-    recorded = argparse.ArgumentParser(add_help=False)
+    recorded = Parser(add_help=False)
     recorded.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")
     recorded.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
     search = commands.add_parser(

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from pipegrid.core.fields import Count, checked
 from pipegrid.core.order import ORDER_MODELS
+from pipegrid.core.parser import Parser
 from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import SCHEDULES, find_schedule
@@ -311,16 +312,16 @@ def compare_all(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m pipegrid.search", description=__doc__)
+    top = Parser(prog="python -m pipegrid.search", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="show | verify | simulate | search | compare | export")
 
-    caps = argparse.ArgumentParser(add_help=False)
+    caps = Parser(add_help=False)
     caps.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
     caps.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
     caps.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
     caps.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
 
-    plans = argparse.ArgumentParser(add_help=False, parents=[caps])
+    plans = Parser(add_help=False, parents=[caps])
     plans.add_argument("schedule", help=f"{', '.join((*SCHEDULES, *SEARCHED))}; or a file (.csv, .json, .txt)")
     plans.add_argument("--pp", type=int, help="positions")
     plans.add_argument("--microbatches", type=int)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipegrid.core.parser import Parser
 from pipegrid.plans.errors import PlanError
 from pipegrid.timeline.dumps import explain, read_dumps, read_records
 from pipegrid.timeline.dumps.places import places_timeline
@@ -35,7 +36,7 @@ def explain_dumps(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m pipegrid.timeline", description=__doc__)
+    top = Parser(prog="python -m pipegrid.timeline", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="explain")
     why = commands.add_parser("explain", help="who holds a hung job up, from the flight-recorder dumps of its ranks")
     why.add_argument(

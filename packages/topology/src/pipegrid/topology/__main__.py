@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from pipegrid.core.parser import Parser
 from pipegrid.topology.job.describe import describe
 from pipegrid.topology.job.job_store import serve_store
 from pipegrid.topology.job.placement import place
@@ -30,7 +31,7 @@ def _module(text: str) -> tuple[str, int | None, dict[str, int]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipegrid.topology", description="Plans of rank grids.")
+    parser = Parser(prog="python -m pipegrid.topology", description="Plans of rank grids.")
     commands = parser.add_subparsers(required=True)
     show = commands.add_parser(
         "describe", help="place modules and print the world as a table, ranks x modules", epilog=__doc__

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pipegrid.checkpoint import command_line as checkpoint
+from pipegrid.core.parser import Parser
 from pipegrid.training import check
 
 COMMANDS = {"check": check.main, "checkpoint": checkpoint.main}
@@ -14,7 +15,7 @@ COMMANDS = {"check": check.main, "checkpoint": checkpoint.main}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command."""
-    parser = argparse.ArgumentParser(prog="python -m pipegrid.training")
+    parser = Parser(prog="python -m pipegrid.training")
     parser.add_argument("command", choices=sorted(COMMANDS), help="what to look at")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
     given = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegrid.core.parser import Parser
 from pipegrid.layout import LayoutError
 from pipegrid.stages import Names, check_stages, prove_cut
 from pipegrid.stages.building.build import whole_of
@@ -25,7 +26,7 @@ _SPECIAL = ("_token_id", "_token_index")
 
 def main(arguments: Sequence[str]) -> int:
     """The command ``check`` with its arguments; 1 where stages and model differ, 2 where nothing can be compared."""
-    parser = argparse.ArgumentParser(prog="python -m pipegrid.training check", description=__doc__)
+    parser = Parser(prog="python -m pipegrid.training check", description=__doc__)
     parser.add_argument(
         "model", help="a config.json of Hugging Face or its folder; or module:function, which makes the model"
     )

@@ -5,7 +5,9 @@
 
 One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's. Then over
 a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before the
-next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them; its plan needs 2 for each microbatch. The
+next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the plan needs, as it is
+simulated with a transfer of 1 and computes of 0 (a receive that is posted ahead needs less). Then the same of other
+calls: an evaluation, data parallelism beside DDP, two modules with a clipped norm, and each token of `generate`. The
 wire needs user namespaces and /dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests
 that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
 
@@ -37,8 +39,9 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-WIDTH, ROWS, WARMUP = 64, 2, 4
+WIDTH, ROWS, WARMUP, TOKENS = 64, 2, 4, 9
 ADDRESSES, PORT = ("10.9.0.1", "10.9.0.2"), 29555
+OTHERS = 0  # in place of a number of microbatches
 CLONE_NEWNET, TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x1000
 
 
@@ -98,6 +101,8 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
             loss=lambda squares, _: squares.mean(),
             monitor=monitor,
         )
+        job.step({"x": x, "y": x})
+        torch.optim.SGD(job.parameters(), lr=0.01).step()  # the next step compares this first update
         return lambda: job.step({"x": x, "y": x})
 
     target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
@@ -110,6 +115,100 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
     }
 
 
+def others() -> Mapping[str, Callable[[], object]]:
+    """Other calls of a `Pipeline`, on this rank, and DDP."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pipegrid.topology import HyperCommGrid
+    from pipegrid.training import Names, Pipeline, PipelineModule
+
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    x = torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    batch = {"x": x, "y": x}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return (x - y).square()
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self.layer(x + 0.0 * y).unsqueeze(0)  # by bridges: a sequence, rows, columns
+            return h
+
+    class Decoder(Encoder):
+        def set_input_tensor(self, received: Mapping[str, torch.Tensor]) -> None:
+            self.received = received["encoder"]
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            del x
+            h: torch.Tensor = self.layer(self.received).squeeze(0) - y
+            return h.square()
+
+    def updated(job: Pipeline) -> Pipeline:
+        job.step(batch)
+        torch.optim.SGD(job.parameters(), lr=0.01).step()  # the next step compares this first update
+        return job
+
+    given: dict[str, Any] = {"loss": lambda squares, _: squares.mean(), "monitor": False}
+    grid, names = HyperCommGrid([ranks], ["pp"]), Names("layers")
+    chain = updated(Pipeline(Model, "t|t", grid, names=names, num_microbatches=4, **given))
+    replicas = updated(Pipeline(Model, "tt", HyperCommGrid([ranks], ["dp"]), names=names, num_microbatches=1, **given))
+    modules = updated(
+        Pipeline(
+            {
+                "encoder": PipelineModule(Encoder, None, HyperCommGrid([1], ["dp"])),
+                "decoder": PipelineModule(Decoder, None, HyperCommGrid([1], ["dp"], rank_offset=1)),
+            },
+            topology={"encoder": ["decoder"]},
+            num_microbatches=4,
+            **given,
+        )
+    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=64, tie_word_embeddings=False, **sizes)
+    writer = Pipeline(lambda: LlamaForCausalLM(config), "Et|tL", grid, monitor=False)
+    prompt = {"input_ids": torch.arange(8).reshape(2, 4)}
+    wrapped = DistributedDataParallel(Model())
+
+    def data_parallel() -> None:
+        wrapped.zero_grad()
+        wrapped(**batch).mean().backward()
+
+    def clipped() -> None:
+        modules.step(batch)
+        modules.clip(1.0)
+
+    return {
+        "evaluate, M = 4": lambda: chain.evaluate(batch),
+        "DDP": data_parallel,
+        "data parallel": lambda: replicas.step(batch),
+        "two modules, M = 4": lambda: modules.step(batch),
+        "and their norm clipped": clipped,
+        "1 token": lambda: writer.generate(prompt, 1),
+        f"{TOKENS} tokens": lambda: writer.generate(prompt, TOKENS),
+    }
+
+
 def run_rank(options: argparse.Namespace) -> None:
     """Measure all sides on this rank, in turn; rank 0 prints milliseconds by microbatches and side, as JSON."""
     import torch.distributed as dist
@@ -117,8 +216,8 @@ def run_rank(options: argparse.Namespace) -> None:
     where = f"tcp://{options.address}:{options.port}"
     dist.init_process_group("gloo", where, timedelta(seconds=120), rank=options.rank, world_size=2)
     found: dict[str, dict[str, float]] = {}
-    for microbatches in options.microbatches:
-        steps = sides(microbatches)
+    for microbatches in [*options.microbatches, *([OTHERS] if options.others else [])]:
+        steps = others() if microbatches == OTHERS else sides(microbatches)
         times: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             for _ in range(WARMUP):
@@ -176,7 +275,8 @@ def rank_command(options: argparse.Namespace, rank: int, address: str, port: int
     """Starts a rank."""
     counts = [str(count) for count in options.microbatches]
     given = ["--rank", str(rank), "--address", address, "--port", str(port), "--steps", str(options.steps)]
-    return [sys.executable, __file__, *given, *(["--calls"] if options.calls else []), "--microbatches", *counts]
+    given += [f"--{name}" for name in ("calls", "others") if getattr(options, name)]
+    return [sys.executable, __file__, *given, "--microbatches", *counts]
 
 
 # ---- A wire between two network namespaces
@@ -255,7 +355,7 @@ def wired(options: argparse.Namespace, delay: float) -> dict[str, dict[str, floa
     """
     counts = [str(count) for count in options.microbatches]
     command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, __file__, "--wire", str(delay)]
-    command += ["--steps", str(options.steps), "--microbatches", *counts]
+    command += ["--steps", str(options.steps), "--others", "--microbatches", *counts]
     return _read(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=options.limit).stdout)
 
 
@@ -284,12 +384,13 @@ def print_calls(options: argparse.Namespace) -> None:
 def main() -> None:
     """Print both tables, or the calls."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--microbatches", type=int, nargs="*", default=[4, 16])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="few steps of few microbatches; the figures say little")
     parser.add_argument("--calls", action="store_true", help="count Python calls in place of times")
     parser.add_argument("--list", metavar="SIDE", help="with --calls: the functions of a side, such as Pipeline")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each table")
+    parser.add_argument("--others", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -308,15 +409,26 @@ def main() -> None:
     for count, times in loopback(options).items():
         row = "  ".join(f"{name} {each:.1f} ({each / times['torch']:.2f})" for name, each in times.items())
         print(f"  M = {count}: {row}", flush=True)
-    print("trips a step; the plan needs 2 for each microbatch")
+    print("trips a step")
     try:
         near, far = (wired(options, delay) for delay in (10.0, 20.0))
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"  not measured, as namespaces or /dev/net/tun are not allowed here: {error}")
         return
     for count in near:
-        row = "  ".join(f"{name} {(far[count][name] - near[count][name]) / 10:.1f}" for name in near[count])
-        print(f"  M = {count}: {row}", flush=True)
+        trips = {name: (far[count][name] - near[count][name]) / 10 for name in near[count]}
+        if int(count) == OTHERS:
+            more = trips.pop(f"{TOKENS} tokens") - trips["1 token"]
+            trips["each token more"] = more / (TOKENS - 1)
+        label = "others" if int(count) == OTHERS else f"M = {count}: the plan {critical_path(int(count)):.1f} "
+        print(f"  {label} {'  '.join(f'{name} {each:.1f}' for name, each in trips.items())}", flush=True)
+
+
+def critical_path(microbatches: int) -> float:
+    """Trips of the plan of two ranks."""
+    from pipegrid.schedules import Costs, lower, one_f_one_b, simulate
+
+    return simulate(lower(one_f_one_b(2, microbatches)), Costs(F=0.0, I=0.0, W=0.0, latency=1.0)).makespan
 
 
 if __name__ == "__main__":

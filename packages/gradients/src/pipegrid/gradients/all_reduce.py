@@ -1,13 +1,15 @@
-"""All-reduces in place: of gradients, of their norms and counts, of losses."""
+"""Collectives in place that are waited for later: of gradients, of their norms and counts, of losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from pipegrid.monitor.collectives import REDUCTION, Waiting
+from pipegrid.topology.torch_compat import backend_of
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import device_collectives
 from pipegrid.transport.streams import has_streams
@@ -26,3 +28,35 @@ def all_reduce(
         device_collectives.add(REDUCTION, work, group)
 
     return lambda waiting: waiting.wait(work, tensor, group)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> Callable[[Waiting], None]:
+    """As `all_reduce`, where rank ``source`` of the world has what all are to have. It waits for none of the others."""
+    group = group or dist.group.WORLD
+    work = start(dist.broadcast, tensor, source, group=group) if dist.is_initialized() else None
+    if work is not None and has_streams(tensor.device):
+        device_collectives.add(REDUCTION, work, group)
+    return lambda waiting: waiting.wait(work, tensor, group)
+
+
+def reduce_few(
+    numbers: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Callable[[Waiting], None]:
+    """`all_reduce` of a few numbers, of which only the delay matters: over gloo each goes to every rank at once.
+
+    A ring, gloo's all-reduce, takes a message after the other from rank to rank, twice round. ``op``: a sum, in the
+    order of the ranks on all of them, or the maximum.
+    """
+    group = group or dist.group.WORLD
+    if group is None or has_streams(numbers.device) or backend_of(group, numbers.device).name() != "gloo":
+        return all_reduce(numbers, group, op)
+    own = numbers.reshape(1, -1).repeat(group.size(), 1)
+    every = torch.empty_like(own)
+    work = start(dist.all_to_all_single, every, own, group=group)
+    combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add
+
+    def wait(waiting: Waiting) -> None:
+        waiting.wait(work, every, group)
+        numbers.copy_(reduce(combine, every.unbind()).view_as(numbers))
+
+    return wait

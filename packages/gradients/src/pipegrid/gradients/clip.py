@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipegrid.core.fields import Rule, checked
 from pipegrid.gradients import foreach
-from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.all_reduce import all_reduce, reduce_few
 from pipegrid.gradients.dtensors import local_of, mesh_ranks
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.groups import device_of, ranks_of
@@ -103,7 +103,7 @@ def clip_grad_norm_(
     if add == "by_unit" and not infinite:
         total = _rounded_once(total, job_group, waiting)
     else:
-        all_reduce(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(waiting)
+        reduce_few(total, job_group, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)(waiting)
     if beside is not None:
         beside.copy_(total[2:])
     norm = total[0] if infinite else total[0] ** (1.0 / norm_type)

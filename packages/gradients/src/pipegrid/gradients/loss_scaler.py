@@ -11,7 +11,7 @@ from attrs import define, field
 
 from pipegrid.core.fields import Index, checked, checked_fields
 from pipegrid.gradients import foreach
-from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.all_reduce import reduce_few
 from pipegrid.gradients.dtensors import local_of
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.groups import device_of
@@ -48,7 +48,7 @@ def unscale_gradients_(
     filled = [gradient for gradient in gradients if gradient.numel()]
     if filled:
         found += (~foreach.norms(filled, math.inf).isfinite()).any()
-    all_reduce(found, job_group, dist.ReduceOp.MAX)(
+    reduce_few(found, job_group, dist.ReduceOp.MAX)(
         Waiting(deadline, what="the look for overflows in unscale_gradients_()")
     )
     return bool(found.item())

@@ -210,30 +210,24 @@ class StepGradients:
     def finish(
         self,
         counted: Counted,
-        beside: Callable[[], torch.Tensor] | None = None,
+        tokens: Callable[[], torch.Tensor] | None = None,
         *,
         force_all_reduce: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """After the last backward: the user's finalizer, or what is left of the reduction.
 
-        Returns:
-            The numbers of ``beside``, summed over the job by the all-reduce that counts its tokens; None where there is
-            none.
+        ``tokens``: waits for those of the job, where they are counted already.
         """
         if self.policy.by_hand:
-            models, tokens = list(self.models.values()), self._tokens(counted)
+            models, own = list(self.models.values()), self._tokens(counted)
             forced = {"force_all_reduce": True} if force_all_reduce else {}
-            self.config.finalize_model_grads_func(models, tokens, pg_collection=self.pg_collection, **forced)
+            self.config.finalize_model_grads_func(models, own, pg_collection=self.pg_collection, **forced)
         elif self.reduction is not None:
-            tokens = self._tokens(counted)
-            sums = None if beside is None or tokens is None else beside()
-            self.reduction.finish(tokens, self.waiting, sums)
+            self.reduction.finish(self._tokens(counted) if tokens is None else tokens, self.waiting)
             if getattr(self.config, "check_replicas", False):
                 require_equal_norms(self.reduction.layout, self.waiting)
                 for tie in getattr(self.config, "tied_parameters", ()):
                     tie.require_equal(self.waiting)
-            return sums
-        return None
 
     def _tokens(self, counted: Counted) -> torch.Tensor | None:
         """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""

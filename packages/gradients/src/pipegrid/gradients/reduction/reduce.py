@@ -8,7 +8,7 @@ has averaged over its own share), the tokens of the job for a token-weighted one
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.core.fields import Amount, Count, checked
-from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.all_reduce import reduce_few
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.groups import collections_by_name, device_of, ranks_of, size_of
 from pipegrid.gradients.layout import GradientLayout, ParameterGradient
@@ -165,21 +165,19 @@ class GradientReduction:
                 behind.add(id(bucket.first))
 
     @torch.no_grad()
-    def finish(
-        self, num_tokens: torch.Tensor | float | None, waiting: Waiting, beside: torch.Tensor | None = None
-    ) -> None:
+    def finish(self, num_tokens: torch.Tensor | float | Callable[[], torch.Tensor] | None, waiting: Waiting) -> None:
         """Start the remaining buckets, wait for all, divide, and store the gradients.
 
-        ``beside``: with ``num_tokens``, summed over the job in place, as of `global_tokens`.
+        ``num_tokens``: of this rank; or a function that waits for those of the job, float64 on the gradients' device.
         The host reads the device at most once: where a parameter of this rank had no gradient.
         """
-        remaining = self._startable()
+        for bucket in self._startable():
+            bucket.start()
         divisor: Divisor | None = self.loss_lanes
         if num_tokens is not None:
             device = device_of(self.layout.modules, self.job_group)
-            divisor = global_tokens(num_tokens, device, self.job_group, waiting, beside)
-        for bucket in remaining:
-            bucket.start()
+            total = num_tokens() if callable(num_tokens) else global_tokens(num_tokens, device, self.job_group, waiting)
+            divisor = torch.where(total > 0, total, torch.ones_like(total))
         for bucket in self.buckets:
             bucket.proceed(waiting)
         unknown: list[Bucket] = []
@@ -207,11 +205,8 @@ def global_tokens(
     device: torch.device,
     job_group: dist.ProcessGroup | None,
     waiting: Waiting,
-    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of the job, or 1 where there are none; stays on the device, so that the host does not wait for it.
-
-    ``beside``: numbers in float64, as many on every rank, summed over the job in place by the same all-reduce.
+    """The tokens of the job; stays on the device, so that the host does not wait for it.
 
     In float64 on every rank, whatever was counted here: a rank without a loss cannot know whether others count whole
     tokens or weigh them, and up to 2**53 a count is exact in it.
@@ -222,14 +217,8 @@ def global_tokens(
     else:
         count = checked(num_tokens, Amount, "num_tokens", GradientError)
         total = torch.full((), count, dtype=torch.float64, device=device)
-    if beside is None:
-        all_reduce(total, job_group)(waiting)
-    else:
-        every = torch.cat([total.reshape(1), beside.to(device)])
-        all_reduce(every, job_group)(waiting)
-        total = every[0]
-        beside.copy_(every[1:])
-    return torch.where(total > 0, total, torch.ones_like(total))
+    reduce_few(total, job_group)(waiting)
+    return total
 
 
 def _require_reducible(layout: ParameterGradient) -> None:

@@ -24,15 +24,30 @@ from pipegrid.schedules.runtime import MessageHook
 
 @define(eq=False)
 class LossSums:
-    """Sums over the job of what the losses of a step tell, in the collective that counts its tokens.
+    """Sums over the job of what the losses of a step tell, started beside its backwards.
 
     Attributes:
-        of: this rank's part, from the ``info`` of each of its losses: float64, as many numbers on every rank.
-        found: the sums; None where a step has no such collective: an evaluation, or gradients finished elsewhere.
+        start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
+            waits for the sums: float64, of which the second is that of the tokens.
+        early: it is called behind the last forward of this rank; else behind its last backward.
     """
 
-    of: Callable[[list[Any]], torch.Tensor]
-    found: torch.Tensor | None = field(default=None, init=False)
+    start: Callable[[list[Any]], Callable[[], torch.Tensor]]
+    early: bool
+    _wait: Callable[[], torch.Tensor] | None = field(default=None, init=False)
+    _found: torch.Tensor | None = field(default=None, init=False)
+
+    def begin(self, infos: list[Any]) -> None:
+        """Start, unless that was done."""
+        if self._wait is None:
+            self._wait = self.start(infos)
+
+    def wait(self) -> torch.Tensor:
+        """The sums, which have been started."""
+        if self._found is None:
+            assert self._wait is not None  # `begin` comes before
+            self._found = self._wait()
+        return self._found
 
 
 @frozen(eq=False, kw_only=True)

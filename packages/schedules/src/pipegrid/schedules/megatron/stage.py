@@ -80,6 +80,8 @@ class MegatronStage:
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch, behind its number.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
+        forwards_left: of the running step.
+        forwarded: called behind the last of them.
     """
 
     graph: ModuleGraph
@@ -98,6 +100,8 @@ class MegatronStage:
     call: StageCall | None = field(default=None, init=False)
     infos: list[tuple[int, Any]] = field(factory=list, init=False)
     num_tokens: torch.Tensor | None = field(default=None, init=False)
+    forwards_left: int = field(default=0, init=False)
+    forwarded: Callable[[], None] | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
     attached: AttachedLosses = field(init=False)
     _one_module: bool = field(init=False)
@@ -127,7 +131,7 @@ class MegatronStage:
         batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
         self._require_data(data_iterator, batches)
         starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
-        self.infos, self.num_tokens = [], None
+        self.infos, self.num_tokens, self.forwards_left = [], None, len(self.units.order) * self.num_slices
         self.call = StageCall(
             forward_step_func,
             data_iterator,
@@ -164,7 +168,7 @@ class MegatronStage:
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
         self.resume(None)
-        self.call, self.infos, self.num_tokens = None, [], None
+        self.call, self.infos, self.num_tokens, self.forwarded = None, [], None, None
 
     def resume(self, part: Slice | None) -> None:
         """Set ``current_slice`` where modules have one: before a forward, and a backward, which may recompute."""
@@ -217,6 +221,9 @@ class MegatronStage:
                 [each.owner for each in call.scalers],
                 partial(self._scales, microbatch),
             )
+        self.forwards_left -= 1
+        if self.forwarded is not None and not self.forwards_left:
+            self.forwarded()
         return found
 
     def _passed_on(

@@ -16,7 +16,7 @@ from pipegrid.gradients.groups import group_of
 from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.megatron.aux_losses import AuxLossScales, aux_loss_scalers, one_like
-from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.call import LossSums, StepCall
 from pipegrid.schedules.megatron.checks import CHECKPOINTS, require_forward_step
 from pipegrid.schedules.megatron.config import config_of, option
 from pipegrid.schedules.megatron.kinds import StepKind
@@ -40,13 +40,30 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
             prepared.stages[stage].begin(
                 call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced
             )
+        if call.sums is not None and call.sums.early:
+            _begin_with_last_forward(prepared, call.sums)
         if prepared.policy is None:
             prepared.begin(option(config, "hooks"))
             prepared.runtime.eval(batch=call.batch)
         else:
             gradients = prepared.policy.of_step(models, config, call.pg_collection, prepared.waiting)
             _train(prepared, gradients, call, outside)
-        return infos_of(prepared)
+        infos = infos_of(prepared)
+        if call.sums is not None:
+            call.sums.begin(infos)
+        return infos
+
+
+def _begin_with_last_forward(prepared: PreparedStep, sums: LossSums) -> None:
+    """Have ``sums`` begin as soon as this rank has no further forward to run."""
+
+    def forwarded() -> None:
+        if not any(stage.forwards_left for stage in prepared.stages.values()):
+            sums.begin(infos_of(prepared))
+
+    for stage in prepared.stages.values():
+        stage.forwarded = forwarded
+    forwarded()
 
 
 def infos_of(prepared: PreparedStep) -> list[Any]:
@@ -96,11 +113,11 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
             units.reduce(reduction, prepared.waiting)
         counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
         forced = bool(call.force_all_reduce)
-        if call.sums is None:
-            gradients.finish(counted, force_all_reduce=forced)
-        else:
-            own = partial(call.sums.of, infos_of(prepared))
-            call.sums.found = gradients.finish(counted, own, force_all_reduce=forced)
+        tokens = None
+        if call.sums is not None:
+            call.sums.begin(infos_of(prepared))
+            tokens = partial(_second, call.sums)
+        gradients.finish(counted, tokens, force_all_reduce=forced)
 
     with fresh_gradients({} if reduction is None else reduction.layout.modules):
         prepared.runtime.step(
@@ -109,6 +126,10 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
             agree=gradients.policy.agreement,
             batch=call.batch,
         )
+
+
+def _second(sums: LossSums) -> torch.Tensor:
+    return sums.wait()[1]
 
 
 def _hooks(

@@ -211,8 +211,8 @@ def forward_backward_with_schedule(
       Slices of several lengths need ``variable_seq_lengths``; ``seq_length`` and the other sizes are not checked.
     - ``batch`` is the signature of the microbatches, for a communicator with ``shapes="learned"``; see
       `PipelineRuntime.step`.
-    - ``sums``, with ``calculate_per_token_loss``: what else is summed over the job by the all-reduce of the tokens, the
-      same numbers on every rank.
+    - ``sums``, with ``calculate_per_token_loss``: what sums the tokens of the job, and other numbers, in place of an
+      all-reduce behind the last backward.
 
     Raises:
         StepArgumentError: no communicator, or lists without an item for each stage.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.all_reduce import reduce_few
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
@@ -19,25 +19,26 @@ ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)
 NAMES = ("rows", "labels", "following labels", "labels with padding", "following labels with padding", "microbatches")
 """What a loss may be a mean over: the numbers of `Microbatch.counts`."""
 CALLS = ("step", "evaluate", "clip")
-"""Methods of a `Pipeline` that begin with an all-reduce over the job, of equally many numbers, with a mark each."""
+"""Methods of a `Pipeline`. Each begins with an all-reduce over the job of one layout, in which it has a mark."""
 
 
-def marks_of(call: str) -> list[float]:
-    """The marks of a call, to be added up over the job."""
-    return [float(call == each) for each in CALLS]
+def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False) -> list[float]:
+    """What a call begins with, to be added up over the job: ``counts`` by rule, the marks of the call, ``ready``."""
+    return [*(counts or [0.0] * len(NAMES)), *(float(call == each) for each in CALLS), float(ready)]
 
 
-def require_one_call(call: str, marks: Sequence[float]) -> None:
+def require_one_call(call: str, sums: Sequence[float]) -> None:
     """Raise where ranks have met that are in different calls, such as one more `evaluate` than others.
 
     Args:
         call: of this rank.
-        marks: of all ranks.
+        sums: over the ranks of what `beginning` returns, or the end of that.
 
     Raises:
         DisagreementError: on every rank that has come.
     """
-    others = [f"{each}()" for each, mark in zip(CALLS, marks, strict=True) if mark and each != call]
+    marks = zip(CALLS, sums[-len(CALLS) - 1 :], strict=False)
+    others = [f"{each}()" for each, mark in marks if mark and each != call]
     if others:
         raise DisagreementError(
             f"this rank is in {call}(), and others of the job are in {' and '.join(others)}: they have called other "
@@ -51,44 +52,36 @@ def _sums(microbatches: Sequence[Microbatch]) -> list[float]:
 
 
 @define(eq=False)
-class StepCounts:
-    """What all microbatches of a step count, on all replicas: one all-reduce, which begins with the step.
-
-    None where the job reads one batch at a time: then each rank has what all count.
+class Meeting:
+    """Where the ranks of a job meet in a call: one all-reduce, which begins with it and is waited for when it matters.
 
     Attributes:
-        totals: by rule, float64, then `CALLS`; sums over the job once it has been waited for.
+        call: of `CALLS`.
+        sums: of what `beginning` returns, once they have been waited for.
     """
 
-    totals: Tensor
+    call: str
+    sums: Tensor
     _wait: Callable[[], None] | None
-    _call: str = "step"
-    _numbers: list[float] | None = field(default=None, init=False)
-    _weights: dict[tuple[int, float], Tensor] = field(factory=dict, init=False)
 
     @classmethod
     def start(
         cls,
+        call: str,
         microbatches: Sequence[Microbatch],
         device: torch.device,
         group: dist.ProcessGroup | None,
         waiting: Waiting,
         *,
-        call: str = "step",
-    ) -> StepCounts:
+        ready: bool = False,
+    ) -> Meeting:
         """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
-        totals = torch.tensor([*_sums(microbatches), *marks_of(call)], dtype=torch.float64, device=device)
-        wait = all_reduce(totals, group)
-        return cls(totals, lambda: wait(waiting), call)
-
-    @classmethod
-    def known(cls, microbatches: Sequence[Microbatch], number: int, device: torch.device) -> StepCounts:
-        """The counts of a job whose ``number`` microbatches are all ``microbatches`` of the ranks with the loss."""
-        *sums, _ = _sums(microbatches)
-        return cls(torch.tensor([*sums, float(number), *marks_of("step")], dtype=torch.float64, device=device), None)
+        sums = torch.tensor(beginning(call, _sums(microbatches), ready=ready), dtype=torch.float64, device=device)
+        wait = reduce_few(sums, group)
+        return cls(call, sums, lambda: wait(waiting))
 
     def wait(self) -> None:
-        """Wait for the sums; the host reads them where they are on it.
+        """Wait for the others; the host reads what they do where it is on it.
 
         Raises:
             DisagreementError: as `require_one_call`.
@@ -96,15 +89,54 @@ class StepCounts:
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()
-            if not has_streams(self.totals.device):
-                self.numbers()
+            if not has_streams(self.sums.device):
+                self.require_one_call()
+
+    def require_one_call(self) -> None:
+        """Raise as `wait`, of which it is the part that reads."""
+        require_one_call(self.call, self.sums.tolist())
+
+    @property
+    def ready(self) -> bool:
+        """Whether any rank was; the host waits for it."""
+        self.wait()
+        return bool(self.sums[-1] > 0)
+
+
+@define(eq=False)
+class StepCounts:
+    """What all microbatches of a step count, on all replicas."""
+
+    _totals: Tensor | None  # by rule, float64; None where they are those of the meeting
+    _meeting: Meeting | None = None
+    _numbers: list[float] | None = field(default=None, init=False)
+    _weights: dict[tuple[int, float], Tensor] = field(factory=dict, init=False)
+
+    @classmethod
+    def told(cls, meeting: Meeting) -> StepCounts:
+        """Those that the ranks tell each other."""
+        return cls(None, meeting)
+
+    @classmethod
+    def known(cls, microbatches: Sequence[Microbatch], number: int, device: torch.device) -> StepCounts:
+        """Those of a job whose ``number`` microbatches are all ``microbatches`` of the ranks with the loss."""
+        *sums, _ = _sums(microbatches)
+        return cls(torch.tensor([*sums, float(number)], dtype=torch.float64, device=device))
+
+    @property
+    def totals(self) -> Tensor:
+        """By rule, float64; raises as `Meeting.wait`."""
+        if self._totals is None:
+            assert self._meeting is not None  # one of the two is there
+            self._meeting.wait()
+            self._totals = self._meeting.sums[: len(NAMES)]
+        return self._totals
 
     def weight(self, rule: int, count: Tensor | float) -> Tensor:
         """What a microbatch of ``count`` weighs; the weights of a step add up to its microbatches."""
         known = None if isinstance(count, Tensor) else self._weights.get((rule, count))
         if known is not None:
             return known
-        self.wait()
         total = self.totals[rule]
         weight = torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
         if not isinstance(count, Tensor):  # most microbatches of a step count the same
@@ -112,13 +144,9 @@ class StepCounts:
         return weight
 
     def numbers(self) -> list[float]:
-        """`totals` on the host, which waits for them; raises as `wait`."""
+        """`totals` on the host, which waits for them."""
         if self._numbers is None:
-            self.wait()
-        if self._numbers is None:
-            numbers = self.totals.tolist()
-            require_one_call(self._call, numbers[len(NAMES) :])
-            self._numbers = numbers
+            self._numbers = self.totals.tolist()
         return self._numbers
 
     def alike(self, counts: Sequence[int], rules: Sequence[int]) -> bool:

@@ -112,8 +112,13 @@ class FirstUpdate:
             if id(one) in held and name in self._updated:
                 self._updated[name].after.append(one.detach().clone())
 
-    def compare(self) -> bool:
-        """Compare what optimizers have made of the parameters, before another step; False where none has stepped yet.
+    @property
+    def is_there(self) -> bool:
+        """Whether an optimizer of this rank has stepped."""
+        return bool(self._updated)
+
+    def compare(self) -> None:
+        """Compare what optimizers have made of the parameters, before another step; one of some rank has stepped.
 
         Raises:
             CutError: on every rank, where one process has other parameters.
@@ -128,18 +133,16 @@ class FirstUpdate:
             "scale": self._scale(),
         }
         told = self.ranks.plain(own)
-        if not any(each["updated"] for each in told):
-            return False
         self.close()
         why = next((each["why"] for each in told if each["why"]), None)
         if why:
             self.ranks.say_not_compared(why)
-            return True
+            return
         lines = _otherwise(told)
         if not lines:
             right = self._right(told)
             if right is None:
-                return True
+                return
             own_lines = [self._difference(name, one, *right[name]) for name, one in self.named() if name in right]
             found = self.ranks.plain([line for line in own_lines if line])
             lines = list(dict.fromkeys(line for each in found for line in each))
@@ -149,7 +152,6 @@ class FirstUpdate:
                 + "".join(f"\n  {line}" for line in few(lines, _SHOWN))
                 + "\nPipelineConfig(check=False) leaves the comparison out"
             )
-        return True
 
     def _scale(self) -> float | None:
         """By how much all gradients were multiplied between the step and the optimizers; None: not by one number."""

@@ -42,6 +42,11 @@ MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
 _ROUNDING = 1e-9
 
 
+def are_apart(sums: Sequence[float], microbatches: float) -> bool:
+    """Whether the weights of a step do not add up to its ``microbatches``; ``sums`` as of `require_mean`."""
+    return abs(sums[1] - microbatches) > _ROUNDING * microbatches
+
+
 def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) -> None:
     """Raise where the weights of a step, added up over the job, do not make the mean of one process.
 
@@ -54,7 +59,7 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
         StageOutputError: replicas have weighed by different rules, or attached losses have another divisor.
     """
     _, weights, once, squares, number = sums
-    apart = abs(weights - microbatches) > _ROUNDING * microbatches
+    apart = are_apart(sums, microbatches)
     if abs(number * squares - once**2) > _ROUNDING * once**2 or (apart and not number):
         raise StageOutputError(
             "the loss is a mean over one thing in some microbatches, and over another in others; return (sum, count)"

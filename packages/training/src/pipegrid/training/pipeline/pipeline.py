@@ -25,7 +25,7 @@ from pipegrid.stages.generators import states_as_before
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
-from pipegrid.training.pipeline.counts import CALLS, NAMES, marks_of, require_one_call
+from pipegrid.training.pipeline.counts import beginning, require_one_call
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
@@ -40,6 +40,7 @@ from pipegrid.training.pipeline.modules import (
     modules_of,
     monitor_of,
     ranks_of,
+    source_of,
     tied_parameters,
 )
 from pipegrid.training.pipeline.rows import Rows
@@ -202,6 +203,7 @@ class Pipeline:
             self.device,
             self.replica,
             all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
+            source_of(self.grids, {name: places[name][-1] for name in graph.sinks}),
             self.generators,
             self._cut["rows"],
             named,
@@ -304,7 +306,7 @@ class Pipeline:
         """Clip the gradients of the whole job to one norm; returns the norm before, on every rank."""
         if self.is_spare:
             return self._nothing()
-        numbers = [0.0] * (len(NAMES) - 2) + marks_of("clip")  # with those of a norm as many as other calls begin with
+        numbers = beginning("clip")[2:]  # with those of a norm as many as other calls begin with
         marks = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         norm = clip_grad_norm_(
             self.stages,
@@ -317,7 +319,7 @@ class Pipeline:
             beside=marks,
         )
         if not has_streams(self.device):  # where there are, the host does not wait
-            require_one_call("clip", marks.tolist()[-len(CALLS) :])
+            require_one_call("clip", marks.tolist())
         return norm
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:

@@ -19,7 +19,7 @@ from pipegrid.checkpoint.gathering import gather_plain, wait_for_all
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import tied_stages
-from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.all_reduce import broadcast, reduce_few
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import (
     PipelineConfig,
@@ -38,11 +38,11 @@ from pipegrid.schedules.megatron.call import LossSums
 from pipegrid.stages import Stage
 from pipegrid.stages.generators import restore, seed_by
 from pipegrid.timeline import Track
-from pipegrid.training.pipeline.counts import MICROBATCHES, StepCounts
+from pipegrid.training.pipeline.counts import MICROBATCHES, Meeting, StepCounts
 from pipegrid.training.pipeline.exchange import Exchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
-from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, require_mean
+from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, are_apart, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, form_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
@@ -66,6 +66,7 @@ class Steps:
         device: of the stages.
         replica: whose batch this rank reads.
         is_one_batch: whether the losses of a step are all of one batch, in one replica; the same on all ranks.
+        source: the rank that has all losses; None where several have some, or copies.
         generators: by module; a draw seeds each forward.
         rows: how microbatches are shared among replicas.
         named: the parameters to train by the names that the script has for them.
@@ -83,13 +84,14 @@ class Steps:
     device: torch.device
     replica: int
     is_one_batch: bool
+    source: int | None
     generators: Mapping[str, torch.Generator]
     rows: Rows
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     first: FirstStep | None = None
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
-    _unread: list[tuple[Tensor, StepCounts]] = field(factory=list, init=False)
+    _unread: list[tuple[Tensor, StepCounts, Meeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
     _counts_now: StepCounts | None = field(default=None, init=False)
     """Of the running step; None outside of one, and while tokens are generated."""
@@ -144,28 +146,32 @@ class Steps:
         ``batch``: what the script gave, of which they are parts.
         """
         given = self.arguments(parts, routes)
-        if self._update is not None and not forward_only:
-            update, self._update = self._update, None
-            self._update = None if update.compare() else update
         first = None if forward_only or routes is not None else self.first
         if first is not None and first.begin(parts, batch):
             self._comparing = first
         number = len(parts) if self.is_one_batch and routes is None else None
-        counts = self._counts(given["data_iterator"], number, "evaluate" if forward_only else "step")
+        update = None if forward_only else self._update
+        own = self._own(given["data_iterator"])
+        meeting = Meeting.start(
+            "evaluate" if forward_only else "step",
+            own if self._is_counted else [],
+            self.device,
+            self.config.job_group,
+            self._waiting,
+            ready=update is not None and update.is_there,
+        )
+        if update is not None and meeting.ready:
+            self._update = None
+            update.compare()
+        counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
         step = get_forward_backward_func(schedule=self.schedule)
-        sums = LossSums(partial(self._told, trained=not forward_only))
+        sums = LossSums(partial(self._add_up, meeting), not has_streams(self.device))
         self._counts_now = counts
         try:
-            told = step(**given, forward_only=forward_only, sums=sums)
+            step(**given, forward_only=forward_only, sums=sums)
         finally:
             self._counts_now = None
-        counts.wait()
-        total = sums.found
-        if total is None:  # an evaluation counts no tokens
-            total = self._told(told, trained=not forward_only)
-            waiting = attrs.evolve(self._waiting, what=f"the mean loss of {'evaluate' if forward_only else 'step'}()")
-            all_reduce(total, self.config.job_group)(waiting)
-        mean = self._mean(total, counts)
+        mean = self._mean(sums.wait(), counts, meeting)
         if first is not None:
             self.first = self._comparing = None
             limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
@@ -181,41 +187,52 @@ class Steps:
         if self._update is not None:
             self._update.close()
 
-    def _counts(self, read: Mapping[str, Sequence[Any]], number: int | None, call: str) -> StepCounts:
-        """What the microbatches of the job count; ``number``: how many they are, where each rank has all of them.
-
-        ``call``: of `CALLS`.
-        """
-        own = [
+    def _own(self, read: Mapping[str, Sequence[Any]]) -> list[Microbatch]:
+        """The microbatches whose loss this rank has."""
+        return [
             each
             for name, stages in self.stages.items()
             for stage, microbatches in zip(stages, read[name], strict=True)
             if self._roles[stage][2]
             for each in copy.copy(microbatches)
         ]
-        if number is not None:
-            return StepCounts.known(own, number, self.device)
-        counted = own if self._is_counted else []
-        return StepCounts.start(counted, self.device, self.config.job_group, self._waiting, call=call)
 
-    def _told(self, told: Sequence[Tensor], *, trained: bool) -> Tensor:
-        """This rank's part of what the losses tell, and whether a layer of its stages has attached one."""
+    def _add_up(self, meeting: Meeting, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start to add up what the losses tell; what it returns waits for the sums over the job."""
         zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
-        own = torch.stack([zeros, *told]).sum(dim=0) if self._is_counted else zeros
-        return torch.cat([own, own.new_full((1,), float(trained and bool(attached_losses(self.stages))))])
+        sums = torch.stack([zeros, *infos]).sum(dim=0) if self._is_counted else zeros
+        group, source = self.config.job_group, self.source
+        waiting = Waiting(self.config.deadline, self.config.monitor, f"the mean loss of {meeting.call}()", of_step=True)
+        wait = reduce_few(sums, group) if source is None else broadcast(sums, group, source)
 
-    def _mean(self, sums: Tensor, counts: StepCounts) -> Tensor:
+        def both() -> Tensor:
+            meeting.wait()
+            wait(waiting)
+            return sums
+
+        return both
+
+    def _mean(self, sums: Tensor, counts: StepCounts, meeting: Meeting) -> Tensor:
         """The mean loss of the job; the weights of its microbatches are compared with what was counted.
 
         On a device with streams the host reads them a step later, when they are there, and of the first step at once.
         """
-        self._unread.append((sums, counts))
+        self._unread.append((sums, counts, meeting))
         while len(self._unread) > (self._compared and has_streams(self.device)):
-            earlier, counted = self._unread.pop(0)
-            *found, attaching = earlier.tolist()
-            require_mean(found, counted.numbers()[MICROBATCHES], attached=attaching > 0)
+            earlier, counted, met = self._unread.pop(0)
+            if has_streams(self.device):
+                met.require_one_call()
+            found, number = earlier.tolist(), counted.numbers()[MICROBATCHES]
+            attached = met.call == "step" and are_apart(found, number) and self._attaches()
+            require_mean(found, number, attached=attached)
         self._compared = True
         return sums[0] / sums[1].where(sums[1] != 0, 1.0)
+
+    def _attaches(self) -> bool:
+        """Whether a layer of the job has attached a loss; every rank asks."""
+        found = torch.tensor([float(bool(attached_losses(self.stages)))], dtype=torch.float64, device=self.device)
+        reduce_few(found, self.config.job_group)(self._waiting)
+        return bool(found > 0)
 
     @property
     def _waiting(self) -> Waiting:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autograd_kit.blocks import two_layers
 from autograd_kit.gradients import assert_same_bits
+from pipegrid.gradients.all_reduce import all_reduce, reduce_few
 from pipegrid.gradients.clip import clip_grad_norm_
 from pipegrid.gradients.reduction.buckets import Bucket
 from pipegrid.gradients.reduction.reduce import GradientError, GradientReduction, reduce_gradients
@@ -32,6 +33,23 @@ def test_the_sum_over_lanes_is_divided_by_the_lanes_of_the_loss(ranks, bucket_by
     reduce_gradients(module, Groups(dp=group), loss_lanes=2, bucket_bytes=bucket_bytes)
     for number, parameter in enumerate(module.parameters()):
         assert torch.equal(parameter.grad, torch.full_like(parameter, (0 + 1 + 2 + 3 * number) / 2))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX], ids=["sum", "max"])
+def test_a_few_numbers_are_reduced_as_an_all_reduce_does(ranks, op):
+    for group in (None, dist.group.WORLD):
+        numbers = torch.tensor([[0.1, -2.0], [3.0 * ranks.rank, math.inf]], dtype=torch.float64)
+        expected = numbers.clone()
+        for reduce, tensor in ((reduce_few, numbers), (all_reduce, expected)):
+            reduce(tensor, group, op)(Waiting())
+        torch.testing.assert_close(numbers, expected, rtol=1e-15, atol=0.0)
+    whole = torch.full((), ranks.rank + 1)
+    reduce_few(whole, None, op)(Waiting())
+    assert whole.item() == (6 if op == dist.ReduceOp.SUM else 3)
+    number = torch.tensor([math.nan if ranks.rank == 1 else 1.0])
+    reduce_few(number, None, op)(Waiting())
+    assert number.isnan()
 
 
 @pytest.mark.ranks(2)

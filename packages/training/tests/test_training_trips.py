@@ -169,34 +169,85 @@ def test_which_needs_headers(ranks):
             job.step(each)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("monitored", [False, True])
-def test_a_step_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monkeypatch, monitored):
-    """The tokens and the loss are one all-reduce; an evaluation has that of its loss alone."""
-    counted, here, bounded = {"collectives": 0, "store": 0}, threading.get_ident(), BoundedCalls.run
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "barrier"),
+    *("broadcast", "reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
+)
 
-    def waits(calls, *arguments, **named):  # a thread that asks a store waits in it
-        counted["store"] += threading.get_ident() == here
-        return bounded(calls, *arguments, **named)
 
-    def count(function):
+@pytest.fixture
+def started(monkeypatch):
+    """The collectives that this rank has started, by name and in order."""
+    found = []
+
+    def note(name, function):
         def call(*arguments, **named):
-            counted["collectives"] += 1
+            found.append(name)
             return function(*arguments, **named)
 
         return call
 
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, note(name, getattr(dist, name)))
+    return found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_call_has_two_collectives_and_its_thread_no_call_of_a_store(ranks, monkeypatch, started, monitored):
+    """Ranks meet, and losses come back; the norm of a clip is the meeting of that call."""
+    here, bounded, asked = threading.get_ident(), BoundedCalls.run, []
+
+    def waits(calls, *arguments, **named):  # a thread that asks a store waits in it
+        if threading.get_ident() == here:
+            asked.append(arguments)
+        return bounded(calls, *arguments, **named)
+
     monkeypatch.setattr(BoundedCalls, "run", waits)
-    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_into_tensor"):
-        monkeypatch.setattr(dist, name, count(getattr(dist, name)))
     with pipeline(ranks, monitor=monitored) as job:
-        for run in (job.step, job.evaluate):
-            run(batch(8))  # compares replicas and plans, and learns the shapes
-        assert counted["store"] > 0
-        counted |= {"collectives": 0, "store": 0}
+        optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+        for _ in range(2):
+            for run in (job.step, job.evaluate):
+                run(batch(8))  # compares replicas, plans and the first update, and learns the shapes
+            optimizer.step()
+        assert asked
         for run in (job.step, job.evaluate, job.step):
+            asked.clear()
+            started.clear()
             run(batch(8, seed=1))
-        assert counted == {"collectives": 3, "store": 0}
+            assert (started, asked) == (["all_to_all_single", "broadcast"], [])
+        started.clear()
+        job.clip(1.0)
+        assert started == ["all_to_all_single"]
+
+
+@pytest.mark.ranks(2)
+def test_replicas_add_up_counts_losses_and_gradients_in_a_collective_each(ranks, started):
+    grid = HyperCommGrid([2], ["dp"])
+    torch.manual_seed(0)
+    with Pipeline(Model, "tt", grid, names=Names("layers"), monitor=False, loss=lambda s, _: s.mean()) as job:
+        for _ in range(3):
+            started.clear()
+            job.step(batch(4, seed=ranks.rank))
+            torch.optim.SGD(job.parameters(), lr=0.1).step()
+        assert started == ["all_to_all_single", "all_to_all_single", "all_reduce"]
+
+
+@pytest.mark.ranks(2)
+def test_losses_start_back_behind_the_last_forward_of_a_rank(ranks, started):
+    with pipeline(ranks) as job:
+        (stage,) = job.stages["model"]
+        stage.register_forward_pre_hook(lambda *_: started.append("F"))
+        next(stage.parameters()).register_post_accumulate_grad_hook(lambda _: started.append("B"))
+        for _ in range(2):
+            started.clear()
+            job.step(batch(8))
+            torch.optim.SGD(job.parameters(), lr=0.1).step()
+        started.clear()
+        job.step(batch(8))
+    steady = "F F B F B F broadcast B B" if ranks.rank == 0 else "F B F B F B F broadcast B"
+    assert " ".join(started) == f"all_to_all_single {steady}"
 
 
 class BareStage:

@@ -12,6 +12,7 @@ bookkeeping is done while the message travels.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -80,6 +81,8 @@ class Lane:
         self._epoch = 0  # of renewals, or the number of a batch signature
         self._steps: dict[str, StepShapes] = {}
         self._learned = 0
+        self._early: deque[ReceiveTransfer] | None = None  # posted as a step began whose messages are known
+        self._later = 0  # the other messages of such a step
         self._bind()
         self._streamed = has_streams(end.device)
         self._receive_stream = connection.receive_stream
@@ -103,7 +106,14 @@ class Lane:
 
     @property
     def ahead(self) -> int:
-        """Receives that a step may post before their turn: none where the order of all transfers counts."""
+        """Receives that a step may post before their turn: none where the order of all transfers counts.
+
+        In a step whose messages it has learned, the lane posts them itself.
+        """
+        return 0 if self._early is not None else self._most_ahead
+
+    @property
+    def _most_ahead(self) -> int:
         return 0 if self.mover.streams or self._submit.batches else self.config.receives_ahead
 
     @property
@@ -191,6 +201,8 @@ class Lane:
             P2PMismatchError: the announced message differs; the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """
+        if self._early:
+            return self._take_early(self._early, shapes)
         plain, submit = self.incoming.plain, self._submit
         if (
             plain is not None
@@ -221,6 +233,21 @@ class Lane:
         self.incoming.expect(transfer, shapes)
         submit(transfer)
         return transfer
+
+    def _take_early(self, early: deque[ReceiveTransfer], shapes: Any) -> ReceiveTransfer:
+        """The oldest receive that was posted early; posts another in its place."""
+        plain = self.incoming.plain
+        if shapes is not None and plain is not None and plain[0].shape != shapes:
+            raise P2PUsageError(
+                f"shapes is {shapes} in a receive on lane {self.spec}, and messages of this step are {plain[0].shape}"
+            )
+        if self._later:
+            self._early, self._later = deque(), self._later - 1  # for this call
+            try:
+                early.append(self.irecv())
+            finally:
+                self._early = early
+        return early.popleft()
 
     def _post(self, buffers: ReceiveBuffers) -> tuple[Sequence[Tensor], Ticket]:
         """Post the receive of a plain message."""
@@ -274,7 +301,19 @@ class Lane:
         self._bind()
 
     def begin_step(self, batch: str | None = None, *, learn: bool = False) -> None:
-        """Begin a step of a ``batch`` signature that `learn` has noted at both ends; None announces each message."""
+        """Begin a step of a ``batch`` signature that `learn` has noted at both ends; None announces each message.
+
+        The first receives of such a step are posted now (`P2PConfig.receives_ahead`): how many there are is known.
+
+        Raises:
+            P2PMismatchError: the step before has received fewer messages than were sent for its signature before.
+        """
+        if self._early:
+            raise P2PMismatchError(
+                f"a step has received {len(self._early) + self._later} messages fewer on lane {self.spec} than the "
+                "first one with a batch of the same shapes. Where messages depend on more than those, set "
+                'variable_seq_lengths=True and shapes="header"'
+            )
         step = None if batch is None else self._steps.get(batch)
         with self._submit.lock:
             alone, nbytes = self._started_alone()
@@ -287,6 +326,11 @@ class Lane:
                 self.incoming.begin_step(step, self, learn=learn)
             self._epoch = 0 if step is None else step.number
             self._bind()
+        self._early, self._later = None, 0
+        if step is not None and step.plain is not None and self._most_ahead and self.rank != self.spec.source:
+            count = min(self._most_ahead, len(step.messages))
+            posted = deque([self.irecv() for _ in range(count)])
+            self._early, self._later = posted, len(step.messages) - count
 
     def learn(self, batch: str) -> None:
         """Note the messages of this step, the first of a ``batch`` signature. Both ends call it after the same step."""

@@ -1,0 +1,77 @@
+"""Lanes whose messages of a step are known: from an earlier step with a batch of the same shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipegrid.transport import P2PCommunicator, P2PConfig, P2PMismatchError, P2PUsageError
+
+
+def opened(**settings):
+    return P2PCommunicator(None, P2PConfig(variable_seq_lengths=True, shapes="learned", **settings))
+
+
+def lane_of(communicator):
+    """From rank 0 to rank 1."""
+    return next(lane for lane in communicator.lanes.values() if lane.spec.source == 0)
+
+
+def moved(ranks, lane, count):
+    """Move ``count`` numbers along the lane; what has arrived."""
+    if ranks.rank == 0:
+        for handle in [lane.isend(torch.full((2,), float(number))) for number in range(count)]:
+            handle.wait()
+        return []
+    return [lane.irecv().result()[0].item() for _ in range(count)]
+
+
+def step(ranks, lane, turn, count=3):
+    lane.begin_step("a batch" if turn else None, learn=not turn)
+    before = lane.received - count * turn
+    arrived = moved(ranks, lane, count)
+    if not turn:
+        lane.learn("a batch")
+    return before, arrived
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+def test_the_first_receives_are_posted_as_the_step_begins(ranks, ahead):
+    with opened(receives_ahead=ahead) as communicator:
+        lane = lane_of(communicator)
+        for turn in range(3):
+            before, arrived = step(ranks, lane, turn)
+            lane.begin_step()
+            if ranks.rank == 1:
+                assert before == (min(ahead, 3) if turn else 0)
+                assert arrived == [0.0, 1.0, 2.0]
+                assert lane.received == 3 * (turn + 1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{"strict": True}, {"communicators": "shared"}], ids=["strict", "shared"])
+def test_not_where_the_order_of_all_transfers_counts(ranks, settings):
+    with opened(receives_ahead=2, **settings) as communicator:
+        lane = lane_of(communicator)
+        for turn in range(3):
+            before, arrived = step(ranks, lane, turn)
+            assert ranks.rank == 0 or (before, arrived) == (0, [0.0, 1.0, 2.0])
+
+
+@pytest.mark.ranks(2)
+def test_a_step_with_fewer_messages_is_an_error_where_they_are_received(ranks):
+    communicator = opened()
+    lane = lane_of(communicator)
+    for turn in range(2):
+        step(ranks, lane, turn)
+    lane.begin_step("a batch")
+    moved(ranks, lane, 2)
+    if ranks.rank == 1:
+        with pytest.raises(P2PUsageError, match=r"shapes is \(3,\) .*, and messages of this step are"):
+            lane.irecv((3,))
+        with pytest.raises(P2PMismatchError, match="has received 1 messages fewer on lane"):
+            lane.begin_step()
+    ranks.barrier()
+    communicator.abort("the test ends")
+    communicator.close()

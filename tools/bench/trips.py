@@ -199,6 +199,7 @@ def others() -> Mapping[str, Callable[[], object]]:
         modules.clip(1.0)
 
     return {
+        "evaluate, M = 1": lambda: chain.evaluate([batch]),
         "evaluate, M = 4": lambda: chain.evaluate(batch),
         "DDP": data_parallel,
         "data parallel": lambda: replicas.step(batch),

@@ -290,8 +290,17 @@ def test_what_cannot_be_a_batch_is_a_typed_error_before_anything_is_sent(ranks):
 @pytest.mark.parametrize(("call", "among"), [("evaluate", (1, 3)), ("clip", (0,)), ("clip", (3,)), ("clip", (1, 3))])
 def test_a_call_of_some_ranks_alone_is_an_error_on_all_and_meets_no_other_call(ranks, call, among):
     """A clip beside a step returned the norm of what the others counted."""
+    meet_in_other_calls(ranks, HyperCommGrid([2, 2], ["dp", "pp"]), call, among)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("among", [(0,), (1,)])
+def test_so_where_one_rank_has_all_losses(ranks, among):
+    meet_in_other_calls(ranks, HyperCommGrid([2], ["pp"]), "clip", among)
+
+
+def meet_in_other_calls(ranks, grid, call, among):
     config = PipelineConfig(variable_seq_lengths=True, deadline=20.0, check=False)
-    grid = HyperCommGrid([2, 2], ["dp", "pp"])
     with Pipeline(made(llama()), "Ett|ttL", grid, config=config, num_microbatches=2) as pipeline:
         pipeline.step(texts(pipeline.replica, rows=2))
         with pytest.raises((DisagreementError, PipelineError)) as raised:

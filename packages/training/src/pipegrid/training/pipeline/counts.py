@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,8 @@ NAMES = ("rows", "labels", "following labels", "labels with padding", "following
 """What a loss may be a mean over: the numbers of `Microbatch.counts`."""
 CALLS = ("step", "evaluate", "clip")
 """Methods of a `Pipeline`. Each begins with an all-reduce over the job of one layout, in which it has a mark."""
+
+_LOOK_SECONDS = 0.2
 
 
 def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False) -> list[float]:
@@ -62,7 +65,8 @@ class Meeting:
 
     call: str
     sums: Tensor
-    _wait: Callable[[], None] | None
+    _wait: Callable[[Waiting], None] | None
+    _waiting: Waiting
 
     @classmethod
     def start(
@@ -77,8 +81,7 @@ class Meeting:
     ) -> Meeting:
         """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
         sums = torch.tensor(beginning(call, _sums(microbatches), ready=ready), dtype=torch.float64, device=device)
-        wait = reduce_few(sums, group)
-        return cls(call, sums, lambda: wait(waiting))
+        return cls(call, sums, reduce_few(sums, group), waiting)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -88,9 +91,16 @@ class Meeting:
         """
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            wait()
+            wait(self._waiting)
             if not has_streams(self.sums.device):
                 self.require_one_call()
+
+    def look(self) -> None:
+        """Raise as `wait`, in a call that has failed: the neighbours of a rank in another call see it end."""
+        if not has_streams(self.sums.device):
+            self._waiting = Waiting(_LOOK_SECONDS, of_step=True)
+            with contextlib.suppress(RuntimeError):  # which has its own place in the failure
+                self.wait()
 
     def require_one_call(self) -> None:
         """Raise as `wait`, of which it is the part that reads."""

@@ -169,9 +169,13 @@ class Steps:
         self._counts_now = counts
         try:
             step(**given, forward_only=forward_only, sums=sums)
+            found = sums.wait()
+        except Exception:
+            meeting.look()
+            raise
         finally:
             self._counts_now = None
-        mean = self._mean(sums.wait(), counts, meeting)
+        mean = self._mean(found, counts, meeting)
         if first is not None:
             self.first = self._comparing = None
             limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))

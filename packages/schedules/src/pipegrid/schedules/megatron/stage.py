@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
+from pipegrid.autograd.tree import modules_in
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
@@ -127,16 +128,17 @@ class MegatronStage:
         batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
         self._require_data(data_iterator, batches)
         starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
+        modules = modules_in(model)
         self.infos, self.num_tokens = [], None
         self.call = StageCall(
             forward_step_func,
             data_iterator,
             model,
             config,
-            numbered_modules(model),
-            numbered_modules(model, "current_replica"),
+            numbered_modules(modules),
+            numbered_modules(modules, "current_replica"),
             batches,
-            numbered_modules(model, "current_slice") if self.num_slices > 1 else (),
+            numbered_modules(modules, "current_slice") if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
@@ -179,7 +181,7 @@ class MegatronStage:
             for payload in inputs.values():
                 call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         if call.numbered:
-            number = self.units.microbatch(microbatch)
+            number = microbatch if self.units.routes is None else self.units.microbatch(microbatch)
             for module in call.numbered:  # a number is none of what Module.__setattr__ looks for
                 object.__setattr__(module, "current_microbatch", number)
         for module in call.homed:

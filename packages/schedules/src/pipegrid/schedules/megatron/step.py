@@ -13,6 +13,7 @@ import torch
 from pipegrid.gradients import deferred_weight_gradients, fresh_gradients
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.groups import group_of
+from pipegrid.gradients.main_grad import set_aside
 from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.megatron.aux_losses import AuxLossScales, aux_loss_scalers, one_like
@@ -44,8 +45,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
             prepared.begin(option(config, "hooks"))
             prepared.runtime.eval(batch=call.batch)
         else:
-            gradients = prepared.policy.of_step(models, config, call.pg_collection, prepared.waiting)
-            _train(prepared, gradients, call, outside)
+            _train(prepared, prepared.gradients(call, models, config), call, outside)
         return infos_of(prepared)
 
 
@@ -102,7 +102,7 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
             own = partial(call.sums.of, infos_of(prepared))
             call.sums.found = gradients.finish(counted, own, force_all_reduce=forced)
 
-    with fresh_gradients({} if reduction is None else reduction.layout.modules):
+    with set_aside(() if reduction is None else reduction.parameters):
         prepared.runtime.step(
             start=compare,
             finish=finish,

@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from attrs import Attribute, define, field
@@ -21,6 +21,8 @@ from pipegrid.core.fields import Index, checked
 
 Axis = int | None
 """Of the rows; None: an entry is whole in each microbatch."""
+Form = tuple[str | torch.Size, ...]
+"""Names and shapes."""
 INSIDE: Final = -1
 """The first axis of every tensor inside of a list."""
 
@@ -37,6 +39,8 @@ _PATCHES: Final = {
 }
 """By what says how many patches an image has, the entries without rows."""
 _PLANES: Final = (3, 4)  # of positions in time, height and width, and of the text beside them
+_KEPT: Final = 64
+_T = TypeVar("_T")
 _REMEDY = "for what has no rows (patches of images, packed texts) give a list with a dict for each microbatch"
 
 
@@ -56,6 +60,9 @@ class Rows:
     axes: Mapping[str, int] = field(factory=dict)
     whole: tuple[str, ...] = field(default=(), converter=_names)
     _used: dict[str, Axis] = field(factory=dict, init=False, repr=False)
+    # Of batches of tensors, by names and shapes: the rows that their entries have, and the axes of these, with `_used`.
+    _lengths_of: dict[Form, dict[str, int]] = field(factory=dict, init=False, repr=False)
+    _axes_of: dict[Form, dict[str, Axis]] = field(factory=dict, init=False, repr=False)
 
     @axes.validator
     def _checked(self, _: Attribute[Any], axes: Mapping[str, int]) -> None:
@@ -72,7 +79,7 @@ class Rows:
         Raises:
             StepArgumentError: none, or unequal numbers.
         """
-        lengths = next(self._lengths(batch), {})
+        lengths = self._first_lengths(batch)
         if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
             raise StepArgumentError(
                 f"the first axes of the batch are {lengths}; they must be the same rows, at least one. Name other axes "
@@ -82,8 +89,7 @@ class Rows:
 
     def number_or_first(self, part: Mapping[str, Any]) -> int:
         """The rows of a microbatch that a script has cut: of what is known to have them, else of its first tensor."""
-        found = next(self._lengths(part), {})
-        return next(iter(found.values()), 1)
+        return next(iter(self._first_lengths(part).values()), 1)
 
     def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
         """``count`` parts of a batch of at least as many rows; the first ones have a row more.
@@ -93,9 +99,15 @@ class Rows:
         """
         if count == 1:
             return [batch]
-        rows = self.number(batch)
-        axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
-        self._used |= {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
+        rows, form = self.number(batch), _form_of(batch)
+        axes = None if form is None else self._axes_of.get(form)
+        if axes is None:
+            axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
+            used = {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
+            if not used.items() <= self._used.items():
+                self._used |= used
+                self._axes_of.clear()
+            _keep(self._axes_of, form, axes)
         sizes = [rows // count + (number < rows % count) for number in range(count)]
         return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
 
@@ -121,6 +133,13 @@ class Rows:
             except (RuntimeError, TypeError, ValueError):  # of other lengths
                 return None
         return _with(parts[0], made)
+
+    def _first_lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """The first of `_lengths`; empty where there are none."""
+        form = _form_of(batch)
+        if form is None or form not in self._lengths_of:
+            return _keep(self._lengths_of, form, next(self._lengths(batch), {}))
+        return self._lengths_of[form]
 
     def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
         """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
@@ -171,6 +190,25 @@ class Rows:
                 f"second. Give Pipeline(rows={{{path!r}: 0}}) or rows={{{path!r}: 1}}"
             )
         return possible[0]
+
+
+def _form_of(batch: Mapping[str, Any]) -> Form | None:
+    """The names and shapes of tensors, which say how a batch of them is cut; None of one with other entries."""
+    found: list[str | torch.Size] = []
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            return None
+        found += (name, value.shape)
+    return tuple(found)
+
+
+def _keep(known: dict[Form, _T], form: Form | None, value: _T) -> _T:
+    """Keep ``value`` for later batches of ``form``, beside few others."""
+    if form is not None:
+        if len(known) == _KEPT:
+            known.clear()
+        known[form] = value
+    return value
 
 
 def _entries(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -123,7 +123,9 @@ class StepGradients:
     def forms(self) -> dict[str, object]:
         """By module with several replicas what this rank does to finish its gradients: who, and in which buckets."""
         found: dict[str, object] = {}
-        for name in dict.fromkeys(self.policy.names.values()) if dist.is_initialized() and not is_dry() else ():
+        if self.pg_collection is None or not dist.is_initialized() or is_dry():
+            return found
+        for name in dict.fromkeys(self.policy.names.values()):
             if self._replicas(name) is not None:
                 buckets = () if self.reduction is None else self.reduction.form_of(name)
                 found[name] = self._finisher(name), buckets

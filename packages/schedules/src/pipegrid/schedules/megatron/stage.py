@@ -15,7 +15,7 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, aux_loss_scalers, grad_scale, one_like
+from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, grad_scale, one_like
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
 from pipegrid.schedules.megatron.forward import (
@@ -123,6 +123,7 @@ class MegatronStage:
         config: Any,
         first_val_step: bool | None,
         announced: AnnouncedShapes | None,
+        scalers: tuple[AuxLossScaler, ...],
     ) -> None:
         """Look up, before a step runs, what its forwards need of the model and the config."""
         batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
@@ -143,7 +144,7 @@ class MegatronStage:
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
             autocast_of(config, model),
-            None if self.forward_only or option(config, "aux_loss_scalers") is None else aux_loss_scalers(config),
+            None if self.forward_only or option(config, "aux_loss_scalers") is None else scalers,
         )
 
     def _require_data(self, data_iterator: Any, batches: UnitBatches | None) -> None:

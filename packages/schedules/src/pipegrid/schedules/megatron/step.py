@@ -34,12 +34,12 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     models = prepared.models()
     config = config_of(next(iter(models.values())))
     data_iterators = prepared.place.by_stage(call.data_iterator, "data_iterator")
-    announced = prepared.announced(call, config)
+    announced, scalers = prepared.announced(call, config), aux_loss_scalers(config)
     require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
     with prepared.running(config), contextlib.ExitStack() as outside:
         for stage, model in models.items():
             prepared.stages[stage].begin(
-                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced
+                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced, scalers
             )
         if prepared.policy is None:
             prepared.begin(option(config, "hooks"))

@@ -107,7 +107,8 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
 @contextlib.contextmanager
 def set_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """`fresh_gradients` of some parameters."""
-    before = [(parameter, found) for parameter in parameters if (found := accumulated(parameter)) is not None]
+    perhaps = [each for each in parameters if each.grad is not None or hasattr(each, "main_grad")]
+    before = [(parameter, found) for parameter in perhaps if (found := accumulated(parameter)) is not None]
     if not before:
         yield
         return

@@ -110,7 +110,8 @@ class Bucket:
     def _start_sum(self) -> None:
         """Copy the gradients into the buffer and start its first all-reduce."""
         self.gradients = [
-            None if gradient is None else local_of(gradient) for gradient in map(accumulated, self.parameters)
+            gradient if gradient is None or type(gradient) is torch.Tensor else local_of(gradient)
+            for gradient in map(accumulated, self.parameters)
         ]
         first = self.first
         if first is None:

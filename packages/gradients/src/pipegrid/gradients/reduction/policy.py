@@ -196,6 +196,11 @@ class StepGradients:
         """Whether it may serve later steps; not with ``fully_shard``, which replaces parameters in each of them."""
         return self.reduction is None or not any(each.by_fsdp for each in self.reduction.layout.gradients)
 
+    @cached_property
+    def trained(self) -> Mapping[int, Sequence[torch.nn.Parameter]]:
+        """The parameters to train of each stage."""
+        return {stage: [one for one in model.parameters() if one.requires_grad] for stage, model in self.models.items()}
+
     def begin(self) -> None:
         """Forget the step before."""
         if self.reduction is not None:

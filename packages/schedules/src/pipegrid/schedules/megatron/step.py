@@ -123,7 +123,7 @@ def _hooks(
     if prepared.syncs:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:
-        early = EarlyReduction(gradients.reduction, prepared.last_backwards, models)
+        early = EarlyReduction(gradients.reduction, prepared.last_backwards, gradients.trained)
         outside.callback(early.close)
         hooks = [*hooks, early]
     return hooks if units is None else [*hooks, units]

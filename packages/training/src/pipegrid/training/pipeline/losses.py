@@ -76,8 +76,9 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
     weight = counts.weight(rule, count)
-    told = torch.stack([loss.detach().double().reshape(()) * weight, weight])
-    return loss * weight.to(loss.dtype), weight, torch.cat([told, told.new_zeros(3)])
+    zero = torch.zeros_like(weight)
+    told = torch.stack([loss.detach().double().reshape(()) * weight, weight, zero, zero, zero])
+    return loss * weight.to(loss.dtype), weight, told
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

@@ -97,7 +97,7 @@ class GradientPolicy:
         return StepGradients(self, models, config, pg_collection, waiting, reduction)
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class StepGradients:
     """The gradients of a step: compared among replicas before it, and finished after it as the policy says.
 

@@ -201,14 +201,14 @@ def options_of(config: Any) -> tuple[object, ...]:
 
 @define(eq=False)
 class KnownOptions:
-    """`options_of` the last config of a model, where its class says that it cannot change."""
+    """`options_of` the last config of a model, where it cannot change."""
 
     _config: weakref.ref[PipelineConfig] | None = field(default=None, init=False)
     _options: tuple[object, ...] = field(default=(), init=False)
 
     def of(self, config: Any) -> tuple[object, ...]:
         """The options of ``config``."""
-        if type(config) is not PipelineConfig:
+        if type(config) is not PipelineConfig or isinstance(config.shard, dict):
             return options_of(config)
         if self._config is None or self._config() is not config:
             self._config, self._options = weakref.ref(config), options_of(config)

@@ -63,7 +63,7 @@ class PlanNeeds:
         return verify(lower(computes, tied=dict(self.ties), proved=True, **options), window=window)
 
 
-@frozen
+@frozen(slots=False)
 class Place:
     """The module graph of a job, and this rank's stages in it.
 

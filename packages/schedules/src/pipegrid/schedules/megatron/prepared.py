@@ -39,7 +39,7 @@ from pipegrid.schedules.megatron.checks import (
     require_in_place,
     require_sliced,
 )
-from pipegrid.schedules.megatron.config import checked_option, config_of, option, require_options
+from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, config_of, option, require_options
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
@@ -311,7 +311,8 @@ class PreparedStep:
             return known
         gradients = self.policy.of_step(models, config, call.pg_collection, self.waiting)
         if last is not None:
-            last.prepared, last.gradients = self, gradients if gradients.lasts else None
+            lasts = gradients.lasts and isinstance(config, PipelineConfig)
+            last.prepared, last.gradients = self, gradients if lasts else None
         return gradients
 
     def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:

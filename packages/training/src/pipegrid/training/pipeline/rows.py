@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from attrs import Attribute, define, field
@@ -21,8 +21,6 @@ from pipegrid.core.fields import Index, checked
 
 Axis = int | None
 """Of the rows; None: an entry is whole in each microbatch."""
-Form = tuple[str | torch.Size, ...]
-"""Names and shapes."""
 INSIDE: Final = -1
 """The first axis of every tensor inside of a list."""
 
@@ -60,9 +58,7 @@ class Rows:
     axes: Mapping[str, int] = field(factory=dict)
     whole: tuple[str, ...] = field(default=(), converter=_names)
     _used: dict[str, Axis] = field(factory=dict, init=False, repr=False)
-    # Of batches of tensors, by names and shapes: the rows that their entries have, and the axes of these, with `_used`.
-    _lengths_of: dict[Form, dict[str, int]] = field(factory=dict, init=False, repr=False)
-    _axes_of: dict[Form, dict[str, Axis]] = field(factory=dict, init=False, repr=False)
+    _known: dict[tuple[object, ...], Any] = field(factory=dict, init=False, repr=False)  # by names and shapes
 
     @axes.validator
     def _checked(self, _: Attribute[Any], axes: Mapping[str, int]) -> None:
@@ -99,15 +95,8 @@ class Rows:
         """
         if count == 1:
             return [batch]
-        rows, form = self.number(batch), _form_of(batch)
-        axes = None if form is None else self._axes_of.get(form)
-        if axes is None:
-            axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
-            used = {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
-            if not used.items() <= self._used.items():
-                self._used |= used
-                self._axes_of.clear()
-            _keep(self._axes_of, form, axes)
+        rows = self.number(batch)
+        axes = self._once("axes", batch, lambda: self._axes(batch, rows, count))
         sizes = [rows // count + (number < rows % count) for number in range(count)]
         return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
 
@@ -134,12 +123,33 @@ class Rows:
                 return None
         return _with(parts[0], made)
 
+    def _once(self, what: str, batch: Mapping[str, Any], derive: Callable[[], _T]) -> _T:
+        """``derive()``, which names and shapes decide where all entries are tensors: then once for such batches."""
+        form: list[object] = [what]
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                return derive()
+            form += (name, value.shape)
+        key = tuple(form)
+        if key not in self._known:
+            found = derive()
+            if len(self._known) == _KEPT:
+                self._known.clear()
+            self._known[key] = found
+        return cast("_T", self._known[key])
+
+    def _axes(self, batch: Mapping[str, Any], rows: int, count: int) -> dict[str, Axis]:
+        """The axes of the rows of all entries; those of an entry that could have several are the ones of before."""
+        axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
+        used = {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
+        if not used.items() <= self._used.items():
+            self._used |= used
+            self._known.clear()
+        return axes
+
     def _first_lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """The first of `_lengths`; empty where there are none."""
-        form = _form_of(batch)
-        if form is None or form not in self._lengths_of:
-            return _keep(self._lengths_of, form, next(self._lengths(batch), {}))
-        return self._lengths_of[form]
+        return self._once("lengths", batch, lambda: next(self._lengths(batch), {}))
 
     def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
         """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
@@ -190,25 +200,6 @@ class Rows:
                 f"second. Give Pipeline(rows={{{path!r}: 0}}) or rows={{{path!r}: 1}}"
             )
         return possible[0]
-
-
-def _form_of(batch: Mapping[str, Any]) -> Form | None:
-    """The names and shapes of tensors, which say how a batch of them is cut; None of one with other entries."""
-    found: list[str | torch.Size] = []
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor):
-            return None
-        found += (name, value.shape)
-    return tuple(found)
-
-
-def _keep(known: dict[Form, _T], form: Form | None, value: _T) -> _T:
-    """Keep ``value`` for later batches of ``form``, beside few others."""
-    if form is not None:
-        if len(known) == _KEPT:
-            known.clear()
-        known[form] = value
-    return value
 
 
 def _entries(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -101,8 +101,8 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
             loss=lambda squares, _: squares.mean(),
             monitor=monitor,
         )
-        job.step({"x": x, "y": x})
-        torch.optim.SGD(job.parameters(), lr=0.01).step()  # the next step compares this first update
+        job.step({"x": x, "y": x})  # which is compared with one process, as is the first update
+        torch.optim.SGD(job.parameters(), lr=0.0).step()
         return lambda: job.step({"x": x, "y": x})
 
     target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}

@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autograd_kit.gradients import difference, gradients_of
-from pipegrid.schedules import PipelineConfig, forward_backward_with_schedule, stage_places
+from pipegrid.gradients import zero_main_grads
+from pipegrid.gradients.main_grad import accumulated
+from pipegrid.schedules import PipelineConfig, accumulate_in_main_grad, forward_backward_with_schedule, stage_places
+from pipegrid.schedules.megatron.call import LastStep
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import P2PCommunicator
 
@@ -171,4 +174,47 @@ def test_gradients_follow_any_changes(ranks, seed):
         data = [microbatch(index, lane) for lane in range(2) for index in range(number)]
         in_one_process(parts, data, len(data))
         assert difference(gradients_of(models), gradients_of([parts[stage] for stage in own])) < TOLERANCE
+    communicator.close()
+
+
+def _keep_main_grad(part):
+    """Sum the gradients of the first layer elsewhere from now on."""
+    accumulate_in_main_grad(part.layers[0], dtype=torch.float64)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 8))])
+def test_so_where_the_caller_keeps_its_last_step(ranks, seed):
+    """Every second step comes behind a change; the others find none, and reduce as the step before."""
+    draw = random.Random(seed)
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    pp, _ = grid.create_pgs(["pp", "dp"])
+    here, groups, last = grid.coords(ranks.rank), ProcessGroupCollection.from_grid(grid), LastStep()
+    config = PipelineConfig(pipeline_dtype=torch.float64, deadline=60, **options(draw))
+    communicator = P2PCommunicator(pp, config)
+    parts = [Part(stage, config, layers=2) for stage in range(2)]
+    model = copy.deepcopy(parts[here["pp"]])
+    used = []
+    for step in range(2 * STEPS):
+        for stage, part in enumerate(parts if step % 2 == 0 else ()):
+            changed(part, f"{seed} {step} {stage}")
+            if stage == here["pp"]:
+                changed(model, f"{seed} {step} {stage}")
+        if step == STEPS:
+            _keep_main_grad(model)
+        for part in (*parts, model):
+            part.zero_grad()
+        zero_main_grads(model)
+        arguments = {"forward_step_func": step_on(here["dp"]), "p2p_communicator": communicator, "schedule": "1f1b"}
+        call(forward_backward_with_schedule, model=model, pg_collection=groups, last=last, **arguments)
+        used.append(last.gradients)
+        in_one_process(parts, [microbatch(index, lane) for lane in range(2) for index in range(4)], 8)
+        found = [accumulated(one) for one in model.parameters()]
+        expected = [one.grad for one in parts[here["pp"]].parameters()]
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=1e-9)
+    assert all(used[step] is used[step - 1] for step in range(1, 2 * STEPS, 2))
+    assert len({id(each) for each in used}) > 2
     communicator.close()

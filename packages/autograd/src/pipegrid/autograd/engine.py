@@ -22,14 +22,6 @@ _LOG = logging.getLogger(torch.autograd.graph.__name__)
 _ACCELERATOR = torch.accelerator.current_accelerator()
 
 
-def _engine() -> Any:
-    """The engine, or torch's wrapper of it where that has an effect."""
-    used = _ACCELERATOR is not None and (_ACCELERATOR.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    if used or _LOG.isEnabledFor(logging.DEBUG):
-        return _engine_run_backward
-    return Variable._execution_engine.run_backward  # noqa: SLF001
-
-
 def shape_of_gradient(output: torch.Tensor) -> tuple[int, ...]:
     """The shape of ``output`` at its creation, which is its gradient's: also after its storage was freed."""
     node = output.grad_fn
@@ -51,7 +43,10 @@ def run_backward(
     It ends at ``inputs``, or at every leaf. With ``accumulate``, adds to their ``grad``; otherwise returns their
     gradients, None where none arrived.
     """
-    found: tuple[torch.Tensor | None, ...] = _engine()(
+    used = _ACCELERATOR is not None and (_ACCELERATOR.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    wrapped = used or _LOG.isEnabledFor(logging.DEBUG)  # where torch's wrapper of the engine has an effect
+    engine: Any = _engine_run_backward if wrapped else Variable._execution_engine.run_backward  # noqa: SLF001
+    found: tuple[torch.Tensor | None, ...] = engine(
         tuple(roots),
         tuple(gradients),
         keep_graph,

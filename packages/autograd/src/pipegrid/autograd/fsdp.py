@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pipegrid.autograd.tree import modules_in
+
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
 """The node at which ``fully_shard`` reduces the gradients of a module: above those of the module's inputs."""
 
@@ -23,9 +25,14 @@ def fsdp_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((name, inner) for name, inner in module.named_modules() if isinstance(inner, kind))
 
 
+def fsdp_among(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Those of ``modules`` that ``fully_shard`` has sharded."""
+    return [] if (kind := _kind()) is None else [each for each in modules if isinstance(each, kind)]
+
+
 def has_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has sharded a module inside."""
-    return _kind() is not None and any(True for _ in fsdp_modules(module))
+    return bool(fsdp_among(modules_in(module)))
 
 
 def _kind() -> type | None:

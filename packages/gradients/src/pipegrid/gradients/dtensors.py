@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.autograd.fsdp import divide_factor, fsdp_modules
+from pipegrid.autograd.fsdp import divide_factor, fsdp_among
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ def summed_like(parameter: Any, gradient: Any, total: torch.Tensor) -> torch.Ten
 def fsdp_divisors(module: torch.nn.Module) -> dict[int, float | None]:
     """By id of each parameter of ``fully_shard``: what its gradient was divided by; None for the ranks of its mesh."""
     found: dict[int, float | None] = {}
-    for _, inner in fsdp_modules(module):  # the innermost owns a parameter
+    for inner in fsdp_among(module.modules()):  # the innermost owns a parameter
         factor = divide_factor(inner)
         found |= {id(parameter): factor for parameter in inner.parameters() if is_dtensor(parameter)}
     return found

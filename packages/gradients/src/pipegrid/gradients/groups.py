@@ -34,8 +34,11 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
     """The collections of several modules by name; None where there is one for all."""
     if isinstance(collections, Mapping):
         return collections
-    held = (getattr(collections, name, None) for name in ("modules", "module_pgs"))
-    return next((by_name for by_name in held if isinstance(by_name, Mapping)), None)
+    for name in ("modules", "module_pgs"):
+        by_name = getattr(collections, name, None)
+        if by_name is not None and isinstance(by_name, Mapping):
+            return by_name
+    return None
 
 
 def group_of(collections: Any, module: str, name: str) -> Any:

@@ -149,6 +149,11 @@ class GradientLayout:
         return cls(modules, collections, tuple(_gradients(modules, collections, divided)))
 
     @property
+    def device(self) -> torch.device | None:
+        """Of the first one; None where there are none."""
+        return self.gradients[0].parameter.device if self.gradients else None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the modules."""
         return tuple(dict.fromkeys(name for name, _ in named_modules(self.modules)))

@@ -7,7 +7,7 @@ A bfloat16 sum over microbatches loses a contribution that is 2^-9 of the sum be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import torch
@@ -29,12 +29,11 @@ def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules with their names; an empty name where they have none."""
     by_name = modules.items() if isinstance(modules, Mapping) else [("", modules)]
     for name, stages in by_name:
-        what = f"modules[{name!r}]" if isinstance(modules, Mapping) else "modules"
-        if isinstance(stages, Sequence):
-            for stage in checked(stages, tuple[Module, ...], what, StepArgumentError):
-                yield name, stage
-        else:
-            yield name, checked(stages, Module, what, StepArgumentError)
+        for stage in stages if isinstance(stages, Sequence) else [stages]:
+            if not isinstance(stage, torch.nn.Module):
+                what = f"modules[{name!r}]" if isinstance(modules, Mapping) else "modules"
+                checked(stages, tuple[Module, ...] if isinstance(stages, Sequence) else Module, what, StepArgumentError)
+            yield name, stage
 
 
 def parameters_of(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -101,12 +100,20 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
             runtime.step()
             reduce_gradients(modules, collections, loss_lanes=replicas)
     """
-    held: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
+    with set_aside(parameter for _, parameter in parameters_of(modules)):
+        yield
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """`fresh_gradients` of some parameters."""
+    perhaps = [each for each in parameters if each.grad is not None or hasattr(each, "main_grad")]
+    before = [(parameter, found) for parameter in perhaps if (found := accumulated(parameter)) is not None]
+    if not before:
+        yield
+        return
     with torch.no_grad():
-        for _, parameter in parameters_of(modules):
-            before = accumulated(parameter)
-            if before is not None:
-                held.append((parameter, before, take_gradient(parameter, before)))
+        held = [(parameter, found, take_gradient(parameter, found)) for parameter, found in before]
     try:
         yield
     except BaseException:
@@ -144,6 +151,9 @@ def replace_accumulated(parameter: torch.nn.Parameter, gradient: torch.Tensor | 
         parameter.grad = gradient
 
 
+_NO_MAIN_GRAD = object()
+
+
 def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter's gradients are summed in ``main_grad``."""
     return hasattr(parameter, "main_grad")
@@ -159,7 +169,9 @@ def has_foreign_buffer(parameter: torch.nn.Parameter) -> bool:
 
 def accumulated(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The sum that the backwards have left: ``main_grad`` where the parameter keeps one, else ``grad``."""
-    found: Any = getattr(parameter, "main_grad" if keeps_main_grad(parameter) else "grad")
+    found: Any = getattr(parameter, "main_grad", _NO_MAIN_GRAD)
+    if found is _NO_MAIN_GRAD:
+        return parameter.grad
     return found if isinstance(found, torch.Tensor) else None
 
 

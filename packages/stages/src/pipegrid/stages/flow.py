@@ -56,26 +56,20 @@ class Flow:
         ):  # in place: to what arrived, of which the stage sends some on, or to the batch of other stages
             arrived, args, kwargs = tree_map_only(Tensor, _once(Tensor.clone), (received, args, kwargs))
         run.received, run.entered, run.left = self._hidden_of(arrived) if self.encoders else arrived, False, None
-        run.encoded, run.device = encoded, self._device((arrived, args, kwargs))
+        place = self._parameter
+        parameter = None if place is None else place[0].get(place[1])
+        run.encoded = encoded
+        run.device = self._device((arrived, args, kwargs)) if parameter is None else parameter.device
         if arrived is not None and (self.encoders or self.embeds):
             self._begin(run, arrived, kwargs)
         given = without_cache(self.accepted, kwargs) if "use_cache" in self.accepted else kwargs
-        result, left, encoded = self._forward(run, args, given)
-        if self.last:
-            return result if received is None or isinstance(result, Tensor) else self._in_place(result)
-        if not self.encoders or self.after < self.encoders:
-            return left
-        return encoded if self.after == self.encoders else (left, encoded)
-
-    def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """What the model's forward returned, what the last own layer returned, the encoder's output."""
         result: Any = None
         hook: Any = None
         try:
             if run.encoded is None and 0 < self.encoders <= self.after and not self.last:
                 encoder: Any = self.whole.get_encoder()  # type: ignore[operator]
                 hook = encoder.register_forward_hook(run.encode)
-            result = self.whole(*args, **kwargs)
+            result = self.whole(*args, **given)
         except Leave:
             pass  # the parts that follow are on later stages
         except RuntimeError as error:
@@ -89,7 +83,11 @@ class Flow:
                 hook.remove()
             left, encoded = run.left, run.encoded
             run.received = run.left = run.encoded = run.device = None
-        return result, left, encoded
+        if self.last:
+            return result if received is None or isinstance(result, Tensor) else self._in_place(result)
+        if not self.encoders or self.after < self.encoders:
+            return left
+        return encoded if self.after == self.encoders else (left, encoded)
 
     def _in_place(self, result: Any) -> Any:
         """The model's output; stand-ins for earlier layers, where it has an entry for each layer that has run."""
@@ -100,9 +98,8 @@ class Flow:
         return result
 
     def _device(self, given: Any) -> torch.device:
-        """The device of the stage: of its parameters, else of what it is given."""
-        if self._parameter is None or self._parameter[0].get(self._parameter[1]) is None:
-            self._parameter = first_parameter(self.whole)
+        """The device of the stage: of its first parameter, which may be another now, else of what it is given."""
+        self._parameter = first_parameter(self.whole)
         if self._parameter is None:
             return next((tensor.device for tensor in tensors_in(given)), torch.device("cpu"))
         table, key = self._parameter

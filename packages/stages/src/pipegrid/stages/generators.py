@@ -6,8 +6,9 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,14 +62,16 @@ def generators_as_before() -> Iterator[None]:
         restore(states)
 
 
-def seed_by(generator: torch.Generator, device: torch.device) -> States:
-    """Seed torch's generators by a draw of ``generator``; returns their states before it, for `restore`."""
-    states, seed = capture_torch(device), int(torch.randint(2**63 - 1, (), generator=generator))
+def seed_by(generator: torch.Generator, device: torch.device) -> Callable[[], object]:
+    """Seed torch's generators by a draw of ``generator``; returns what sets them to their states before it."""
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
     if device.type == "cpu":  # torch.manual_seed() formats the stack for each kind of device that is not in use yet
+        state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-    return states
+        return partial(torch.default_generator.set_state, state)
+    states = capture_torch(device)
+    torch.manual_seed(seed)
+    return partial(restore, states, device)
 
 
 @contextmanager

@@ -135,7 +135,11 @@ class Stage(nn.Module):
 
         Arguments are those of the whole model.
         """
-        received: Any = None if self.number == 0 else self._arrived()
+        received = self.received
+        if self.number == 0:
+            received = None
+        elif not isinstance(received, torch.Tensor):
+            received = self._arrived(received)
         part = None if self.current_slice is None or self._slice_argument is None else self.current_slice
         if received is not None or self._carry or self.kv_caches is not None or part is not None:
             kwargs, args = by_name(self._flow.accepted, args, kwargs) if args else kwargs, ()
@@ -199,9 +203,8 @@ class Stage(nn.Module):
             return None
         return self._flow.embedded(received)
 
-    def _arrived(self) -> Any:
+    def _arrived(self, received: Any) -> Any:
         """The payload of the stage before: hidden states, and what is carried with them."""
-        received = self.received
         if (self.module is not None or self._carry) and isinstance(received, Mapping):
             if self.module not in received:
                 raise self._no_module(received)

@@ -36,6 +36,7 @@ class Bucket:
     """Parameters whose gradients travel in one buffer, with one flag each that counts the replicas that had a gradient.
 
     A large gradient that is alone is summed in place, and its flag beside it: nothing would overlap copies of it.
+    Its methods are called without grad mode.
 
     Attributes:
         layouts: of its parameters, which are alike (`ParameterGradient.bucket`).
@@ -51,16 +52,20 @@ class Bucket:
     gradients: list[torch.Tensor | None] = field(factory=list)
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
-    started: bool = False
+    started: bool = field(init=False)
     missing: int = field(init=False)
     """Parameters whose gradients are not whole."""
-    wait: Callable[[Waiting], None] | None = None
+    wait: Callable[[Waiting], None] | None = field(init=False)
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
 
     def __attrs_post_init__(self) -> None:
         self.parameters = tuple([each.parameter for each in self.layouts])
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a step."""
         self.tensor, self.replicas = self.layouts[0].summed_over
-        self.missing = len(self.parameters)
+        self.started, self.missing, self.wait = False, len(self.parameters), None
 
     @property
     def tie(self) -> TieMark | None:
@@ -90,7 +95,8 @@ class Bucket:
                 continue
             if gradient.is_sparse:
                 return f"{each} has a sparse gradient; use Embedding(sparse=False)"
-            unlike = unlike_its_parameter(each.parameter, gradient)
+            plain = type(gradient) is torch.Tensor and not each.mesh
+            unlike = None if plain else unlike_its_parameter(each.parameter, gradient)
             if unlike is not None:
                 return f"{each} has a DTensor gradient that no sum makes its shard: {unlike}"
         return None
@@ -101,11 +107,11 @@ class Bucket:
         if not self.perhaps_partial:
             self._start_sum()
 
-    @torch.no_grad()
     def _start_sum(self) -> None:
         """Copy the gradients into the buffer and start its first all-reduce."""
         self.gradients = [
-            None if gradient is None else local_of(gradient) for gradient in map(accumulated, self.parameters)
+            gradient if gradient is None or type(gradient) is torch.Tensor else local_of(gradient)
+            for gradient in map(accumulated, self.parameters)
         ]
         first = self.first
         if first is None:
@@ -145,7 +151,6 @@ class Bucket:
             self.wait(waiting)
             self._sum_over(self.replicas)
 
-    @torch.no_grad()
     def _sum_partial(self, waiting: Waiting) -> None:
         """Group by group, in one buffer each, and give the sums the placements of their parameters."""
         found = [
@@ -169,7 +174,6 @@ class Bucket:
         """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
         return self.flags if None in self.gradients else None
 
-    @torch.no_grad()
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
         """Divide by ``divisor`` (None: the module's replicas), and put the results where the gradients were.
 

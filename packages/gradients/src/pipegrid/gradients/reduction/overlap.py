@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -22,17 +22,16 @@ class EarlyReduction:
     """
 
     def __init__(
-        self, reduction: GradientReduction, last: Mapping[int, int], models: Mapping[int, torch.nn.Module]
+        self, reduction: GradientReduction, last: Mapping[int, int], trained: Mapping[int, Sequence[torch.nn.Parameter]]
     ) -> None:
         self._reduction = reduction
         held: dict[int, tuple[int, torch.nn.Parameter]] = {}
         for place, stage in last.items():  # in the order of the plan, so that the last of several stages stays
-            for parameter in models[stage].parameters() if stage in models else ():
+            for parameter in trained.get(stage, ()):
                 held[id(parameter)] = place, parameter
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
         for place, parameter in held.values():
-            if parameter.requires_grad:
-                self._parameters.setdefault(place, []).append(parameter)
+            self._parameters.setdefault(place, []).append(parameter)
         self._place = 0
         self._handles: list[RemovableHandle] = []
 

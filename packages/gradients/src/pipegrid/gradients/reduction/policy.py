@@ -9,15 +9,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from pipegrid.autograd import is_compiled_in_place
-from pipegrid.autograd.fsdp import divide_factor, fsdp_modules, has_fsdp
+from pipegrid.autograd.fsdp import divide_factor, fsdp_among, has_fsdp
+from pipegrid.autograd.tree import modules_in
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import fsdp_divisors
 from pipegrid.gradients.errors import GradientError
@@ -30,6 +33,7 @@ from pipegrid.gradients.groups import (
     size_of,
 )
 from pipegrid.gradients.layout import marks_of
+from pipegrid.gradients.main_grad import accumulation_dtype
 from pipegrid.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
 from pipegrid.gradients.reduction.replicas import meet_replicas, require_equal_norms, require_equal_parameters
 from pipegrid.monitor import DisagreementError
@@ -93,9 +97,11 @@ class GradientPolicy:
         return StepGradients(self, models, config, pg_collection, waiting, reduction)
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class StepGradients:
-    """The gradients of one step: compared among replicas before it, and finished after it as the policy says.
+    """The gradients of a step: compared among replicas before it, and finished after it as the policy says.
+
+    It serves a later step of the same models as well, after `begin`, as long as `observed` finds no change in them.
 
     Attributes:
         policy: decides who finishes them.
@@ -113,11 +119,13 @@ class StepGradients:
     waiting: Waiting
     reduction: GradientReduction | None
 
-    @property
+    @cached_property
     def forms(self) -> dict[str, object]:
         """By module with several replicas what this rank does to finish its gradients: who, and in which buckets."""
         found: dict[str, object] = {}
-        for name in dict.fromkeys(self.policy.names.values()) if dist.is_initialized() and not is_dry() else ():
+        if self.pg_collection is None or not dist.is_initialized() or is_dry():
+            return found
+        for name in dict.fromkeys(self.policy.names.values()):
             if self._replicas(name) is not None:
                 buckets = () if self.reduction is None else self.reduction.form_of(name)
                 found[name] = self._finisher(name), buckets
@@ -182,6 +190,21 @@ class StepGradients:
         finisher = "a finalize_model_grads_func" if self.policy.by_hand else finisher
         added = " by unit" if getattr(self.config, "grad_add", "") == "by_unit" else ""
         return f"{self.policy.losses} losses and {finisher}{added}"
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it may serve later steps; not with ``fully_shard``, which replaces parameters in each of them."""
+        return self.reduction is None or not any(each.by_fsdp for each in self.reduction.layout.gradients)
+
+    @cached_property
+    def trained(self) -> Mapping[int, Sequence[torch.nn.Parameter]]:
+        """The parameters to train of each stage."""
+        return {stage: [one for one in model.parameters() if one.requires_grad] for stage, model in self.models.items()}
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        if self.reduction is not None:
+            self.reduction.begin()
 
     def require_whole(self) -> None:
         """Raise unless every replica can end the step with whole gradients, as ``force_all_reduce`` asks.
@@ -375,18 +398,27 @@ def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:
 
 
 def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
-    """All that `gradient_policy`, `required_ties` and the checks of a first step read off ``models`` and may change.
+    """All that a step derives from ``models`` and may change: what it looks at in every one of them, in one walk.
 
     Modules count, since a later step may find one swapped, wrapped or compiled. Those of ``fully_shard`` stand for
     their parameters, which it replaces in every step.
     """
     found: list[object] = []
     for model in models:
-        sharded = has_fsdp(model)
-        for _, inner in fsdp_modules(model) if sharded else ():
+        modules = modules_in(model)
+        sharded = fsdp_among(modules)
+        for inner in sharded:
             found += (id(inner), divide_factor(inner))
-        for module in model.modules():
-            found += (id(module), is_compiled_in_place(module))
-        for parameter in model.parameters():
-            found += (None if sharded else id(parameter), parameter.requires_grad, marks_of(parameter))
+        found += map(id, modules)
+        found += map(is_compiled_in_place, modules)
+        for parameter in [each for module in modules for each in module._parameters.values()]:  # noqa: SLF001
+            if parameter is None:
+                continue
+            plain = type(parameter) is torch.nn.Parameter
+            found.append(parameter.requires_grad)
+            if not sharded:
+                shape = parameter.shape if plain or not is_lazy(parameter) else None
+                found += (id(parameter), shape, parameter.dtype, parameter.device)
+            if not plain or vars(parameter):  # most carry no mark
+                found += (marks_of(parameter), accumulation_dtype(parameter))
     return tuple(found)

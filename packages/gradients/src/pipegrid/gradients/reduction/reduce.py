@@ -85,16 +85,29 @@ def reduce_gradients(
 
 @define(eq=False)
 class GradientReduction:
-    """The reduction of one step's gradients on this rank: buckets in the order in which ranks of a group start them."""
+    """The reduction of a step's gradients on this rank: buckets in the order in which ranks of a group start them."""
 
     layout: GradientLayout
     buckets: tuple[Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
     _bucket_of: dict[int, Bucket] = field(init=False)
+    _left: dict[int, Bucket] = field(init=False)  # of the parameters whose gradients are not whole
 
     def __attrs_post_init__(self) -> None:
         self._bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self._left = dict(self._bucket_of)
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._left = dict(self._bucket_of)
+        for bucket in self.buckets:
+            bucket.begin()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is reduced."""
+        return [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
     @classmethod
     def of(
@@ -147,13 +160,14 @@ class GradientReduction:
         """
         filled = False
         for parameter in parameters:
-            bucket = self._bucket_of.pop(id(parameter), None)
+            bucket = self._left.pop(id(parameter), None)
             if bucket is not None:
                 bucket.missing -= 1
                 filled = filled or not bucket.missing
         if filled:
             self._start_filled()
 
+    @torch.no_grad()
     def _start_filled(self) -> None:
         behind: set[int] = set()  # groups with a bucket that is not whole
         for bucket in self.buckets:
@@ -175,7 +189,7 @@ class GradientReduction:
             bucket.start()
         divisor: Divisor | None = self.loss_lanes
         if num_tokens is not None:
-            device = device_of(self.layout.modules, self.job_group)
+            device = self.layout.device or device_of(self.layout.modules, self.job_group)
             total = num_tokens() if callable(num_tokens) else global_tokens(num_tokens, device, self.job_group, waiting)
             divisor = torch.where(total > 0, total, torch.ones_like(total))
         for bucket in self.buckets:
@@ -188,7 +202,7 @@ class GradientReduction:
                 bucket.finish(divisor, (True,) * len(bucket.parameters))
             else:
                 unknown.append(bucket)
-        for bucket, used in zip(unknown, used_in(unknown), strict=True):
+        for bucket, used in zip(unknown, used_in(unknown) if unknown else (), strict=True):
             bucket.finish(divisor, used)
 
     def _startable(self) -> list[Bucket]:

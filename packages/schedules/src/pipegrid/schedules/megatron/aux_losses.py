@@ -71,6 +71,8 @@ def aux_loss_scalers(config: Any) -> tuple[AuxLossScaler, ...]:
         for (module, name), how in _MEGATRON.items()
         if (found := getattr(sys.modules.get(module), name, None)) is not None
     ]
+    if not own:
+        return tuple(known)
     taken = {each.owner for each in own}
     return (*own, *[each for each in known if each.owner not in taken])
 

@@ -14,10 +14,10 @@ import torch
 from attrs import define, field, frozen
 
 from pipegrid.gradients.groups import collections_by_name
-from pipegrid.gradients.reduction import observed
+from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.plan import Routes
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
-from pipegrid.schedules.megatron.config import OF_MEGATRON, config_of, option
+from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.runtime import MessageHook
 
@@ -50,11 +50,24 @@ class LossSums:
         return self._found
 
 
+@define(eq=False)
+class LastStep:
+    """What a caller that holds its models and a `PipelineConfig` keeps of the last step that has trained them.
+
+    Attributes:
+        prepared: what the step was run by.
+        gradients: of the models, for a step that is run by the same and finds nothing changed in them.
+    """
+
+    prepared: object = field(default=None, init=False)
+    gradients: StepGradients | None = field(default=None, init=False)
+
+
 @frozen(eq=False, kw_only=True)
 class StepCall:
     """The arguments of one call, under the names that the step functions have for them.
 
-    ``batch``: see `PipelineRuntime.step`; ``sums``: see `forward_backward_with_schedule`.
+    ``batch``: see `PipelineRuntime.step`; ``sums`` and ``last``: see `forward_backward_with_schedule`.
     """
 
     forward_step_func: Callable[..., Any]
@@ -74,6 +87,7 @@ class StepCall:
     force_all_reduce: bool | None = False
     batch: str | None = None
     sums: LossSums | None = None
+    last: LastStep | None = None
 
 
 class StepKey(NamedTuple):
@@ -109,8 +123,8 @@ class StepKey(NamedTuple):
     marks: tuple[object, ...]
 
 
-def step_key(kind: object, call: StepCall) -> StepKey:
-    """The key of ``call``.
+def step_key(kind: object, call: StepCall, known: KnownOptions) -> StepKey:
+    """The key of ``call``; ``known``: of its models.
 
     Raises:
         StepArgumentError: a model has no config.
@@ -128,7 +142,7 @@ def step_key(kind: object, call: StepCall) -> StepKey:
         call.adjust_tensor_shapes_fn is not None,
         nesting,
         tuple(map(weakref.ref, models)),
-        (have_one_config(models), *options_of(config)),
+        (have_one_config(models), bool(aux_loss_scalers(config)), *known.of(config)),
         _groups(call.pg_collection),
         tuple([vars(model).get("stage_of_layout") for model in models]),  # a module is slow to say what it lacks
         observed(models),
@@ -137,6 +151,8 @@ def step_key(kind: object, call: StepCall) -> StepKey:
 
 def have_one_config(models: Sequence[Any]) -> bool:
     """Whether all ``models`` have the same config, or equal ones."""
+    if len(models) == 1:
+        return True
     configs = [config_of(model) for model in models]
     return all(each is configs[0] or each == configs[0] for each in configs[1:])
 
@@ -145,10 +161,15 @@ def flat(model: Any) -> tuple[object, tuple[Any, ...]]:
     """How the argument ``model`` is nested, and its models in order."""
     if isinstance(model, (list, tuple)):
         return len(model), tuple(model)
-    if isinstance(model, Mapping):
-        parts = [flat(value) for value in model.values()]
-        return tuple(zip(model, (form for form, _ in parts), strict=True)), tuple(m for _, held in parts for m in held)
-    return "one", (model,)
+    if isinstance(model, torch.nn.Module) or not isinstance(model, Mapping):
+        return "one", (model,)
+    forms: list[tuple[Any, object]] = []
+    models: list[Any] = []
+    for name, value in model.items():
+        form, held = flat(value)
+        forms.append((name, form))
+        models += held
+    return tuple(forms), tuple(models)
 
 
 _VALUES = (
@@ -187,11 +208,26 @@ def options_of(config: Any) -> tuple[object, ...]:
         *[option(config, name) for name in _VALUES],
         *[option(config, name) is not None for name in _FUNCTIONS],
         *[getattr(config, name, None) for name in OF_MEGATRON],
-        bool(aux_loss_scalers(config)),
         sharding_key(option(config, "shard"), option(config, "prefetch")),
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
         tuple((tie.name, tie.stages, tuple(map(id, tie.copies))) for tie in option(config, "tied_parameters")),
     )
+
+
+@define(eq=False)
+class KnownOptions:
+    """`options_of` the last config of a model, where it cannot change."""
+
+    _config: weakref.ref[PipelineConfig] | None = field(default=None, init=False)
+    _options: tuple[object, ...] = field(default=(), init=False)
+
+    def of(self, config: Any) -> tuple[object, ...]:
+        """The options of ``config``."""
+        if type(config) is not PipelineConfig or isinstance(config.shard, dict):
+            return options_of(config)
+        if self._config is None or self._config() is not config:
+            self._config, self._options = weakref.ref(config), options_of(config)
+        return self._options
 
 
 _GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")
@@ -204,4 +240,4 @@ def _groups(pg_collection: Any) -> tuple[object, ...]:
     by_name = collections_by_name(pg_collection)
     if by_name is None:
         return tuple([getattr(pg_collection, name, None) for name in _GROUPS])
-    return tuple((module, *_groups(collection)) for module, collection in by_name.items())
+    return tuple([(module, *_groups(collection)) for module, collection in by_name.items()])

@@ -63,7 +63,7 @@ def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> N
                 f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
             )
     for stage, model in models.items():
-        if not numbered_modules(model, "current_slice"):
+        if not numbered_modules(model.modules(), "current_slice"):
             raise StepArgumentError(
                 f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
                 "sees the earlier slices; set current_slice = None on each attention module (or on any)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,14 +40,16 @@ class WithLoss:
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Set ``current_microbatch`` of every module of ``model`` with that attribute."""
-    for module in numbered_modules(model):
+    for module in numbered_modules(model.modules()):
         module.current_microbatch = microbatch_id  # type: ignore[assignment]
 
 
-def numbered_modules(model: torch.nn.Module, name: str = "current_microbatch") -> tuple[torch.nn.Module, ...]:
-    """The modules of ``model`` with a ``current_microbatch``, or with the attribute ``name``."""
+def numbered_modules(
+    modules: Iterable[torch.nn.Module], name: str = "current_microbatch"
+) -> tuple[torch.nn.Module, ...]:
+    """Those of ``modules`` with a ``current_microbatch``, or with the attribute ``name``."""
     # Looked up so, a module without it costs no error of its `__getattr__`.
-    return tuple([each for each in model.modules() if name in vars(each) or hasattr(type(each), name)])
+    return tuple([each for each in modules if name in vars(each) or hasattr(type(each), name)])
 
 
 def forward_step(
@@ -240,7 +242,9 @@ def scaled_loss(
         where = "" if vp_stage is None else f" on chunk {vp_stage}"
         raise StageOutputError(f"the loss{where} is {describe(loss)}; a loss is a tensor with one element")
     if len(result) == 3:
-        num_tokens = _tokens(result[1])
+        num_tokens = result[1]
+        if not isinstance(num_tokens, torch.Tensor) or num_tokens.dtype != torch.float64 or num_tokens.dim():
+            num_tokens = _tokens(num_tokens)
         if not per_token:
             # Weights are counted in float64, which must not widen the loss.
             loss = (loss / _tokens_per_rank(num_tokens, loss, config, cp_group) / num_microbatches).to(loss.dtype)

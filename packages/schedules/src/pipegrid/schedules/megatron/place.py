@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from attrs import frozen
@@ -63,7 +63,7 @@ class PlanNeeds:
         return verify(lower(computes, tied=dict(self.ties), proved=True, **options), window=window)
 
 
-@frozen
+@frozen(slots=False)
 class Place:
     """The module graph of a job, and this rank's stages in it.
 
@@ -90,6 +90,14 @@ class Place:
         """The modules on this rank, in the order of their stages."""
         return tuple(dict.fromkeys(map(self.module_of, self.stages)))
 
+    @cached_property
+    def _held(self) -> dict[str, list[int]]:
+        """The stages on this rank by module."""
+        held: dict[str, list[int]] = {}
+        for stage in self.stages:
+            held.setdefault(self.module_of(stage), []).append(stage)
+        return held
+
     def by_stage(self, value: Any, name: str) -> dict[int, Any]:
         """``value`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
@@ -97,9 +105,7 @@ class Place:
         item for each, or None; else StepArgumentError. Of a module with one, a list or tuple of one is its item; other
         sequences (``range(100)``, a data set) are values.
         """
-        held: dict[str, list[int]] = {}
-        for stage in self.stages:
-            held.setdefault(self.module_of(stage), []).append(stage)
+        held = self._held
         by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
         if set(by_module) != set(held):
             raise StepArgumentError(

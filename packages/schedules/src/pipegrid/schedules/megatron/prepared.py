@@ -14,17 +14,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, checked
 from pipegrid.gradients.groups import group_of
-from pipegrid.gradients.reduction import GradientPolicy, gradient_policy, required_ties, tied_stages
+from pipegrid.gradients.reduction import (
+    GradientPolicy,
+    StepGradients,
+    gradient_policy,
+    required_ties,
+    tied_stages,
+)
 from pipegrid.gradients.reduction.policy import Models
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
-from pipegrid.schedules.megatron.call import StepCall, flat, step_key
+from pipegrid.schedules.megatron.call import KnownOptions, StepCall, flat, step_key
 from pipegrid.schedules.megatron.call_hooks import CallHooks
 from pipegrid.schedules.megatron.checks import (
     CHECKPOINTS,
@@ -33,7 +39,7 @@ from pipegrid.schedules.megatron.checks import (
     require_in_place,
     require_sliced,
 )
-from pipegrid.schedules.megatron.config import checked_option, config_of, option, require_options
+from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, config_of, option, require_options
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
@@ -79,10 +85,12 @@ class ModelState:
             steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
             others.
         running: inside a step.
+        options: of their config.
     """
 
     compared: Mapping[str, object] | None = None
     running: PreparedStep | None = None
+    options: KnownOptions = field(factory=KnownOptions, init=False)
 
 
 _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref.WeakKeyDictionary()
@@ -98,7 +106,7 @@ def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
     kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
     if kept:
         try:
-            key = step_key(kind, call)
+            key = step_key(kind, call, kept[0].state.options)
         except TypeError:
             require_options(config_of(first))
             raise
@@ -201,7 +209,7 @@ class PreparedStep:
             monitor=option(config, "monitor"),
             failure_dir=option(config, "failure_dir"),
         )
-        self.key = step_key(kind, call)
+        self.key = step_key(kind, call, state.options)
 
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
         if call.forward_only:
@@ -292,6 +300,20 @@ class PreparedStep:
             for stage in self.stages.values():
                 stage.end()
             state.running, self._config, self._hooks.current, self._reduce_tie = None, None, (), _nothing
+
+    def gradients(self, call: StepCall, models: Models, config: Any) -> StepGradients:
+        """Those of a step of ``call``: of the caller's last one, where that was run by this and reduces alike."""
+        assert self.policy is not None  # of a step that trains
+        last = call.last
+        known = None if last is None or last.prepared is not self else last.gradients
+        if known is not None and known.config is config and known.pg_collection is call.pg_collection:
+            known.begin()
+            return known
+        gradients = self.policy.of_step(models, config, call.pg_collection, self.waiting)
+        if last is not None:
+            lasts = gradients.lasts and isinstance(config, PipelineConfig)
+            last.prepared, last.gradients = self, gradients if lasts else None
+        return gradients
 
     def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
         """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
+from pipegrid.autograd.tree import modules_in
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, aux_loss_scalers, grad_scale, one_like
+from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, grad_scale, one_like
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.counts import check_first_val_step
 from pipegrid.schedules.megatron.forward import (
@@ -126,26 +127,28 @@ class MegatronStage:
         config: Any,
         first_val_step: bool | None,
         announced: AnnouncedShapes | None,
+        scalers: tuple[AuxLossScaler, ...],
     ) -> None:
         """Look up, before a step runs, what its forwards need of the model and the config."""
         batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
         self._require_data(data_iterator, batches)
         starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
+        modules = modules_in(model)
         self.infos, self.num_tokens, self.forwards_left = [], None, len(self.units.order) * self.num_slices
         self.call = StageCall(
             forward_step_func,
             data_iterator,
             model,
             config,
-            numbered_modules(model),
-            numbered_modules(model, "current_replica"),
+            numbered_modules(modules),
+            numbered_modules(modules, "current_replica"),
             batches,
-            numbered_modules(model, "current_slice") if self.num_slices > 1 else (),
+            numbered_modules(modules, "current_slice") if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
             autocast_of(config, model),
-            None if self.forward_only or option(config, "aux_loss_scalers") is None else aux_loss_scalers(config),
+            None if self.forward_only or option(config, "aux_loss_scalers") is None else scalers,
         )
 
     def _require_data(self, data_iterator: Any, batches: UnitBatches | None) -> None:
@@ -183,7 +186,7 @@ class MegatronStage:
             for payload in inputs.values():
                 call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
         if call.numbered:
-            number = self.units.microbatch(microbatch)
+            number = microbatch if self.units.routes is None else self.units.microbatch(microbatch)
             for module in call.numbered:  # a number is none of what Module.__setattr__ looks for
                 object.__setattr__(module, "current_microbatch", number)
         for module in call.homed:

@@ -13,6 +13,7 @@ import torch
 from pipegrid.gradients import deferred_weight_gradients, fresh_gradients
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.groups import group_of
+from pipegrid.gradients.main_grad import set_aside
 from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.megatron.aux_losses import AuxLossScales, aux_loss_scalers, one_like
@@ -33,12 +34,12 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     models = prepared.models()
     config = config_of(next(iter(models.values())))
     data_iterators = prepared.place.by_stage(call.data_iterator, "data_iterator")
-    announced = prepared.announced(call, config)
+    announced, scalers = prepared.announced(call, config), aux_loss_scalers(config)
     require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
     with prepared.running(config), contextlib.ExitStack() as outside:
         for stage, model in models.items():
             prepared.stages[stage].begin(
-                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced
+                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced, scalers
             )
         if call.sums is not None and call.sums.early:
             _begin_with_last_forward(prepared, call.sums)
@@ -46,8 +47,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
             prepared.begin(option(config, "hooks"))
             prepared.runtime.eval(batch=call.batch)
         else:
-            gradients = prepared.policy.of_step(models, config, call.pg_collection, prepared.waiting)
-            _train(prepared, gradients, call, outside)
+            _train(prepared, prepared.gradients(call, models, config), call, outside)
         infos = infos_of(prepared)
         if call.sums is not None:
             call.sums.begin(infos)
@@ -119,7 +119,7 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
             tokens = partial(_second, call.sums)
         gradients.finish(counted, tokens, force_all_reduce=forced)
 
-    with fresh_gradients({} if reduction is None else reduction.layout.modules):
+    with set_aside(() if reduction is None else reduction.parameters):
         prepared.runtime.step(
             start=compare,
             finish=finish,
@@ -144,7 +144,7 @@ def _hooks(
     if prepared.syncs:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:
-        early = EarlyReduction(gradients.reduction, prepared.last_backwards, models)
+        early = EarlyReduction(gradients.reduction, prepared.last_backwards, gradients.trained)
         outside.callback(early.close)
         hooks = [*hooks, early]
     return hooks if units is None else [*hooks, units]

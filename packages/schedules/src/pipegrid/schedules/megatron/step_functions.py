@@ -13,7 +13,7 @@ from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.plans.generators import find_schedule, require_slices
 from pipegrid.plans.plan import Routes
-from pipegrid.schedules.megatron.call import LossSums, StepCall
+from pipegrid.schedules.megatron.call import LastStep, LossSums, StepCall
 from pipegrid.schedules.megatron.counts import size_of
 from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled
 from pipegrid.schedules.megatron.step import run_step
@@ -192,6 +192,7 @@ def forward_backward_with_schedule(
     force_all_reduce: bool | None = False,
     batch: str | None = None,
     sums: LossSums | None = None,
+    last: LastStep | None = None,
 ) -> list[Any]:
     """One step of a named schedule, for one module or a graph of modules (`schedule_for`).
 
@@ -213,6 +214,8 @@ def forward_backward_with_schedule(
       `PipelineRuntime.step`.
     - ``sums``, with ``calculate_per_token_loss``: what sums the tokens of the job, and other numbers, in place of an
       all-reduce behind the last backward.
+    - ``last`` is what the caller keeps from step to step, with its models: a step that finds nothing changed in them
+      derives nothing again.
 
     Raises:
         StepArgumentError: no communicator, or lists without an item for each stage.

@@ -15,7 +15,7 @@ from pipegrid.core.sharing import LaneSharing
 from pipegrid.gradients.errors import GradientError
 from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
-from pipegrid.schedules.runtime.stages.stage import modules_of
+from pipegrid.schedules.runtime.stages.stage import held_modules, modules_of
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan
@@ -197,13 +197,13 @@ def require_bare(stages: Mapping[int, Any]) -> None:
         GradientError: there is one.
     """
     for number, stage in stages.items():
-        for name, module in modules_of(stage):
-            if isinstance(module, DistributedDataParallel):
-                raise GradientError(
-                    f"stage {number} has a DistributedDataParallel ({name}), which would reduce the wrong gradients: "
-                    "in this plan other forwards come before a backward, or it is split. Give the stage the bare "
-                    "module, and call reduce_gradients(...) after the step"
-                )
+        if [module for module in held_modules(stage) if isinstance(module, DistributedDataParallel)]:
+            name = next(name for name, each in modules_of(stage) if isinstance(each, DistributedDataParallel))
+            raise GradientError(
+                f"stage {number} has a DistributedDataParallel ({name}), which would reduce the wrong gradients: in "
+                "this plan other forwards come before a backward, or it is split. Give the stage the bare module, and "
+                "call reduce_gradients(...) after the step"
+            )
 
 
 def _one_at_a_time(plan: Plan, position: int, stage: int) -> bool:

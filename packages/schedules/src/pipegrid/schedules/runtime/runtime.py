@@ -7,8 +7,7 @@ At construction every action is bound to what it does, so that a step only calls
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -196,10 +195,13 @@ class PipelineRuntime:
         """
         kind = ActionKind(kind)
         function = checked(function, _Effect, "function", StepArgumentError)
-        with self._alone_in_time("register()"):
+        self._enter("register()")
+        try:
             before = self._effects.get(kind)
             self._effects[kind] = function if before is None else partial(_around, function, before)
             self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
+        finally:
+            self._one_step.release()
 
     def describe(self) -> str:
         """What is proved of the plan and, after a step, which stages do not run their backwards in halves as planned.
@@ -293,14 +295,10 @@ class PipelineRuntime:
         if self._monitor is not None:
             self._monitor.check()
 
-    @contextmanager
-    def _alone_in_time(self, what: str) -> Iterator[None]:
+    def _enter(self, what: str) -> None:
+        """Take `_one_step`."""
         if not self._one_step.acquire(blocking=False):
             raise PipelineError(f"{what} inside a step, at {self.where}: a runtime runs one step at a time")
-        try:
-            yield
-        finally:
-            self._one_step.release()
 
     def _run(
         self,
@@ -311,7 +309,8 @@ class PipelineRuntime:
         agree: str = "",
         batch: str | None = None,
     ) -> None:
-        with self._alone_in_time("step() or eval()"):
+        self._enter("step() or eval()")
+        try:
             program = self._program if grad else self._forwards
             for sharded in self._bound.sharded.values():
                 sharded.begin()
@@ -344,11 +343,13 @@ class PipelineRuntime:
                 raise failed from error
             if self._monitor is not None:
                 self._monitor.end()
+        finally:
+            self._one_step.release()
 
     def _start(self, program: Program, *, grad: bool) -> None:
         self._failures.require_none()
         self._bound.begin(training=grad)
-        if self._cold or self._patient:
+        if grad in self._cold or self._patient:
             self._allow_compilation(first=grad in self._cold)
             self._cold.discard(grad)
         self._cursor.begin(program)

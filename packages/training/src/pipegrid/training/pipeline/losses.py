@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
@@ -36,8 +36,14 @@ Weighed = tuple[Tensor, Tensor, Tensor]
 """What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
 both again and, of a sum, the weight of one counted, its square, and a one."""
 
-MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
-"""The weighed loss of the output of a last stage."""
+
+class MicrobatchLoss(Protocol):
+    """The weighed loss of the output of a last stage."""
+
+    def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
+        """Of one microbatch; ``counts`` of the step."""
+        ...
+
 
 _ROUNDING = 1e-9
 
@@ -75,8 +81,9 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
     weight = counts.weight(rule, count)
-    told = torch.stack([loss.detach().double().reshape(()) * weight, weight])
-    return loss * weight.to(loss.dtype), weight, torch.cat([told, told.new_zeros(3)])
+    zero = torch.zeros_like(weight)
+    told = torch.stack([loss.detach().double().reshape(()) * weight, weight, zero, zero, zero])
+    return loss * weight.to(loss.dtype), weight, told
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

@@ -19,6 +19,7 @@ from pipegrid.stages.torch_compat import tree_map_only
 from pipegrid.topology import HyperCommGrid, replica_of
 from pipegrid.training.pipeline.rows import Rows
 
+_UNLABELLED = (0, 0, 0, 0, 1)  # `counts_of` without labels, after the rows
 _NUMBERS = 2  # axes of labels, masks and weights
 
 
@@ -27,7 +28,7 @@ class Microbatch:
     """A part of a batch.
 
     Attributes:
-        inputs: what the forward is called with.
+        inputs: what the forward is called with. The rest is for the loss:
         rows: samples.
         counts: by rule, what a loss may be a mean over (`counts_of`).
         labels: of these all labels that count, and those without the first of each row. None without labels.
@@ -35,10 +36,10 @@ class Microbatch:
     """
 
     inputs: Mapping[str, Any]
-    rows: int
-    counts: tuple[int, ...]
-    labels: tuple[int, int] | None
-    pattern: frozenset[str]
+    rows: int = 0
+    counts: tuple[int, ...] = ()
+    labels: tuple[int, int] | None = None
+    pattern: frozenset[str] = frozenset()
 
 
 @frozen
@@ -93,31 +94,50 @@ def microbatches(
 
 
 def microbatch(
-    part: Mapping[str, Any], share: Share, device: torch.device, by: Rows | None = None, rows: int | None = None
+    part: Mapping[str, Any],
+    share: Share,
+    device: torch.device,
+    by: Rows | None = None,
+    rows: int | None = None,
+    *,
+    counts: bool = True,
 ) -> Microbatch:
-    """The share of a replica, its tensors on ``device``; ``rows`` where its rows are known."""
+    """The share of a replica, its tensors on ``device``.
+
+    ``rows``: where they are known. Without ``counts`` what the forward is called with alone.
+    """
     by = by or Rows()
     inputs = part if share.parts == 1 else _shared(part, share, by)
-    rows = by.number_or_first(inputs) if rows is None else rows
     moved = {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
             moved[name] = value.to(device, non_blocking=True)
         else:
             moved[name] = tree_map_only(torch.Tensor, partial(torch.Tensor.to, device=device, non_blocking=True), value)
-    counts, labels = counts_of(inputs, rows), inputs.get("labels")
-    counted = isinstance(labels, torch.Tensor) and labels.dim()
-    return Microbatch(moved, rows, counts, (counts[1], counts[2]) if counted else None, _pattern(inputs, rows))
+    if not counts:
+        return Microbatch(moved)
+    rows = by.number_or_first(inputs) if rows is None else rows
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or not labels.dim():
+        return Microbatch(moved, rows, (rows, *_UNLABELLED), None, _pattern(inputs, rows))
+    found = counts_of(inputs, rows)
+    return Microbatch(moved, rows, found, (found[1], found[2]), _pattern(inputs, rows))
 
 
 def shared_microbatches(
-    parts: Sequence[Mapping[str, Any]], forms: Sequence[str], share: Share, device: torch.device, by: Rows
+    parts: Sequence[Mapping[str, Any]],
+    forms: Sequence[str],
+    share: Share,
+    device: torch.device,
+    by: Rows,
+    *,
+    counts: bool,
 ) -> list[Microbatch]:
     """`microbatch` of each part of a step, of which those of one form (`form_of`) have equally many rows."""
     rows: dict[str, int] = {}
     made = []
     for part, form in zip(parts, forms, strict=True):
-        made.append(microbatch(part, share, device, by, rows.get(form)))
+        made.append(microbatch(part, share, device, by, rows.get(form), counts=counts))
         rows[form] = made[-1].rows
     return made
 
@@ -129,7 +149,7 @@ def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
     """
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.dim():
-        return rows, 0, 0, 0, 0, 1
+        return rows, *_UNLABELLED
     counted = labels != IGNORED
     following = counted[:, 1:] if labels.dim() > 1 else counted
     return rows, int(counted.sum()), int(following.sum()), counted.numel(), following.numel(), 1
@@ -140,9 +160,11 @@ def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
     found = {"rows"} if rows > 1 else set()
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == rows and value.numel():
-            if bool((value == IGNORED).any()):
+            least, most = torch.aminmax(torch.view_as_real(value) if value.is_complex() else value)
+            low, high = least.item(), most.item()
+            if not (low > IGNORED or high < IGNORED) and bool((value == IGNORED).any()):  # also where one is NaN
                 found.add(f"{name} padded")
-            if bool((value != value.flatten()[0]).any()):
+            if low != high:
                 found.add(f"{name} varies")
     return frozenset(found)
 
@@ -150,6 +172,19 @@ def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
 def signature(forms: Sequence[str]) -> str:
     """The forms of a step's microbatches; equal ones in a row are written once."""
     return " ".join(f"{len(list(same))} of {form}" for form, same in itertools.groupby(forms))
+
+
+def forms_of(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`form_of` each part; a part of tensors like those of the part before has the same."""
+    forms: list[str] = []
+    before: list[object] = []
+    for part in parts:
+        tensors: list[object] = []
+        for name, value in part.items():
+            tensors += (name, value.dtype, value.shape) if isinstance(value, torch.Tensor) else (name, object())
+        forms.append(forms[-1] if forms and tensors == before else form_of(part))
+        before = tensors
+    return forms
 
 
 def form_of(value: Any) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from attrs import Attribute, define, field
@@ -37,6 +37,8 @@ _PATCHES: Final = {
 }
 """By what says how many patches an image has, the entries without rows."""
 _PLANES: Final = (3, 4)  # of positions in time, height and width, and of the text beside them
+_KEPT: Final = 64
+_T = TypeVar("_T")
 _REMEDY = "for what has no rows (patches of images, packed texts) give a list with a dict for each microbatch"
 
 
@@ -56,6 +58,7 @@ class Rows:
     axes: Mapping[str, int] = field(factory=dict)
     whole: tuple[str, ...] = field(default=(), converter=_names)
     _used: dict[str, Axis] = field(factory=dict, init=False, repr=False)
+    _known: dict[tuple[object, ...], Any] = field(factory=dict, init=False, repr=False)  # by names and shapes
 
     @axes.validator
     def _checked(self, _: Attribute[Any], axes: Mapping[str, int]) -> None:
@@ -72,7 +75,7 @@ class Rows:
         Raises:
             StepArgumentError: none, or unequal numbers.
         """
-        lengths = next(self._lengths(batch), {})
+        lengths = self._first_lengths(batch)
         if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
             raise StepArgumentError(
                 f"the first axes of the batch are {lengths}; they must be the same rows, at least one. Name other axes "
@@ -82,8 +85,7 @@ class Rows:
 
     def number_or_first(self, part: Mapping[str, Any]) -> int:
         """The rows of a microbatch that a script has cut: of what is known to have them, else of its first tensor."""
-        found = next(self._lengths(part), {})
-        return next(iter(found.values()), 1)
+        return next(iter(self._first_lengths(part).values()), 1)
 
     def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
         """``count`` parts of a batch of at least as many rows; the first ones have a row more.
@@ -94,8 +96,7 @@ class Rows:
         if count == 1:
             return [batch]
         rows = self.number(batch)
-        axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
-        self._used |= {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
+        axes = self._once("axes", batch, lambda: self._axes(batch, rows, count))
         sizes = [rows // count + (number < rows % count) for number in range(count)]
         return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
 
@@ -121,6 +122,34 @@ class Rows:
             except (RuntimeError, TypeError, ValueError):  # of other lengths
                 return None
         return _with(parts[0], made)
+
+    def _once(self, what: str, batch: Mapping[str, Any], derive: Callable[[], _T]) -> _T:
+        """``derive()``, which names and shapes decide where all entries are tensors: then once for such batches."""
+        form: list[object] = [what]
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                return derive()
+            form += (name, value.shape)
+        key = tuple(form)
+        if key not in self._known:
+            found = derive()
+            if len(self._known) == _KEPT:
+                self._known.clear()
+            self._known[key] = found
+        return cast("_T", self._known[key])
+
+    def _axes(self, batch: Mapping[str, Any], rows: int, count: int) -> dict[str, Axis]:
+        """The axes of the rows of all entries; those of an entry that could have several are the ones of before."""
+        axes = {path: self._axis(path, value, rows, batch, count) for path, value in _entries(batch)}
+        used = {path: axes[path] for path, value in _entries(batch) if _has_axes(value)}
+        if not used.items() <= self._used.items():
+            self._used |= used
+            self._known.clear()
+        return axes
+
+    def _first_lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """The first of `_lengths`; empty where there are none."""
+        return self._once("lengths", batch, lambda: next(self._lengths(batch), {}))
 
     def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
         """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""

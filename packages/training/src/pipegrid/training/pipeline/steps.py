@@ -34,16 +34,16 @@ from pipegrid.schedules import (
     step_plan,
 )
 from pipegrid.schedules.megatron import attached_losses
-from pipegrid.schedules.megatron.call import LossSums
+from pipegrid.schedules.megatron.call import LastStep, LossSums
 from pipegrid.stages import Stage
-from pipegrid.stages.generators import restore, seed_by
+from pipegrid.stages.generators import seed_by
 from pipegrid.timeline import Track
 from pipegrid.training.pipeline.counts import MICROBATCHES, Meeting, StepCounts
 from pipegrid.training.pipeline.exchange import Exchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, are_apart, require_mean
-from pipegrid.training.pipeline.microbatches import Microbatch, Share, form_of, shared_microbatches, signature
+from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.base import Communicator
@@ -93,10 +93,13 @@ class Steps:
     _update: FirstUpdate | None = field(default=None, init=False)
     _unread: list[tuple[Tensor, StepCounts, Meeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
+    _last: LastStep = field(factory=LastStep, init=False)
+    _step: Callable[..., list[Any]] = field(init=False)
     _counts_now: StepCounts | None = field(default=None, init=False)
     """Of the running step; None outside of one, and while tokens are generated."""
 
     def __attrs_post_init__(self) -> None:
+        self._step = get_forward_backward_func(schedule=self.schedule)
         self._set_config(self.config)
 
     @property
@@ -116,9 +119,10 @@ class Steps:
                 "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "
                 "share calls; give such routes to a step function, with UnitBatches"
             )
-        forms = [form_of(part) for part in parts]
+        forms = forms_of(parts)
+        losing = {name for name, _, has_loss in self._roles.values() if has_loss}
         shared = {
-            name: shared_microbatches(parts, forms, share, self.device, self.rows)
+            name: shared_microbatches(parts, forms, share, self.device, self.rows, counts=name in losing)
             for name, share in self.shares.items()
         }
         read = {name: iter if routes is None else partial(_passing, routes, self.replica, name) for name in shared}
@@ -164,11 +168,10 @@ class Steps:
             self._update = None
             update.compare()
         counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
-        step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._add_up, meeting), not has_streams(self.device))
         self._counts_now = counts
         try:
-            step(**given, forward_only=forward_only, sums=sums)
+            self._step(**given, forward_only=forward_only, sums=sums, last=self._last)
             found = sums.wait()
         except Exception:
             meeting.look()
@@ -242,7 +245,7 @@ class Steps:
     def _waiting(self) -> Waiting:
         return Waiting(self.config.deadline, self.config.monitor)
 
-    @property
+    @cached_property
     def _is_counted(self) -> bool:
         """Whether the losses of this rank count: tensor-parallel ranks have the same ones."""
         tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
@@ -288,14 +291,14 @@ class Steps:
     def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
         part, counts = next(parts), self._counts_now
         name, forward, has_loss = self._roles[stage]
-        states = seed_by(self.generators[name], self.device)
+        restore = seed_by(self.generators[name], self.device)
         try:
             if self._comparing is not None:
                 output = self._comparing.forward(stage, forward, part)
             else:
                 output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
         finally:
-            restore(states, self.device)
+            restore()
         if not has_loss:
             if isinstance(stage, Stage):
                 return output, None
@@ -305,7 +308,7 @@ class Steps:
         if counts is None:
             return output, None
         if not isinstance(output, WithLoss):
-            return output, lambda output: self.loss(output, part, counts)
+            return output, partial(self.loss, microbatch=part, counts=counts)
         return output.output, partial(self._with_own_loss, beside=output.loss, part=part, counts=counts)
 
     def _with_own_loss(self, output: Any, beside: Tensor, part: Microbatch, counts: StepCounts) -> Weighed:

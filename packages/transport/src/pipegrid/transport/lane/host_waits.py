@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import final
 
 from pipegrid.transport.lane.transfers import BACKSTOP_SECONDS, LaneTransfers
-from pipegrid.transport.messages.handle import State, Transfer
+from pipegrid.transport.messages.handle import Limit, State, Transfer
 from pipegrid.transport.streams import used_here
 
 _UNATTENDED_SECONDS = 0.05  # until the lane's own thread completes sends without a waiting thread
@@ -30,7 +31,7 @@ class HostWaits(LaneTransfers):
             transfer.waited = True
             patience = self._patience
             if timeout is not None and transfer.state is _ACTIVE:
-                self._set_due(transfer, timeout)
+                transfer.limit = Limit(time.monotonic(), timeout)
                 patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
             try:
                 if queue and queue[0] is transfer:

@@ -208,7 +208,10 @@ class SendQueue:
         self, piece: int, payload: Payload, pending: PendingFree | None = None, aliased: Aliased | None = None
     ) -> None:
         """Keep ``payload`` until it is sent or taken; see `Unread.put`."""
-        self.unread.put(piece, payload, aliased)
+        if aliased is None:
+            self.unread.fresh[piece] = payload
+        else:
+            self.unread.put(piece, payload, aliased)
         if pending is not None and self.local is None:
             self._frees[piece] = pending
 

@@ -124,7 +124,7 @@ class ActivationsInFlight:
             StageOutputError: what the stage returned has no backward, or none in halves.
         """
         if loss is not None or not payloads:  # a last stage
-            check_loss(loss, self.number, self.name(piece))
+            check_loss(loss, self.number, piece if self.num_slices == 1 else self.name(piece))
         roots: list[Sequence[Root | None]] = []
         for index in answered:
             payload = payloads[index]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import frozen
 
+from pipegrid.autograd.tree import modules_in
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.errors import DataEndedError, StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
@@ -135,6 +136,14 @@ def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> 
         f"the forward of stage {stage} changes a tensor in place for microbatch {microbatch} that it received, or a "
         f"parameter: a gradient is collected there. Compute a new tensor, or change x.clone(). Torch says: {error}"
     )
+
+
+def held_modules(stage: Any) -> list[torch.nn.Module]:
+    """`modules_of` without names, for what looks at them in each step."""
+    held = {"model": getattr(stage, "model", None), **getattr(stage, "__dict__", {})}
+    return [
+        each for value in (stage, *held.values()) if isinstance(value, torch.nn.Module) for each in modules_in(value)
+    ]
 
 
 def modules_of(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
@@ -161,10 +162,10 @@ class StageRunner:
             del self.flight.kept[piece // self._num_slices]
         if len(payloads) == 1:
             self.leaving[0].put(piece, payloads[0], pending)
-            return
-        aliased = {id(payload): without_graph(payload) for payload in payloads}
-        for sends, payload in zip(self.leaving, payloads, strict=True):
-            sends.put(piece, payload, pending, aliased[id(payload)])
+        elif payloads:
+            aliased = {id(payload): without_graph(payload) for payload in payloads}
+            for sends, payload in zip(self.leaving, payloads, strict=True):
+                sends.put(piece, payload, pending, aliased[id(payload)])
 
     def _settle(self) -> None:
         """Before the stage runs: it may write what it, or another stage of this position, has returned before."""
@@ -252,7 +253,11 @@ class StageRunner:
             if self.loss_scale is not None:
                 loss = self.loss_scale(loss)
                 check_loss(loss, self.number, self.flight.name(piece), what="loss_scale(loss)")
-            roots.append(get_gradient_edge(loss))
+            node = loss.grad_fn
+            if node is None or isinstance(node, BackwardCFunction):  # see `in_flight`
+                roots.append(get_gradient_edge(loss))
+            else:
+                roots.append(GradientEdge(node, loss.output_nr))
             gradients.append(torch.ones_like(loss))
         for queue, ends in zip(self.gradients_in, live.roots, strict=True):
             payload = queue.take(piece)

@@ -167,18 +167,14 @@ class Unread:
             StageOutputError: it was written before that, or before its send.
         """
         kept = self.left.pop(microbatch)
-        if kept[1] != _TREE:
-            self._end_of(kept)
-            return
-        for one in kept[2]:
-            self._end_of(one)
-
-    def _end_of(self, kept: Kept) -> None:
-        payload, version, address, microbatch, _ = kept
-        if version is not None and payload._version != version:  # noqa: SLF001 -- see `_alias`
-            raise self.written(microbatch)
-        if address:
-            self._go_from(kept)
+        for one in kept[2] if kept[1] == _TREE else (kept,):
+            payload, version, address, number, _ = one
+            if version is not None and payload._version != version:  # noqa: SLF001 -- see `_alias`
+                raise self.written(number)
+            if address and self.places.get(address) is one:
+                del self.places[address]
+            elif address:
+                self._go_from(one)
 
     def _own(self, kept: Kept) -> Kept:
         """The payload as it is now: a copy of what may be written unseen."""
@@ -234,10 +230,12 @@ def _alias(tensor: torch.Tensor) -> Aliased:
         # A leaf is an input that is passed on, or a parameter. Detached, a tensor keeps its version, which torch
         # documents as the way to ask for changes in place.
         version, address = tensor._version, 0 if tensor.grad_fn is None else tensor.data_ptr()  # noqa: SLF001
-        return _marked(tensor.detach(), tensor), version, address
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        alias = tensor.detach()
+    elif type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return tensor, None, 0  # left to the communicator's checks
-    return _marked(tensor.data, tensor), None, tensor.data_ptr()
+    else:
+        alias, version, address = tensor.data, None, tensor.data_ptr()
+    return alias if getattr(tensor, SPLIT_SIZES, None) is None else _marked(alias, tensor), version, address
 
 
 def _marked(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

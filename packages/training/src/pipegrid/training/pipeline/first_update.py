@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
 from pipegrid.training.pipeline.exchange import Exchange, described
@@ -92,12 +93,15 @@ class FirstUpdate:
         names = {id(one): name for name, one in self.named()}
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         held = [(group, one) for group in optimizer.param_groups for one in group["params"] if id(one) in names]
+        if held or kind not in self._optimizers:  # of a rank with nothing to train, the settings
+            self._optimizers[kind] = optimizer
         if held:
-            self._optimizers.setdefault(kind, optimizer)
             self._why_not = self._why_not or _why_not(optimizer, args, kwargs)
         for group, one in held:
             options = {name: value for name, value in _options(group).items() if _is_plain(value)}
             gradient = None if one.grad is None else one.grad.clone()
+            if is_dtensor(one):
+                self._why_not = "parameters are sharded"
             if names[id(one)] in self._updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
             self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient)

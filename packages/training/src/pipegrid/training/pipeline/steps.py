@@ -270,7 +270,7 @@ class Steps:
         states = seed_by(self.generators[name], self.device)
         try:
             if self._comparing is not None:
-                output = self._comparing.forward(stage, forward, part)
+                output = self._comparing.forward(name, stage, forward, part)
             else:
                 output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
         finally:

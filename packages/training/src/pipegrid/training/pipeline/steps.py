@@ -144,14 +144,16 @@ class Steps:
         ``batch``: what the script gave, of which they are parts.
         """
         given = self.arguments(parts, routes)
+        number = len(parts) if self.is_one_batch and routes is None else None
+        counts = self._counts(given["data_iterator"], number, "evaluate" if forward_only else "step")
         if self._update is not None and not forward_only:
+            counts.wait()  # a rank that is in another call does not come to the comparison
             update, self._update = self._update, None
             self._update = None if update.compare() else update
         first = None if forward_only or routes is not None else self.first
-        if first is not None and first.begin(parts, batch):
-            self._comparing = first
-        number = len(parts) if self.is_one_batch and routes is None else None
-        counts = self._counts(given["data_iterator"], number, "evaluate" if forward_only else "step")
+        if first is not None:
+            counts.wait()
+            self._comparing = first if first.begin(parts, batch) else None
         step = get_forward_backward_func(schedule=self.schedule)
         sums = LossSums(partial(self._told, trained=not forward_only))
         self._counts_now = counts
@@ -196,7 +198,8 @@ class Steps:
         if number is not None:
             return StepCounts.known(own, number, self.device)
         counted = own if self._is_counted else []
-        return StepCounts.start(counted, self.device, self.config.job_group, self._waiting, call=call)
+        waiting = Waiting(self.config.deadline, self.config.monitor, f"the counts of {call}()")
+        return StepCounts.start(counted, self.device, self.config.job_group, waiting, call=call)
 
     def _told(self, told: Sequence[Tensor], *, trained: bool) -> Tensor:
         """This rank's part of what the losses tell, and whether a layer of its stages has attached one."""

@@ -260,11 +260,8 @@ class OneProcess:
         losses: list[Tensor] = []
         for name in self.graph.order:
             for share in range(shares[name]):
-                own = (
-                    microbatch(part.inputs, Share(share, shares[name]), self.device, self.rows)
-                    if shares[name] > 1
-                    else part
-                )
+                parts = Share(share, shares[name])
+                own = part if parts.parts == 1 else microbatch(part.inputs, parts, self.device, self.rows)
                 received = {
                     source: self._arrived((source, name), [each for each, _ in sent[source]], share, shares[name])
                     for source, fed in self.graph.edges

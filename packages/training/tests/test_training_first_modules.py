@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 import warnings
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,6 +27,8 @@ from .kit.jobs import made
 from .kit.parallel import tensor_parallel
 
 WORDS = 11
+SECONDS = float(os.environ.get("PIPEGRID_FUZZ_SECONDS", "1800"))
+"""Of the nightly run; `PIPEGRID_FUZZ_SEED` is its first seed."""
 
 
 class Tower(nn.Module):
@@ -207,6 +213,56 @@ def test_a_module_that_a_step_does_not_use_has_zeros_and_is_no_error(ranks, monk
     compared = watched(monkeypatch)
     step(read=lambda stage, batch: stage(batch["ids"]))
     assert "FirstStep" in compared
+
+
+def summed(output, batch):
+    losses = F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return losses, int((batch["labels"] != -100).sum())
+
+
+def of_rows(output, batch):
+    losses = F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return losses.view(batch["labels"].shape).sum(1).mean()
+
+
+def require_found(seed):
+    """A job of a seed, in which every gradient of a module is doubled, or none; whether it was."""
+    draw = random.Random(seed)
+    places, frozen = draw.choice([SHARED, SAME, COLOCATED]), draw.random() < 0.2
+    options = {"places": places, "frozen": frozen, "loss": draw.choice([mean, summed, of_rows])}
+    if places[1][2] == 2:
+        kinds = [("1f1b", "Ett|ttL"), ("zero_bubble_h1", "Et|tttL"), ("zero_bubble_v", "Et|t|t|tL")]
+        options["schedule"], options["layout"] = draw.choice(kinds[: 2 if places is COLOCATED else 3])
+    mistake = draw.choice([None, "Stage", *([] if frozen else ["Tower"])])
+    try:
+        if mistake is None:
+            step(**options)
+            return False
+        with pytest.raises(CutError, match=r"the first step is not that of one process: loss (\S+), and \1;"):
+            step(**options, parallelize=doubled(mistake))
+    except BaseException as error:
+        error.add_note(f"seed {seed}: {options}, {mistake}")
+        raise
+    return True
+
+
+@pytest.mark.ranks(4)
+def test_random_jobs_of_two_modules_are_right_or_their_mistake_is_found(ranks):
+    assert {require_found(seed) for seed in range(6)} == {False, True}
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(4, deadline=SECONDS + 300)
+def test_many_jobs_of_two_modules_are_right_or_their_mistake_is_found(ranks):
+    seed = torch.tensor(int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time())))
+    dist.broadcast(seed, 0)
+    end = time.monotonic() + SECONDS
+    for number in range(int(seed), int(seed) + 10**6):
+        goes_on = torch.tensor(time.monotonic() < end)
+        dist.broadcast(goes_on, 0)
+        if not goes_on:
+            return
+        require_found(number)
 
 
 # -- tensor parallelism -----------------------------------------------------------------------------------------

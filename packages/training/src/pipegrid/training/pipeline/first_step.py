@@ -99,9 +99,10 @@ class FirstStep:
         size = _parameters(stages, len(modules), ranks)
         if others or config.shard:
             why = f"the model is divided by {' and '.join([*others] or ['shard'])}"
-        elif len(graph.sinks) > 1 or own_axes:
-            where = " and ".join(graph.sinks) if len(graph.sinks) > 1 else " and ".join(own_axes[0])
-            why = f"between {where} more is divided than rows" if own_axes else f"{where} both have a loss"
+        elif len(graph.sinks) > 1:
+            why = f"{' and '.join(graph.sinks)} both have a loss"
+        elif own_axes:
+            why = f"between {' and '.join(own_axes[0])} more is divided than rows"
         elif not config.check and size > LARGEST:
             why = f"{size:,} parameters are above {LARGEST:,}, and PipelineConfig(check=True) compares any number"
         if why is not None:

@@ -12,7 +12,6 @@ import attrs
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph
 from pipegrid.schedules import PipelineConfig, WithLoss
@@ -21,7 +20,7 @@ from pipegrid.stages import Stage
 from pipegrid.stages.comparison.chain import at_layers
 from pipegrid.stages.generators import States, capture_torch, generators_as_before, restore
 from pipegrid.stages.host_state import HostState
-from pipegrid.stages.torch_compat import tree_map_only
+from pipegrid.stages.torch_compat import TorchDispatchMode, tree_map_only
 from pipegrid.training.pipeline.counts import StepCounts
 from pipegrid.training.pipeline.losses import GivenLoss, MicrobatchLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch

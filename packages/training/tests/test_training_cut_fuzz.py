@@ -172,14 +172,18 @@ def judge_host(seed):
     return "right"
 
 
-def judge_host_on_ranks(seed):
+def stream_batches(seed):
+    return [batch_of(seed + number) for number in range(3)]
+
+
+def judge_host_on_ranks(seed, case=host_models.random_case, batches_of=host_batches):
     """The same through `Pipeline`, each stage in a process of its own; None of a layout of more than two stages."""
-    make, layout, _ = host_models.random_case(seed)
+    make, layout, _ = case(seed)
     if layout.count("|") != 1:
         return None
-    seeded_make, batches = (lambda: seeded(make, seed)), host_batches(seed)
+    seeded_make, batches = (lambda: seeded(make, seed).double()), batches_of(seed)
     random.seed(seed)
-    losses, right = one_process_of(seeded_make, batches)
+    losses, right = one_process_of(seeded_make, copy.deepcopy(batches))
     random.seed(seed + 1 + dist.get_rank())
     config = PipelineConfig(variable_seq_lengths=True, deadline=30.0)
     error = None
@@ -191,7 +195,7 @@ def judge_host_on_ranks(seed):
                 layout,
                 HyperCommGrid([2], ["pp"]),
                 config=config,
-                names=Names("blocks"),
+                names=names_of(make()),
                 loss=lambda logits, _: (loss_of(logits), 1),
             ) as pipeline:
                 found = pipeline.step(batches).item()
@@ -210,11 +214,17 @@ def judge_host_on_ranks(seed):
     return "right"
 
 
+def judge_streams_on_ranks(seed):
+    """A model that writes in place, hands on dicts, and asks parts of the other rank for devices and dtypes."""
+    return judge_host_on_ranks(seed, random_streams, stream_batches)
+
+
 def require_host_judged(seed, judge=judge_host):
     try:
         return judge(seed)
     except Exception as error:
-        error.add_note(f"seed {seed}: {host_models.random_case(seed)[1:]}")
+        case = random_streams if judge is judge_streams_on_ranks else host_models.random_case
+        error.add_note(f"seed {seed}: {case(seed)[1:]}")
         raise
 
 
@@ -229,9 +239,16 @@ def test_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_
     assert {"right", "a CutError"} <= {*found}
 
 
+@pytest.mark.ranks(2)
+def test_models_that_write_in_place_are_right_or_a_cut_error_on_two_ranks(ranks):
+    found = [require_host_judged(seed, judge_streams_on_ranks) for seed in range(12)]
+    assert {"right", "a CutError"} <= {*found}
+
+
 @pytest.mark.nightly
 @pytest.mark.ranks(2, deadline=SECONDS + 300)
-def test_many_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_ranks(ranks):
+@pytest.mark.parametrize("judge", [judge_host_on_ranks, judge_streams_on_ranks])
+def test_many_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_ranks(ranks, judge):
     seed = torch.tensor(int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time())))
     dist.broadcast(seed, 0)
     end = time.monotonic() + SECONDS
@@ -240,7 +257,7 @@ def test_many_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on
         dist.broadcast(goes_on, 0)
         if not goes_on:
             return
-        require_host_judged(number, judge_host_on_ranks)
+        require_host_judged(number, judge)
 
 
 @pytest.mark.nightly

@@ -201,7 +201,7 @@ def test_what_one_process_cannot_run_is_said_once(ranks, monkeypatch, capfd):
     def fails(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(OneProcess, "_whole", fails)
+    monkeypatch.setattr(OneProcess, "_wholes", fails)
     step()
     assert sum("process: MemoryError: no room" in line for line in lines_of(capfd)) == (ranks.rank == 0)
 
@@ -356,7 +356,11 @@ class Number(nn.Linear):
         return super().forward(hidden) + self.number
 
 
-def small_step(batch=None, layout="Et|tL", dims=("dp", "pp"), config=None, **options):
+def mean_of_squares(output, _):
+    return output.square().mean()
+
+
+def small_step(batch=None, layout="Et|tL", dims=("dp", "pp"), config=None, loss=mean_of_squares, **options):
     grid = HyperCommGrid([2, 1] if "|" not in layout else [1, 2], list(dims))
 
     def forward(stage, inputs):
@@ -367,7 +371,7 @@ def small_step(batch=None, layout="Et|tL", dims=("dp", "pp"), config=None, **opt
         layout,
         grid,
         num_microbatches=2,
-        loss=lambda output, _: output.square().mean(),
+        loss=loss,
         forward=forward,
         config=config,
         whole=tuple(batch or ()),
@@ -399,7 +403,11 @@ def with_hooks(stage):
 
 
 UNCOMPARED = {
-    "tp": ({"dims": ("tp", "pp"), "layout": "EttL"}, "the model is divided by tp;"),
+    "tp": ({"dims": ("tp", "pp"), "layout": "EttL"}, "tensor-parallel ranks have parts that are no DTensors"),
+    "cp": (
+        {"dims": ("cp", "pp"), "layout": "EttL", "loss": lambda output, _: (output.square().sum(), output.numel())},
+        "the model is divided by cp;",
+    ),
     "large": ({}, "61 parameters are above 10, and PipelineConfig(check=True) compares any number"),
     "objects": ({"batch": {"more": object()}}, "the batch holds objects other than tensors"),
     "compiled": ({"parallelize": compiled}, "layers are compiled"),
@@ -424,3 +432,76 @@ def test_what_is_not_compared_is_one_line_of_the_first_rank(ranks, name, monkeyp
 
 def test_a_model_of_frozen_parameters_alone_has_no_gradients_to_compare():
     assert list(compared_gradients({}, {}, {})) == []
+
+
+def resumed(ranks, make, *, spoil=lambda optimizer, rank: None):
+    """An update, a checkpoint, and in another job a step with the optimizer of it; ``spoil`` changes that."""
+    torch.manual_seed(0)
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+
+    def forward(stage, inputs):
+        return stage(ids=inputs["ids"], factors=inputs["factors"])
+
+    options = {"num_microbatches": 2, "loss": mean, "forward": forward}
+    with Pipeline(Model, "Ett|ttL", grid, **options) as job:
+        optimizer = make(job)
+        for _ in range(2):
+            job.step(batch(job.replica))
+            optimizer.step()
+            optimizer.zero_grad()
+        job.save(ranks.shared_path / "run", optimizer, step=2)
+    with Pipeline(Model, "Ettt|tL", grid, **options) as job:
+        optimizer = make(job)
+        assert job.load(ranks.shared_path / "run", optimizer).step == 2
+        spoil(optimizer, ranks.rank)
+        job.step(batch(job.replica))
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step(batch(job.replica))
+
+
+def momentum_is_lost(optimizer, rank):
+    if rank == 3:
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adafactor])
+def test_the_first_update_of_a_resumed_optimizer_is_compared(ranks, kind, monkeypatch, capfd):
+    compared = []
+    original = FirstUpdate._difference
+    monkeypatch.setattr(
+        FirstUpdate, "_difference", lambda self, *given: compared.append(given[0]) or original(self, *given)
+    )
+    resumed(ranks, lambda job: kind(job.parameters(), lr=0.01))
+    names = [name for name in compared if name.startswith(("layers.0", "layers.3"))]
+    assert len(names) == 2 * len({*names})  # in both jobs
+    assert not lines_of(capfd)
+
+
+@pytest.mark.ranks(4)
+def test_a_state_that_one_rank_has_lost_is_an_error_on_every_rank(ranks):
+    text = r"(?s)the first update is not that of one process.*\n  layers\.3\.\S+: \S+ away from the parameter"
+    with pytest.raises(CutError, match=text):
+        resumed(ranks, lambda job: torch.optim.AdamW(job.parameters(), lr=0.01), spoil=momentum_is_lost)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("among", [0, 3])
+def test_a_step_of_one_rank_alone_names_it_on_every_rank(ranks, among):
+    """The others go on to their update, and their next step meets it."""
+    torch.manual_seed(0)
+
+    def forward(stage, inputs):
+        return stage(ids=inputs["ids"], factors=inputs["factors"])
+
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    with Pipeline(Model, "Ett|ttL", grid, num_microbatches=2, loss=mean, forward=forward) as job:
+        optimizer = torch.optim.SGD(job.parameters(), 0.1)
+        job.step(batch(job.replica))
+        if ranks.rank != among:
+            optimizer.step()
+        text = rf"rank {among} has not updated it between two steps, and rank {among ^ 1} has: is a call of step\(\) on"
+        with pytest.raises(CutError, match=text):
+            job.step(batch(job.replica))

@@ -2,7 +2,8 @@
 
 The proof of a cut and `check_stages` compare stages with the model. What a job adds to them (how it cuts the batch,
 weighs losses, seeds forwards, keeps modes, names and ties) is in no stage; so the first rank of the job does the step
-again, as one process would, with the values that the ranks had, and each rank compares its gradients.
+again, as one process would, with the values that the ranks had, and each rank compares its gradients. Of several
+modules it runs the whole of each; of tensor-parallel ones the parts are put together.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
+from pipegrid.bridges import EdgeOptions
+from pipegrid.core.graph import ModuleGraph
+from pipegrid.gradients.dtensors import is_dtensor, mesh_ranks
 from pipegrid.schedules import PipelineConfig
 from pipegrid.stages import Stage
 from pipegrid.stages.comparison.chain import at_layers
 from pipegrid.stages.comparison.compare import Compared, compared, compared_gradients
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch
+from pipegrid.topology import replica_of
 from pipegrid.training.pipeline.exchange import Exchange, described
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
-from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, places_of
+from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
 from pipegrid.training.pipeline.parts import as_plain, of_plain
 from pipegrid.training.pipeline.rows import Rows
 
@@ -36,70 +41,95 @@ _SHOWN = 6
 
 @define(eq=False)
 class FirstStep:
-    """What the first step of a job of one model is compared by; every rank makes one, and calls it as the others do.
+    """What the first step of a job is compared by; every rank makes one, and calls it as the others do.
 
     Attributes:
-        stages: of this rank.
-        process: the whole model.
+        stages: of this rank, by module.
+        process: the whole models.
         ranks: of the job.
-        named: the parameters to train by the names that the script has for them.
+        named: the parameters to train by the names that the script has for them; of several modules, behind theirs.
         replica: whose batch this rank reads.
+        shares: by module of this rank, which part of a microbatch it has.
     """
 
-    stages: Sequence[Stage]
+    stages: Mapping[str, Sequence[Any]]
     process: OneProcess
     ranks: Exchange
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     replica: int
-    _modes: list[dict[str, bool]] = field(init=False)
-    _draws: dict[int, list[Draws]] = field(factory=dict, init=False)  # by stage, of each microbatch
+    shares: Mapping[str, Share]
+    _modes: dict[str, bool] = field(init=False)
+    _draws: dict[tuple[str, int], list[Draws]] = field(factory=dict, init=False)  # by module and stage, of microbatches
     _compares: bool = field(default=False, init=False)
     _given: tuple[Any, list[Tensor]] = field(default=(None, []), init=False)
     _buffers: dict[str, Tensor] = field(factory=dict, init=False)  # before the step
     _gradients: dict[str, Tensor | None] = field(factory=dict, init=False)  # likewise
 
     def __attrs_post_init__(self) -> None:
-        self._modes = [_modes(stage) for stage in self.stages]
+        self._modes = self._modes_now()
 
     @classmethod
     def of(
         cls,
         modules: Mapping[str, PipelineModule],
+        graph: ModuleGraph,
+        edges: Mapping[tuple[str, str], EdgeOptions],
         stages: Mapping[str, Sequence[Any]],
         config: PipelineConfig,
         loss: Callable[[Any, Any], Any] | None,
         rows: Rows,
         device: torch.device,
-        *given: Any,
+        named: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        replica: int,
+        shares: Mapping[str, Share],
+        replicas: int,
     ) -> FirstStep | None:
-        """None, alike on all ranks, where the config says no, or a line says why; ``given``: other attributes."""
+        """None, alike on all ranks, where the config says no, or a line says why."""
         if config.check is False:
             return None
-        module, own = next(iter(modules.values())), next(iter(stages.values()))
-        others = [dim for dim in module.grid.dim_names if dim not in ("dp", "pp") and module.grid.dim_size(dim) > 1]
-        others += ["shard"] if config.shard else []
-        outline = own[0].proofs.outline.model if len(modules) == 1 and getattr(own[0], "proofs", None) else nn.Module()
-        size = sum(one.numel() for one in outline.parameters())
-        why = None
-        if len(modules) > 1 or module.layout is None:
-            why = f"the job has the modules {', '.join(modules)}"
-        elif others:
-            why = f"the model is divided by {' and '.join(others)}"
+        ranks, why = Exchange("the first step", config, device), None
+        grids = {name: module.grid for name, module in modules.items()}
+        sizes = [(dim, grid.dim_size(dim)) for grid in grids.values() for dim in grid.dim_names]
+        others = dict.fromkeys(dim for dim, size in sizes if size > 1 and dim not in ("dp", "pp", "tp"))
+        own_axes = [
+            edge
+            for edge, one in edges.items()
+            if one.src_lanes or one.dest_lanes or one.src_placements or one.dest_placements
+        ]
+        size = _parameters(stages, len(modules), ranks)
+        if others or config.shard:
+            why = f"the model is divided by {' and '.join([*others] or ['shard'])}"
+        elif len(graph.sinks) > 1:
+            why = f"{' and '.join(graph.sinks)} both have a loss"
+        elif own_axes:
+            why = f"between {' and '.join(own_axes[0])} more is divided than rows"
         elif not config.check and size > LARGEST:
             why = f"{size:,} parameters are above {LARGEST:,}, and PipelineConfig(check=True) compares any number"
-        ranks = Exchange("the first step", config, device)
         if why is not None:
             ranks.say_not_compared(why)
             return None
-        return cls(own, OneProcess(module, own[0].assignment, config, loss, rows, device), ranks, *given)
+        parts = {name: replica_of(grid, grid.ranks[0])[1] // replicas for name, grid in grids.items()}
+        process = OneProcess(modules, graph, edges, parts, config, loss, rows, device)
+        return cls(stages, process, ranks, named, replica, shares)
+
+    @property
+    def _every(self) -> list[tuple[str, Any]]:
+        """The stages of this rank, with what is before their names."""
+        return [(self.process.prefix(name), stage) for name, held in self.stages.items() for stage in held]
+
+    def _values(self, of: Callable[..., Any], **options: Any) -> dict[str, Any]:
+        return {f"{prefix}{name}": one for prefix, stage in self._every for name, one in of(stage, **options)}
 
     @property
     def _why_not(self) -> str | None:
         """Why this rank cannot compare its part."""
-        for stage in self.stages:
-            if any(type(one) not in (nn.Parameter, Tensor) for one in (*stage.parameters(), *stage.buffers())):
-                return "parameters are sharded, or of a class of their own"
-            if any(hasattr(one, "main_grad") for one in stage.parameters()):
+        for name, stage in ((name, stage) for name, held in self.stages.items() for stage in held):
+            values, grid = [*stage.parameters(), *stage.buffers()], self.process.modules[name].grid
+            if any(type(one) not in (nn.Parameter, Tensor) and not is_dtensor(one) for one in values):
+                return "parameters are of a class of their own"
+            if any(len({replica_of(grid, rank) for rank in mesh_ranks(one)}) > 1 for one in values):
+                return "parameters are sharded over replicas"
+            if any(hasattr(one, "main_grad") for one in values):
                 return "gradients are in main_grad"
             if "current_replica" in vars(stage):
                 return "the script seeds dropout itself"
@@ -117,28 +147,39 @@ class FirstStep:
     def begin(self, parts: Sequence[Mapping[str, Any]], batch: Any) -> bool:
         """Agree on whether the step of ``parts`` of ``batch`` is compared, and keep what it may change."""
         given = {"batch": batch, "count": len(parts)} if isinstance(batch, Mapping) else {"parts": list(parts)}
-        plain, tensors = as_plain(given if any(stage.is_first for stage in self.stages) else {})
+        reads = next(iter(self.process.modules))  # as all others do
+        plain, tensors = as_plain(given if any(_is_first(stage) for stage in self.stages.get(reads, ())) else {})
         foreign = "the batch holds objects other than tensors, arrays, numbers, texts, lists, tuples and dicts"
-        self._compares = self._may_compare(self._why_not or (foreign if plain is None else None))
+        self._compares = self._may_compare(self._why_not or (foreign if plain is None else None)) and self._is_whole()
         if self._compares:
             self._draws = {}
             self._given = plain, [tensor.clone() for tensor in tensors]
-            self._buffers = {name: one.clone() for stage in self.stages for name, one in stage.named_buffers()}
+            self._buffers = {name: one.clone() for name, one in self._values(nn.Module.named_buffers).items()}
             self._gradients = {name: None if one.grad is None else one.grad.clone() for name, one in self.named()}
         return self._compares
 
-    def forward(self, stage: Stage, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
-        """Run the next microbatch of ``stage``, and keep what it is seeded by."""
-        device, places = self.process.device, places_of(stage.assignment)
+    def _is_whole(self) -> bool:
+        """Whether tensor-parallel ranks have DTensors, which can be put together; a line says where not."""
+        sharded = any(map(is_dtensor, self._values(nn.Module.named_parameters).values()))
+        if not self.process.is_tensor_parallel or any(self.ranks.plain(sharded)):
+            return True
+        self.ranks.say_not_compared(
+            "tensor-parallel ranks have parts that are no DTensors: only their code knows of what"
+        )
+        return False
+
+    def forward(self, name: str, stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
+        """Run the next microbatch of ``stage`` of a module, and keep what it is seeded by."""
+        device, (layers, places), number = self.process.device, cut_of(stage), _number(stage)
         seeded, draws = capture_torch(device), Draws(torch.initial_seed(), {})
-        self._draws.setdefault(stage.number, []).append(draws)
+        self._draws.setdefault((name, number), []).append(draws)
 
         def act(at: str) -> None:
             now = capture_torch(device)
-            if places.get(at) == stage.number and not are_equal(now, seeded):
+            if places.get(at) == number and not are_equal(now, seeded):
                 draws.states[at] = now
 
-        with at_layers(stage.whole, stage.assignment.layers, act):
+        with at_layers(getattr(stage, "whole", stage) if layers else stage, layers, act):
             return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
 
     def end(self, count: int, loss: Tensor, *, attaches: bool) -> float | None:
@@ -172,23 +213,25 @@ class FirstStep:
     def _everything(self, *, attaches: bool) -> Given:
         """What all ranks had: the model's values from the first that has each, all microbatches and their draws."""
         plain, tensors = self._given
-        draws = [(stage, number, one) for stage, every in self._draws.items() for number, one in enumerate(every)]
-        states = [(where, at, kind) for *where, one in draws for at, kinds in one.states.items() for kind in kinds]
-        tensors += [self._draws[stage][number].states[at][kind] for (stage, number), at, kind in states]
-        values: dict[str, Tensor] = dict(self._buffers)
-        for stage in self.stages:
-            values |= dict(stage.named_parameters(remove_duplicate=False))
+        draws = [((place, number), one) for place, every in self._draws.items() for number, one in enumerate(every)]
+        states = [(where, at, kind) for where, one in draws for at, kinds in one.states.items() for kind in kinds]
+        tensors += [self._draws[place][number].states[at][kind] for (place, number), at, kind in states]
+        values = self._buffers | self._values(nn.Module.named_parameters, remove_duplicate=False)
+        trained = [name for name, one in values.items() if one.requires_grad]
+        values = {name: _whole(one) for name, one in values.items()}
         told = self.ranks.plain(
             {
                 "replica": self.replica,
+                "shares": {name: share.index for name, share in self.shares.items()},
                 "batch": plain,
-                "seeds": [(stage, number, one.seed) for stage, number, one in draws],
+                "seeds": [(*where, one.seed) for where, one in draws],
                 "states": states,
                 "tensors": [described(tensor) for tensor in tensors],
                 "attaches": attaches,
                 "values": [(name, described(one)) for name, one in values.items()],
-                "trained": [name for name, one in values.items() if one.requires_grad],
-                "modes": self._changed_modes(),
+                "trained": trained,
+                "cuts": {name: cut_of(held[0]) for name, held in self.stages.items()},
+                "modes": {name: mode for name, mode in self._modes_now().items() if self._modes.get(name) != mode},
             }
         )
         holders = {name: number for number, each in reversed([*enumerate(told)]) for name, _ in each["values"]}
@@ -200,20 +243,22 @@ class FirstStep:
         arrived = iter(self.ranks.tensors(table, here))
         shared = {name: next(arrived) for name in holders}
         batches: dict[int, list[Microbatch]] = {}
-        drawn: dict[tuple[int, int, int], Draws] = {}
+        drawn: dict[tuple[str, int, int, int, int], Draws] = {}
         for each in told:
             of_batch = [next(arrived) for _ in each["tensors"][: len(each["tensors"]) - len(each["states"])]]
             if given := of_plain(each["batch"], of_batch):
                 batches[each["replica"]] = self._microbatches(given)
-            for stage_number, number, seed in each["seeds"]:
-                drawn[each["replica"], stage_number, number] = Draws(seed, {})
-            for (stage_number, number), at, kind in each["states"]:
-                drawn[each["replica"], stage_number, number].states.setdefault(at, {})[kind] = next(arrived).cpu()
+            places = {name: (name, each["replica"], share) for name, share in each["shares"].items()}
+            for (name, stage), number, seed in each["seeds"]:
+                drawn[*places[name], stage, number] = Draws(seed, {})
+            for ((name, stage), number), at, kind in each["states"]:
+                drawn[*places[name], stage, number].states.setdefault(at, {})[kind] = next(arrived).cpu()
         return Given(
             shared,
             {name for each in told for name in each["trained"]},
             {name: mode for each in told for name, mode in each["modes"].items()},
             [batches[replica] for replica in sorted(batches)],
+            {name: cut for each in told for name, cut in each["cuts"].items()},
             drawn,
             any(each["attaches"] for each in told),
         )
@@ -223,12 +268,8 @@ class FirstStep:
         parts = given["parts"] if "parts" in given else rows.split(given["batch"], given["count"])
         return [microbatch(part, Share(), device, rows) for part in (*parts, given.get("batch", {}))]
 
-    def _changed_modes(self) -> dict[str, bool]:
-        """The modes that the script has set after the stages were made; the others are those of the function."""
-        changed: dict[str, bool] = {}
-        for stage, before in zip(self.stages, self._modes, strict=True):
-            changed |= {name: mode for name, mode in _modes(stage).items() if before.get(name) != mode}
-        return changed
+    def _modes_now(self) -> dict[str, bool]:
+        return {name: module.training for name, module in self._values(nn.Module.named_modules).items()}
 
     def _right(self, given: Given) -> Right | None:
         """What the first rank computes, on all ranks; None where it cannot, which it says."""
@@ -263,16 +304,26 @@ class FirstStep:
         own: dict[str, Tensor | None] = {}
         for name, one in self.named():
             before = self._gradients[name]
-            own[name] = one.grad if before is None or one.grad is None else one.grad - before
-        numbers = {id(one): stage.number for stage in self.stages for one in stage.parameters()}
+            gradient = one.grad if before is None or one.grad is None else one.grad - before
+            own[name] = None if gradient is None else _whole(gradient)
+        numbers = {id(one): _number(stage) for _, stage in self._every for one in stage.parameters()}
         stages = {name: (numbers[id(one)],) for name, one in self.named()}
         found: list[Compared] = [*compared_gradients(right.gradients, own, stages)]
-        held = {name: (stage.number, one) for stage in self.stages for name, one in stage.named_buffers()}
-        for name, value in right.buffers.items() if self.replica == 0 else ():
-            if name in held:
-                found.append(compared(f"buffer {name}", [held[name][0]], held[name][1], value, 0.0))
+        for module, held in self.stages.items():
+            prefix = self.process.prefix(module)
+            for stage in held if (self.replica, self.shares[module].index) == (0, 0) else ():
+                found += [
+                    compared(f"buffer {prefix}{name}", [_number(stage)], one, right.buffers[f"{prefix}{name}"], 0.0)
+                    for name, one in stage.named_buffers()
+                    if f"{prefix}{name}" in right.buffers
+                ]
         lines = [str(each) for each in found if not each.error <= right.limit]
         lines += [f"{name} in named_parameters() has no name of one process" for name in own.keys() - right.gradients]
+        used = {  # the zeros of another module, of which the step uses nothing, a bridge has sent
+            prefix
+            for prefix, _ in self._every
+            if any(one is not None and name.startswith(prefix) for name, one in right.gradients.items())
+        }
         return lines + [
             f"gradient of {name}: {'none' if one is None else 'zeros'} on stage {stages[name][0]}, and "
             f"{'zeros' if one is None else 'none'} in one process, where an optimizer does another update"
@@ -280,8 +331,30 @@ class FirstStep:
             if self._gradients[name] is None
             and name in right.gradients
             and (one is None) != (right.gradients[name] is None)
+            and any(name.startswith(prefix) for prefix in used)
         ]
 
 
-def _modes(model: nn.Module) -> dict[str, bool]:
-    return {name: module.training for name, module in model.named_modules()}
+def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: Exchange) -> int:
+    """The parameters of all ``modules``; those of a cut one are known on each of its ranks."""
+    own = {}
+    for name, (stage, *_) in stages.items():
+        model = stage.proofs.outline.model if getattr(stage, "proofs", None) else stage
+        own[name] = sum(one.numel() for one in model.parameters())
+    known = ranks.plain(own) if modules > 1 else [own]
+    return sum({name: size for each in known for name, size in each.items()}.values())
+
+
+def _number(stage: Any) -> int:
+    """Of a stage in its module; a module that is not cut is one."""
+    return stage.number if isinstance(stage, Stage) else 0
+
+
+def _is_first(stage: Any) -> bool:
+    return _number(stage) == 0
+
+
+def _whole(tensor: Any) -> Tensor:
+    """The tensor of which a DTensor is a part; all ranks of its mesh ask for it."""
+    whole: Tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor
+    return whole

@@ -2,8 +2,8 @@
 
 The first step has compared gradients. What happens to them afterwards is the script's: it clips, it chooses options by
 name, it has an optimizer on each rank. Where its optimizers step for the first time, each rank keeps what they are
-given; with the next step, the first rank makes the same update of all parameters with one optimizer of each class, and
-every rank compares its parameters.
+given, the state of a checkpoint with it; with the next step, the first rank makes the same update of all parameters
+with one optimizer of each class, and every rank compares its parameters.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
 from pipegrid.training.pipeline.exchange import Exchange, described
 from pipegrid.training.pipeline.one_process import are_equal
+from pipegrid.transport.collectives.differences import listed
 
 _SHOWN = 6
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -38,6 +40,7 @@ class _Updated:
         options: of the parameter's group, as plain data.
         before: the parameter.
         gradient: of it, as the optimizer was given it.
+        state: that the optimizer had of it, such as one of a checkpoint.
         after: the parameter after the step.
     """
 
@@ -45,6 +48,7 @@ class _Updated:
     options: Mapping[str, Any]
     before: Tensor
     gradient: Tensor | None
+    state: Mapping[str, Any]
     after: list[Tensor] = field(factory=list)
 
 
@@ -92,15 +96,19 @@ class FirstUpdate:
         names = {id(one): name for name, one in self.named()}
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         held = [(group, one) for group in optimizer.param_groups for one in group["params"] if id(one) in names]
+        if held or kind not in self._optimizers:  # of a rank with nothing to train, the settings
+            self._optimizers[kind] = optimizer
         if held:
-            self._optimizers.setdefault(kind, optimizer)
             self._why_not = self._why_not or _why_not(optimizer, args, kwargs)
         for group, one in held:
             options = {name: value for name, value in _options(group).items() if _is_plain(value)}
             gradient = None if one.grad is None else one.grad.clone()
+            if is_dtensor(one):
+                self._why_not = "parameters are sharded"
+            state = {key: _clone(value) for key, value in optimizer.state.get(one, {}).items()}
             if names[id(one)] in self._updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
-            self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient)
+            self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -126,8 +134,9 @@ class FirstUpdate:
         unended = None if all(one.after for one in self._updated.values()) else "an optimizer's step has failed"
         own = {
             "why": self._why_not or unended,
+            "held": [name for name, _ in self.named()],
             "updated": {
-                name: [one.kind, one.options, described(one.before), described(one.gradient)]
+                name: [one.kind, one.options, [described(each) for each in _tensors(one)], _without_tensors(one.state)]
                 for name, one in self._updated.items()
             },
             "scale": self._scale(),
@@ -172,19 +181,21 @@ class FirstUpdate:
         rank = self.ranks.rank
         holders = {name: number for number, each in reversed([*enumerate(told)]) for name in each["updated"]}
         forms = {name: told[number]["updated"][name] for name, number in holders.items()}
-        table = [form for _, _, *both in forms.values() for form in both]
+        table = [form for _, _, tensors, _ in forms.values() for form in tensors]
         here: list[Tensor | None] = []
         for name, number in holders.items():
-            own = self._updated[name] if number == rank else None
-            here += [None, None] if own is None else [own.before, own.gradient]
-        arrived = self.ranks.tensors(table, here)
-        weights = {name: nn.Parameter(one.clone()) for name, one in zip(holders, arrived[::2], strict=True)}
+            here += _tensors(self._updated[name]) if number == rank else [None] * len(forms[name][2])
+        every = iter(self.ranks.tensors(table, here))
+        arrived = {name: [next(every) for _ in tensors] for name, (_, _, tensors, _) in forms.items()}
+        weights = {name: nn.Parameter(before.clone()) for name, (before, *_) in arrived.items()}
         plain: dict[str, Any] = {}
         if rank == 0:
-            for weight, gradient in zip(weights.values(), arrived[1::2], strict=True):
-                weight.grad = gradient
+            states = {}
+            for name, (_, gradient, *state) in arrived.items():
+                weights[name].grad = gradient
+                states[name] = _with_tensors(forms[name][3], state)
             try:
-                self._update(weights, {name: (kind, options) for name, (kind, options, *_) in forms.items()})
+                self._update(weights, {name: (kind, options) for name, (kind, options, *_) in forms.items()}, states)
             except Exception as error:  # noqa: BLE001 (told to all ranks: they wait for what is found)
                 plain = {"why": f"{type(error).__name__}: {error}"}
         why = self.ranks.plain(plain, after_first=True)[0].get("why")
@@ -192,11 +203,14 @@ class FirstUpdate:
             self.ranks.say_not_compared(why)
             return None
         values = [one.detach() if rank == 0 else None for one in weights.values()]
-        found = self.ranks.tensors([form for _, _, form, _ in forms.values()], values)
-        return {name: (before, after) for name, before, after in zip(weights, arrived[::2], found, strict=True)}
+        found = self.ranks.tensors([before for _, _, (before, *_), _ in forms.values()], values)
+        return {name: (arrived[name][0], after) for name, after in zip(weights, found, strict=True)}
 
     def _update(
-        self, weights: Mapping[str, nn.Parameter], options: Mapping[str, tuple[str, Mapping[str, Any]]]
+        self,
+        weights: Mapping[str, nn.Parameter],
+        options: Mapping[str, tuple[str, Mapping[str, Any]]],
+        states: Mapping[str, dict[str, Any]],
     ) -> None:
         """One step of one optimizer of each class, with a group for each choice of options."""
         state = capture_torch(self.ranks.device)
@@ -209,7 +223,9 @@ class FirstUpdate:
                     group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **_of_plain(chosen)})
                     group["params"].append(weights[name])
             with generators_as_before():
-                _fresh(self._optimizers[kind], [*groups.values()]).step()
+                optimizer = _fresh(self._optimizers[kind], [*groups.values()])
+                optimizer.state.update({weights[name]: states[name] for name in options if states[name]})
+                optimizer.step()
                 if not are_equal(capture_torch(self.ranks.device), state):
                     raise ValueError(f"{kind} draws random numbers")
 
@@ -231,6 +247,13 @@ def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, one in each["updated"].items():
             if one[:2] != first[name][:2]:
                 lines.append(f"{name}: {_apart(one, first[name])} on rank {rank} and on others")
+        for name in each["held"]:
+            if name in first and name not in each["updated"]:
+                others = [number for number, one in enumerate(told) if name in one["updated"]]
+                lines.append(
+                    f"{name}: rank {rank} has not updated it between two steps, and {listed(others)} "
+                    f"{'has' if len(others) == 1 else 'have'}: is a call of step() on some ranks alone?"
+                )
     scales = {rank: each["scale"] for rank, each in enumerate(told) if each["scale"] is not None}
     if scales and not max(scales.values()) - min(scales.values()) <= 1e-3 * max(map(abs, scales.values())):
         found = ", ".join(f"{scale:.4g} on rank {rank}" for rank, scale in scales.items())
@@ -256,13 +279,37 @@ def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:
     others = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")]
     if any(one is not None for one in (*args[1:], *kwargs.values())):  # behind the optimizer itself
         return f"{name}.step() has arguments"
-    if any(optimizer.state.get(one) for group in optimizer.param_groups for one in group["params"]):
-        return f"{name} has updated before"
+    states = [optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"]]
+    if not all(isinstance(value, Tensor) or _is_plain(value) for state in states for value in state.values()):
+        return f"{name} has states that are neither tensors, numbers nor texts"
     if any(isinstance(value, (Optimizer, Tensor)) for value in others):
         return f"{name} keeps an optimizer or tensors of its own"
     if not all(_is_plain(value) for group in optimizer.param_groups for value in _options(group).values()):
         return f"{name} has options that are neither numbers nor texts"
     return None
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(one: _Updated) -> list[Tensor | None]:
+    """The parameter, its gradient, and what of its state are tensors."""
+    return [one.before, one.gradient, *(value for value in one.state.values() if isinstance(value, Tensor))]
+
+
+def _without_tensors(state: Mapping[str, Any]) -> list[list[Any]]:
+    """Plain data for a state: names, the devices of tensors, other values."""
+    return [
+        [key, value.device.type, None] if isinstance(value, Tensor) else [key, None, value]
+        for key, value in state.items()
+    ]
+
+
+def _with_tensors(plain: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """The state of `_without_tensors`."""
+    rest = iter(tensors)
+    return {key: next(rest).to(device) if device is not None else value for key, device, value in plain}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The step of a job in one process: the whole model, with values, batches, modes and random numbers of the ranks."""
+"""The step of a job in one process: whole models, with values, batches, modes and random numbers of the ranks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,16 +13,17 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from pipegrid.bridges import EdgeOptions, ModuleGraph
 from pipegrid.schedules import PipelineConfig, WithLoss
 from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers, grad_scale
-from pipegrid.stages.assignment import Assignment
+from pipegrid.stages import Stage
 from pipegrid.stages.comparison.chain import at_layers
 from pipegrid.stages.generators import States, capture_torch, generators_as_before, restore
 from pipegrid.stages.host_state import HostState
-from pipegrid.stages.torch_compat import tree_map_only
+from pipegrid.stages.torch_compat import TorchDispatchMode, tree_map_only
 from pipegrid.training.pipeline.counts import StepCounts
 from pipegrid.training.pipeline.losses import GivenLoss, MicrobatchLoss, OwnLoss
-from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.parts import joined_outputs, largest_difference
 from pipegrid.training.pipeline.rows import Rows
@@ -42,11 +44,12 @@ class Given:
     """What the ranks had in their step.
 
     Attributes:
-        values: of parameters and buffers, by their names in the model.
+        values: of parameters and buffers, by their names in the model; of several modules, behind that of the module.
         trained: the parameters among them that are trained.
         modes: those that the script has set after the stages were made; the others are those of the function.
         batches: by replica, its microbatches, and at the end the batch that is not cut, or one without inputs.
-        draws: by replica, stage and microbatch.
+        cuts: by module, its layers, and the places in a forward at which its stages begin (`places_of`).
+        draws: by module, replica, share of a microbatch, stage and microbatch.
         attaches: layers attach losses.
     """
 
@@ -54,7 +57,8 @@ class Given:
     trained: set[str]
     modes: Mapping[str, bool]
     batches: Sequence[Sequence[Microbatch]]
-    draws: Mapping[tuple[int, int, int], Draws]
+    cuts: Mapping[str, tuple[Sequence[str], Mapping[str, int]]]
+    draws: Mapping[tuple[str, int, int, int, int], Draws]
     attaches: bool
 
     @property
@@ -82,13 +86,19 @@ class Right:
     cut: str | None
 
 
-def places_of(assignment: Assignment) -> dict[str, int]:
-    """Where in a forward of the whole model each stage begins: behind the layers before, and at its first one."""
+def cut_of(stage: Any) -> tuple[Sequence[str], dict[str, int]]:
+    """The layers of the model of ``stage``, and where in its forward each stage begins.
+
+    That is behind the layers before, and at its first one; a module that is not cut begins at the start.
+    """
     places = {"start": 0}
-    for stage in range(1, assignment.num_stages):
-        before, own = [*assignment.layers[: assignment.before(stage)]], assignment.held(stage)
-        places |= {f"after {layer}": stage for layer in before[-1:]} | {f"before {one}": stage for one in own[:1]}
-    return places
+    if not isinstance(stage, Stage):
+        return (), places
+    assignment = stage.assignment
+    for number in range(1, assignment.num_stages):
+        before, own = [*assignment.layers[: assignment.before(number)]], assignment.held(number)
+        places |= {f"after {layer}": number for layer in before[-1:]} | {f"before {one}": number for one in own[:1]}
+    return assignment.layers, places
 
 
 def are_equal(one: States, other: States) -> bool:
@@ -96,42 +106,69 @@ def are_equal(one: States, other: States) -> bool:
     return all(torch.equal(state, other[kind]) for kind, state in one.items())
 
 
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, what communicates is an error: the other ranks are not there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise LookupError(f"a model communicates with other ranks ({func})")
+        return func(*args, **(kwargs or {}))
+
+
 @frozen(eq=False)
 class OneProcess:
-    """The whole model of a job.
+    """The whole models of a job.
 
     Attributes:
-        module: the model.
-        assignment: of its layers to stages.
+        modules: the models.
+        graph: of them.
+        edges: options of its edges.
+        shares: by module, the equal parts of a microbatch that its replicas share.
         config: of the job.
         loss: of the script; None: the model's own.
         rows: by which batches are cut.
         device: of the stages.
     """
 
-    module: PipelineModule
-    assignment: Assignment
+    modules: Mapping[str, PipelineModule]
+    graph: ModuleGraph
+    edges: Mapping[tuple[str, str], EdgeOptions]
+    shares: Mapping[str, int]
     config: PipelineConfig
     loss: Callable[[Any, Any], Any] | None
     rows: Rows
     device: torch.device
 
+    def prefix(self, module: str) -> str:
+        """Of the names of a module's parameters, where there are several modules."""
+        return f"{module}." if len(self.modules) > 1 else ""
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether ranks have parts of a module's layers."""
+        grids = [module.grid for module in self.modules.values()]
+        return any("tp" in grid.dim_names and grid.dim_size("tp") > 1 for grid in grids)
+
     def step(self, given: Given) -> Right:
         """Run the step; nothing on the host, no generator and no ``.grad`` is changed by it.
 
         Raises:
-            LookupError: the ranks have parameters that the model has not.
+            LookupError: what the ranks have, or do, one process has not, or does not.
         """
-        state = HostState(self.module.model)
+        state = self._host()
         try:
-            with generators_as_before():
-                return self._step(self._whole(given), given)
+            with generators_as_before(), _Alone():  # type: ignore[no-untyped-call]
+                return self._step(self._wholes(given), given)
         finally:
             state.restore()
 
-    def _step(self, whole: nn.Module, given: Given) -> Right:
-        loss, buffers = self._loss(whole, given)
-        weights = {name: one for name, one in whole.named_parameters() if one.requires_grad}
+    def _host(self, *wholes: nn.Module) -> HostState:
+        return HostState(*(module.model for module in self.modules.values()), *wholes)
+
+    def _step(self, wholes: Mapping[str, nn.Module], given: Given) -> Right:
+        mean, beside, buffers = self._loss(wholes, given)
+        loss = mean + beside
+        weights = {name: one for name, one in self._named(wholes, nn.Module.named_parameters) if one.requires_grad}
         # As in a step that is divided last: a loss that a layer attaches with a scale of its own is a mean, too.
         number, scale = len(given.parts), grad_scale(self.config, torch.ones_like(loss))
         made: Sequence[Tensor | None] = ()
@@ -139,80 +176,126 @@ class OneProcess:
             made = torch.autograd.grad(loss * number * scale, [*weights.values()], allow_unused=True)
         gradients = {name: None if one is None else one / number for name, one in zip(weights, made, strict=True)}
         limit = self._limit({one.dtype for one in weights.values()})
-        return Right(loss.item(), gradients, buffers, limit, self._cut_apart(whole, given, limit))
+        return Right(mean.item(), gradients, buffers, limit, self._cut_apart(wholes, given, limit))
+
+    def _named(
+        self, wholes: Mapping[str, nn.Module], read: Callable[..., Any], **options: Any
+    ) -> list[tuple[str, Any]]:
+        """What ``read`` finds in all models, with its names."""
+        return [
+            (f"{self.prefix(module)}{name}", one)
+            for module, whole in wholes.items()
+            for name, one in read(whole, **options)
+        ]
 
     def _limit(self, dtypes: set[torch.dtype]) -> float:
         """The largest error, of a norm, that rounding explains; models compute some losses in float32."""
+        dtypes |= {option.comm_dtype for option in self.edges.values() if option.comm_dtype is not None}
         if torch.is_autocast_enabled(self.device.type):
             dtypes = {*dtypes, torch.get_autocast_dtype(self.device.type)}
         limit: float = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes)) ** 0.5
         tf32 = self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         return max(limit, _TF32) if tf32 else limit
 
-    def _whole(self, given: Given) -> nn.Module:
-        model = self.module.model
-        whole = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
-        whole = whole.to(self.device)
-        named = dict(whole.named_parameters(remove_duplicate=False))
-        known = named.keys() | dict(whole.named_buffers(remove_duplicate=False)).keys()
+    def _wholes(self, given: Given) -> dict[str, nn.Module]:
+        made = {
+            name: copy.deepcopy(each.model) if isinstance(each.model, nn.Module) else each.model()
+            for name, each in self.modules.items()
+        }
+        wholes = {name: whole.to(self.device) for name, whole in made.items()}
+        named = dict(self._named(wholes, nn.Module.named_parameters, remove_duplicate=False))
+        known = named.keys() | dict(self._named(wholes, nn.Module.named_buffers, remove_duplicate=False)).keys()
         if others := sorted(given.values.keys() - known):
             raise LookupError(f"the stages have {', '.join(others[:3])}, which the model of one process has not")
         for name, one in named.items():
             if name in given.values:
                 one.data = given.values[name].clone()
                 one.requires_grad_(name in given.trained)
-        _set_buffers(whole, given.values)
-        for name, mode in given.modes.items():
-            whole.get_submodule(name).training = mode
-        whole.is_first = whole.is_last = True  # type: ignore[assignment]  # what `forward` reads of a stage
-        return whole
+        for module, whole in wholes.items():
+            prefix = self.prefix(module)
+            _set_buffers(whole, given.values, prefix)
+            for name, part in whole.named_modules():
+                part.training = given.modes.get(f"{prefix}{name}", part.training)
+            whole.is_first = whole.is_last = True  # type: ignore[assignment]  # what `forward` reads of a stage
+            if len(wholes) > 1 and not hasattr(whole, "module"):
+                vars(whole)["module"] = module
+            if (output := self.modules[module].output) is not None:
+                whole.register_forward_hook(lambda _, __, result, to_send=output: to_send(result))
+        return wholes
 
-    def _loss(self, whole: nn.Module, given: Given) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of the step, and the buffers after the first replica."""
-        start = {name: one.clone() for name, one in whole.named_buffers()}
+    def _loss(self, wholes: Mapping[str, nn.Module], given: Given) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The mean loss of the step, what is added to it, and the buffers after the first replica."""
+        ran = _Replicas(wholes, self, given)
         outputs: list[Any] = []
-        drew, buffers, every = False, {}, given.parts
+        beside: list[Tensor] = []
+        every: list[Microbatch] = []
         for replica, (*parts, _) in enumerate(given.batches):
-            _set_buffers(whole, start)
             for index, part in enumerate(parts):
-                with self._seeded(whole, lambda stage: given.draws[replica, stage, index]) as drawn:  # noqa: B023
-                    outputs.append(self._called(whole, part))
-                drew = drew or drawn()
-            if not replica:
-                saved = whole.state_dict()
-                buffers = {name: one.clone() for name, one in whole.named_buffers() if name in saved}
-        beside = [output.loss for output in outputs if isinstance(output, WithLoss)]
-        outputs = [output.output if isinstance(output, WithLoss) else output for output in outputs]
+                made, losses = self._outputs(wholes, part, self.shares, partial(ran.running, (replica, index)))
+                outputs += [output for output, _ in made]
+                every += [own for _, own in made]
+                beside += losses
+        if max(self.shares.values()) > 1 and (given.attaches or beside):
+            raise LookupError("a loss is attached in a job whose replicas share microbatches")
+        if ran.drew and self.is_tensor_parallel:
+            raise LookupError("tensor-parallel layers may draw the random numbers of their parts")
         for scaler in aux_loss_scalers(self.config) if given.attaches else ():
             scaler.set_scale(grad_scale(self.config, torch.ones((), device=self.device), scaler.grad_scale))
-        plain = not (drew or given.attaches or beside) and self.loss is None
-        uncut = self._uncut(whole, every, outputs) if plain else None
+        plain = not (ran.drew or given.attaches or beside) and self.loss is None
+        uncut = self._uncut(wholes, every, outputs) if plain else None
         loss = self._mean(outputs, every, beside) if uncut is None else uncut
-        return torch.stack([loss, *(each / len(every) for each in beside)]).sum(), buffers
+        added = torch.stack([loss.new_zeros(()), *(each / len(every) for each in beside)]).sum()
+        return loss, added, ran.buffers()
 
-    @contextmanager
-    def _seeded(self, whole: nn.Module, draws: Callable[[int], Draws]) -> Iterator[Callable[[], bool]]:
-        """Seed a forward as those of the stages were; whether it has drawn random numbers, when it has ended."""
-        places, drew, states = places_of(self.assignment), False, capture_torch(self.device)
+    def _outputs(
+        self,
+        wholes: Mapping[str, nn.Module],
+        part: Microbatch,
+        shares: Mapping[str, int],
+        running: Callable[[str, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    ) -> tuple[list[tuple[Any, Microbatch]], list[Tensor]]:
+        """What the last module returns of the shares of a microbatch, with these; and losses that modules return."""
+        sent: dict[str, list[tuple[Any, Microbatch]]] = {}
+        losses: list[Tensor] = []
+        for name in self.graph.order:
+            for share in range(shares[name]):
+                parts = Share(share, shares[name])
+                own = part if parts.parts == 1 else microbatch(part.inputs, parts, self.device, self.rows)
+                received = {
+                    source: self._arrived((source, name), [each for each, _ in sent[source]], share, shares[name])
+                    for source, fed in self.graph.edges
+                    if fed == name
+                }
+                with running(name, share):
+                    output = self._called(name, wholes[name], own, received)
+                if isinstance(output, WithLoss):
+                    losses.append(output.loss)
+                    output = output.output
+                sent.setdefault(name, []).append((output, own))
+        return sent[self.graph.order[-1]], losses
 
-        def drawn() -> bool:
-            return drew or not are_equal(capture_torch(self.device), states)
+    def _arrived(self, edge: tuple[str, str], sent: list[Any], share: int, shares: int) -> Any:
+        """What a share of a module receives of what the shares of another one have sent."""
+        option = self.edges.get(edge, EdgeOptions())
+        if len(sent) == shares:
+            arrived = sent[share]
+        elif not all(isinstance(each, Tensor) and each.dim() for each in sent) or option.payload or option.dim_mapping:
+            raise LookupError(f"replicas of {edge[0]} and {edge[1]} share microbatches, by other axes than the first")
+        else:
+            joined = torch.cat(sent)
+            if len(joined) % shares:
+                raise LookupError(f"{edge[0]} sends {len(joined)} rows to {shares} replicas of {edge[1]}")
+            arrived = joined.chunk(shares)[share]
+        return arrived if option.backward else tree_map_only(Tensor, Tensor.detach, arrived)
 
-        def act(at: str) -> None:
-            nonlocal drew, states
-            if at in places:
-                drew, own = at != "start" and drawn(), draws(places[at])
-                torch.manual_seed(own.seed)
-                if at in own.states:
-                    restore(own.states[at], self.device)
-                states = capture_torch(self.device)
-
-        with at_layers(whole, self.assignment.layers, act):
-            yield drawn
-
-    def _called(self, whole: nn.Module, part: Microbatch) -> Any:
+    def _called(self, name: str, whole: nn.Module, part: Microbatch, received: Mapping[str, Any]) -> Any:
         inputs = tree_map_only(Tensor, Tensor.clone, dict(part.inputs))  # a model may write to its batch
-        return whole(**inputs) if self.module.forward is None else self.module.forward(whole, inputs)
+        module = self.modules[name]
+        if received and module.layout is None:
+            whole.set_input_tensor(received)  # type: ignore[operator]
+        elif received:
+            vars(whole)["received"] = received
+        return whole(**inputs) if module.forward is None else module.forward(whole, inputs)
 
     def _mean(self, outputs: Sequence[Any], parts: Sequence[Microbatch], beside: list[Tensor]) -> Tensor:
         """The script's loss: of all outputs as one where it is a mean, of each where it is a sum with its count."""
@@ -235,12 +318,14 @@ class OneProcess:
         weighed = [loss(output, part, counts) for output, part in zip(outputs, parts, strict=True)]
         return torch.stack([each for each, _, _ in weighed]).sum() / sum(weight for _, weight, _ in weighed)
 
-    def _uncut(self, whole: nn.Module, parts: Sequence[Microbatch], outputs: Sequence[Any]) -> Tensor | None:
+    def _uncut(
+        self, wholes: Mapping[str, nn.Module], parts: Sequence[Microbatch], outputs: Sequence[Any]
+    ) -> Tensor | None:
         """The model's own loss of the batch that is not cut; None where its rows depend on each other."""
         batch, expected = self.rows.joined([part.inputs for part in parts]), joined_outputs(outputs, parts)
         if batch is None or expected is None:
             return None
-        output = self._called(whole, attrs.evolve(parts[0], inputs=batch))
+        ((output, _),), _ = self._outputs(wholes, attrs.evolve(parts[0], inputs=batch), dict.fromkeys(self.shares, 1))
         loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
         if not isinstance(loss, Tensor) or not isinstance(logits, Tensor) or not bool(loss.isfinite()):
             return None
@@ -249,14 +334,16 @@ class OneProcess:
         return loss if same else None
 
     @torch.no_grad()
-    def _cut_apart(self, whole: nn.Module, given: Given, limit: float) -> str | None:
+    def _cut_apart(self, wholes: Mapping[str, nn.Module], given: Given, limit: float) -> str | None:
         """`Right.cut`; each forward finds on the host what the first one found, such as a counter at its start."""
-        whole.eval()
-        state = HostState(self.module.model, whole)
+        for whole in wholes.values():
+            whole.eval()
+        state = self._host(*wholes.values())
 
         def called(part: Microbatch) -> Any:
             state.restore()
-            return self._called(whole, part)
+            ((output, _),), _ = self._outputs(wholes, part, dict.fromkeys(self.shares, 1))
+            return output
 
         for *parts, batch in given.batches:
             joined = joined_outputs([called(part) for part in parts], parts) if batch.inputs else None
@@ -270,8 +357,62 @@ class OneProcess:
         return None
 
 
-def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+class _Replicas:
+    """Whole models that run for one replica of each after the other: with its buffers, and its random numbers."""
+
+    def __init__(self, wholes: Mapping[str, nn.Module], process: OneProcess, given: Given) -> None:
+        self.drew = False
+        self._wholes, self._process, self._given = wholes, process, given
+        self._held = {name: {(-1, 0): _buffers(whole)} for name, whole in wholes.items()}  # by replica and share
+        self._now = dict.fromkeys(wholes, (-1, 0))
+
+    def _turn(self, name: str, place: tuple[int, int]) -> None:
+        """The buffers of a module are those of a replica from here on; all begin alike."""
+        if self._now[name] != place:
+            held, before = self._held[name], self._now[name]
+            if before != (-1, 0):
+                held[before] = _buffers(self._wholes[name])
+            _set_buffers(self._wholes[name], held.get(place, held[-1, 0]))
+            self._now[name] = place
+
+    @contextmanager
+    def running(self, place: tuple[int, int], name: str, share: int) -> Iterator[None]:
+        """Around a forward, which is seeded as those of the stages were; ``place``: its replica and microbatch."""
+        replica, index = place
+        self._turn(name, (replica, share))
+        (layers, places), device = self._given.cuts[name], self._process.device
+        states = capture_torch(device)
+
+        def act(at: str) -> None:
+            nonlocal states
+            if at in places:
+                self.drew = self.drew or (at != "start" and not are_equal(capture_torch(device), states))
+                own = self._given.draws[name, replica, share, places[at], index]
+                torch.manual_seed(own.seed)
+                if at in own.states:
+                    restore(own.states[at], device)
+                states = capture_torch(device)
+
+        with at_layers(self._wholes[name], layers, act):
+            yield
+        self.drew = self.drew or not are_equal(capture_torch(device), states)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that are saved, of the first replica of each module."""
+        found: dict[str, Tensor] = {}
+        for name, whole in self._wholes.items():
+            self._turn(name, (0, 0))
+            saved, prefix = whole.state_dict(), self._process.prefix(name)
+            found |= {f"{prefix}{key}": one for key, one in _buffers(whole).items() if key in saved}
+        return found
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.clone() for name, one in model.named_buffers()}
+
+
+def _set_buffers(model: nn.Module, values: Mapping[str, Tensor], prefix: str = "") -> None:
     for name, _ in list(model.named_buffers()):
-        if name in values:
+        if f"{prefix}{name}" in values:
             owner, _, own = name.rpartition(".")
-            setattr(model.get_submodule(owner), own, values[name].clone())
+            setattr(model.get_submodule(owner), own, values[f"{prefix}{name}"].clone())

@@ -64,12 +64,11 @@ class Pipeline:
     checkpoint has them; ``pipeline.generators["model"].manual_seed(1)`` seeds anew. For the masks of one process,
     apply `DropoutMasks` to `stages`.
 
-    The first `step` of one model over dp and pp, of at most 20 million parameters, is compared with one process: the
-    first rank runs the whole model on the batch of all replicas, with the script's own loss, and a loss, gradient or
-    buffer of a stage that is not that of one process is a `CutError` on every rank. So is, in the next `step`, what
-    the script's optimizers have made of the parameters first. It takes as long as that process does.
-    ``PipelineConfig(check=True)`` compares a model of any size that a rank can hold, and False none; a line on stderr
-    says what is not compared.
+    The first `step` of a job of at most 20 million parameters is compared with one process: the first rank runs the
+    whole of all modules on the batch of all replicas, with the script's own loss, and a loss, gradient or buffer of a
+    stage that is not that of one process is a `CutError` on every rank. So is, in the next `step`, what the script's
+    optimizers have made of the parameters first. It takes as long as that process does. ``PipelineConfig(check=True)``
+    compares a job of any size that a rank can hold, and False none; a line on stderr says what is not compared.
 
     Args:
         model: a function that makes the model, such as ``lambda: LlamaForCausalLM(config)``; or modules by name.
@@ -172,11 +171,12 @@ class Pipeline:
         if config.variable_seq_lengths and config.shapes is None:
             config = attrs.evolve(config, shapes="learned")
         topology = {} if topology is None else topology
+        options = frozen_edges(described, topology, edges or {})
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
             {name: list(topology.get(name, ())) for name in described},
             config,
-            edges=frozen_edges(described, topology, edges or {}),
+            edges=options,
             stage_placement=places,
             device=self.device,
         )
@@ -190,7 +190,9 @@ class Pipeline:
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device, ranks),
         )
-        named = partial(_named, self.stages)  # a method of this would keep lanes until a garbage collection
+        named = partial(
+            _named, self.stages, behind=len(described) > 1
+        )  # a method of this would keep lanes until a garbage collection
         self._steps = Steps(
             own,
             self.stages,
@@ -209,6 +211,8 @@ class Pipeline:
             named,
             FirstStep.of(
                 described,
+                graph,
+                options,
                 self.stages,
                 self.config,
                 loss,
@@ -216,6 +220,8 @@ class Pipeline:
                 self.device,
                 named,
                 self.replica,
+                own_shares,
+                self.replicas,
             ),
         )
 
@@ -441,12 +447,12 @@ def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:
     return stage
 
 
-def _named(modules: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """`Pipeline.named_parameters` of the stages of ``modules``."""
+def _named(modules: Mapping[str, Sequence[Any]], *, behind: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """`Pipeline.named_parameters` of the stages of ``modules``; each ``behind`` the name of its module."""
     seen: set[nn.Parameter] = set()
-    for stage in (stage for held in modules.values() for stage in held):
+    for module, stage in ((module, stage) for module, held in modules.items() for stage in held):
         tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                yield tied.get(bare_name(name), name), parameter
+                yield f"{module}." * behind + tied.get(bare_name(name), name), parameter

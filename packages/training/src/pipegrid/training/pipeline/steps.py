@@ -150,23 +150,24 @@ class Steps:
         ``batch``: what the script gave, of which they are parts.
         """
         given = self.arguments(parts, routes)
-        first = None if forward_only or routes is not None else self.first
-        if first is not None and first.begin(parts, batch):
-            self._comparing = first
         number = len(parts) if self.is_one_batch and routes is None else None
-        update = None if forward_only else self._update
+        call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         own = self._own(given["data_iterator"])
         meeting = Meeting.start(
-            "evaluate" if forward_only else "step",
+            call,
             own if self._is_counted else [],
             self.device,
             self.config.job_group,
-            self._waiting,
+            Waiting(self.config.deadline, self.config.monitor, f"the counts of {call}()"),
             ready=update is not None and update.is_there,
         )
         if update is not None and meeting.ready:
             self._update = None
             update.compare()
+        first = None if forward_only or routes is not None else self.first
+        if first is not None:
+            meeting.wait()  # a rank that is in another call does not come to the comparison
+            self._comparing = first if first.begin(parts, batch) else None
         counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
         sums = LossSums(partial(self._add_up, meeting), not has_streams(self.device))
         self._counts_now = counts
@@ -294,7 +295,7 @@ class Steps:
         restore = seed_by(self.generators[name], self.device)
         try:
             if self._comparing is not None:
-                output = self._comparing.forward(stage, forward, part)
+                output = self._comparing.forward(name, stage, forward, part)
             else:
                 output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -36,14 +36,8 @@ Weighed = tuple[Tensor, Tensor, Tensor]
 """What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
 both again and, of a sum, the weight of one counted, its square, and a one."""
 
-
-class MicrobatchLoss(Protocol):
-    """The weighed loss of the output of a last stage."""
-
-    def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
-        """Of one microbatch; ``counts`` of the step."""
-        ...
-
+MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
+"""The weighed loss of the output of a last stage."""
 
 _ROUNDING = 1e-9
 

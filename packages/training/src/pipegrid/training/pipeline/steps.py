@@ -309,7 +309,7 @@ class Steps:
         if counts is None:
             return output, None
         if not isinstance(output, WithLoss):
-            return output, partial(self.loss, microbatch=part, counts=counts)
+            return output, lambda output: self.loss(output, part, counts)
         return output.output, partial(self._with_own_loss, beside=output.loss, part=part, counts=counts)
 
     def _with_own_loss(self, output: Any, beside: Tensor, part: Microbatch, counts: StepCounts) -> Weighed:

@@ -14,7 +14,12 @@ from pipegrid.core.fields import checked_fields, integer
 # The hash is cached: a runtime finds the lane of every message by its edge.
 @frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class Edge:
-    """Activations flow from stage ``source`` to stage ``destination`` (global numbers), gradients the other way."""
+    """Activations flow from stage ``source`` to stage ``destination`` (global numbers), gradients the other way.
+
+    Attributes:
+        source: the stage that makes the activation.
+        destination: the stage that takes it.
+    """
 
     source: Annotated[int, integer()]
     destination: Annotated[int, integer()]

@@ -47,9 +47,12 @@ def _as_edges(
 class ModuleGraph:
     """Modules with their depths, and which module feeds which.
 
-    ``modules`` maps a name to its depth in stages; ``edges`` maps a name to the modules it feeds (or is a
-    sequence of pairs). Ties in the topological order are broken by the order of declaration, so every rank
-    that declares the same graph numbers its stages alike.
+    Ties in the topological order are broken by the order of declaration, so every rank that declares the same
+    graph numbers its stages alike.
+
+    Attributes:
+        modules: each name with its depth in stages; a mapping or pairs.
+        edges: each name with the modules that it feeds; a mapping, or a sequence of pairs of names.
 
     Raises:
         ModuleGraphError: a module that is not declared, a depth that is not positive, an edge given twice,

@@ -21,9 +21,12 @@ def _label(value: Any) -> str:
 
 @frozen(order=True, field_transformer=checked_fields(P2PUsageError))
 class LaneSpec:
-    """Traffic from global rank ``source`` to ``destination``; ``label`` tells apart lanes of the same ranks.
+    """Traffic from one rank to another.
 
-    The label is part of the names of groups and threads and of every error.
+    Attributes:
+        source: the global rank that sends.
+        destination: the global rank that receives.
+        label: tells apart lanes of the same ranks; part of the names of groups and threads and of every error.
     """
 
     source: Index

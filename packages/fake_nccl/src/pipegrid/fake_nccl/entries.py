@@ -23,7 +23,13 @@ class MismatchError(RuntimeError):
 
 @frozen
 class TransferRecord:
-    """One transfer of an entry: ``kind`` is ``send`` or ``recv``, ``peer`` a global rank."""
+    """One transfer of an entry.
+
+    Attributes:
+        kind: ``send`` or ``recv``.
+        peer: a global rank.
+        nbytes: bytes of the tensor.
+    """
 
     kind: str
     peer: int

@@ -15,7 +15,12 @@ from pipegrid.planner.errors import JobError
 
 @frozen
 class Goodput:
-    """Outcomes of policies in one scenario, the best first."""
+    """Outcomes of policies in one scenario.
+
+    Attributes:
+        scenario: the job and its failures.
+        outcomes: the best first.
+    """
 
     scenario: Scenario = field(repr=False)
     outcomes: tuple[Outcome, ...]

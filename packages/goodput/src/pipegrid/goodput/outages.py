@@ -34,7 +34,13 @@ _checked = checked_fields(JobError)
 
 @frozen(field_transformer=_checked)
 class Outage:
-    """A node that fails at ``start`` and is back at ``end``: seconds since the run began, or texts such as ``"6h"``."""
+    """A node that fails and comes back; seconds since the run began, or texts such as ``"6h"``.
+
+    Attributes:
+        node: its name.
+        start: when it fails.
+        end: when it is back; by default never.
+    """
 
     node: Name
     start: Duration
@@ -47,7 +53,12 @@ class Outage:
 
 @frozen(slots=False, field_transformer=_checked)
 class Failures:
-    """Outages of nodes in a run of ``duration`` seconds; those of one node that overlap count as one."""
+    """Outages of nodes in one run.
+
+    Attributes:
+        outages: those of one node that overlap count as one.
+        duration: of the run; seconds above 0, or a text.
+    """
 
     outages: tuple[Annotated[Outage, instance(Outage, "an Outage(node, start, end)")], ...]
     duration: PositiveDuration

@@ -77,7 +77,13 @@ class DisagreementError(ValueError):
 
 @frozen
 class Failure:
-    """The first failure of the job: whose, what it said, and whether it is that ranks run different steps."""
+    """The first failure of the job.
+
+    Attributes:
+        rank: whose it is.
+        text: what that rank said.
+        disagreement: whether it is that ranks run different steps.
+    """
 
     rank: int
     text: str
@@ -86,7 +92,13 @@ class Failure:
 
 @define
 class Control:
-    """What one rank writes and reads in the control store; ``ranks`` are all of the job, which no other job shares."""
+    """What one rank writes and reads in the control store.
+
+    Attributes:
+        store: shared by all ranks of the job, and by no other job.
+        rank: this rank.
+        ranks: all ranks of the job.
+    """
 
     store: ControlStore
     rank: int

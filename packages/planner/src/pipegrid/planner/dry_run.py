@@ -28,10 +28,14 @@ _AXES = axis_names(3)
 class DryRun:
     """What the ranks of a job open together. A communicator has a stream of its own on NCCL.
 
-    ``groups``: of tp, cp, dp and pp, with more than one rank. ``lanes``: between ranks, one per direction.
-    ``boundaries``: groups of the boundaries between modules that share ranks. ``messages``: of all boundaries, for one
-    microbatch forward and back, each box proved to arrive once. ``communicators``: per rank, groups and lanes.
-    ``memory``: per rank, bytes.
+    Attributes:
+        groups: of tp, cp, dp and pp, with more than one rank.
+        lanes: between ranks, one per direction.
+        boundaries: groups of the boundaries between modules that share ranks.
+        messages: of all boundaries, for one microbatch forward and back, each box proved to arrive once.
+        communicators: per rank, groups and lanes.
+        memory: per rank, bytes.
+        proof: of the plan.
     """
 
     groups: int

@@ -39,10 +39,17 @@ _places = cache(stage_places)
 
 @frozen
 class Planned:
-    """The best choices, fastest first. ``proof`` is that of the winner, lowered.
+    """The best choices of a job, fastest first.
 
-    ``simulated``: how many candidates were. ``complete``: no other candidate is faster than the last of ``choices``
-    (or there are no others); where the limit ended the search, none is faster than ``bound`` seconds.
+    Attributes:
+        job: what was planned.
+        gpus: how many it has.
+        memory: of a GPU, in bytes.
+        choices: the best, fastest first.
+        proof: of the winner, lowered.
+        simulated: how many candidates were.
+        complete: no other candidate is faster than the last of ``choices`` (or there are no others).
+        bound: where the limit ended the search, no candidate is faster than these seconds.
     """
 
     job: Job = field(repr=False)

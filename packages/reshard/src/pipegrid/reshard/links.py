@@ -82,7 +82,13 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Choice:
-    """A strategy, and what ``"auto"`` decides by: the links where they are known, bytes where they are not."""
+    """A strategy, and what ``"auto"`` decides by.
+
+    Attributes:
+        strategy: how copies on the destination get the tensor.
+        leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
+        links: speeds, where they are known.
+    """
 
     strategy: Strategy = "direct"
     leader_below: Index = AUTO_LEADER_BYTES

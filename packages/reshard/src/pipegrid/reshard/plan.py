@@ -31,10 +31,15 @@ from pipegrid.reshard.sizes import AxisNames, Sizes
 
 @frozen(order=True, field_transformer=checked_fields(BridgeError))
 class Message:
-    """``source_box`` of the tensor on ``source`` goes to ``destination_box`` of the one on ``destination``.
+    """A box of the tensor on one rank that goes to a box of the one on another; a local copy where the ranks are one.
 
-    The boxes are in the coordinates of the two local tensors and have one shape. Where ``source`` is
-    ``destination``, this is a local copy.
+    The boxes are in the coordinates of the two local tensors and have one shape.
+
+    Attributes:
+        source: the rank that sends.
+        destination: the rank that receives.
+        source_box: what it sends of its tensor.
+        destination_box: where it arrives in the other.
     """
 
     source: Index
@@ -48,9 +53,11 @@ class Message:
 
 @frozen
 class Completion:
-    """After the messages, ``boxes[k]`` of the local tensor on ``ranks[k]`` goes to all other ``ranks``.
+    """Copies of a tensor that give each other what they received.
 
-    The ranks are copies of each other, so a box means the same elements on each of them.
+    Attributes:
+        ranks: copies of each other, so a box means the same elements on each of them.
+        boxes: after the messages, ``boxes[k]`` of the local tensor on ``ranks[k]`` goes to all other ``ranks``.
     """
 
     ranks: tuple[int, ...]
@@ -67,8 +74,21 @@ class Completion:
 class ReshardPlan:
     """All steps that move a tensor from side ``src`` to side ``dst``; see the module's text for the steps.
 
-    A backward plan moves a gradient: its ``src`` is the side that consumed the activation. A plan made for
-    one rank lists only the messages and completions which that rank takes part in.
+    A plan made for one rank lists only the messages and completions which that rank takes part in.
+
+    Attributes:
+        src: the side that sends; in a backward plan, the side that consumed the activation.
+        dst: the side that receives.
+        sizes: of the axes of the tensor.
+        backward: whether it moves a gradient.
+        strategy: how copies on ``dst`` get the tensor.
+        itemsize: bytes of an element.
+        leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
+        links: speeds, where they are known.
+        cuts: of each axis, the parts that both sides are divided into.
+        reductions: ranks that add up their partial sums (step 1).
+        messages: boxes that cross the boundary (step 2).
+        completions: copies that give each other what they got (step 3).
     """
 
     src: Side

@@ -42,10 +42,12 @@ class Replicate(Placement):
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Shard(Placement):
-    """Ranks along the dim hold different parts of the axis named ``axis``.
+    """Ranks along the dim hold different parts of an axis.
 
-    ``order="zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n``
-    chunks and rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
+    Attributes:
+        axis: its name.
+        order: ``"zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n`` chunks and
+            rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
     """
 
     axis: Name
@@ -120,14 +122,18 @@ class SideDim:
 
 @frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class Side:
-    """The ranks of one side of a boundary and what each holds.
+    """The ranks of one side of a boundary and what each holds. Make one with `boundary_side`.
 
-    ``dims`` stand major first: where two dims shard one axis, the later one cuts what the earlier one left.
-    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``, or, with ``members``, the one at that
-    index of them. ``lane_weights`` says in which proportion the replicas share the batch (equally, unless given):
-    for instance samples per replica.
+    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``, or, with ``members``, the one at that index
+    of them.
 
-    Make one with `boundary_side`.
+    Attributes:
+        name: of the module.
+        base: the first rank.
+        dims: major first: where two dims shard one axis, the later one cuts what the earlier one left.
+        lane_weights: in which proportion the replicas share the batch, for instance samples per replica; by default
+            equally.
+        members: the ranks, where they are not those of a formula.
     """
 
     name: str

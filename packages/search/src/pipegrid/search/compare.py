@@ -19,7 +19,18 @@ from pipegrid.timeline import amount, time_text
 
 @frozen
 class Row:
-    """The figures of one schedule (see `Simulation`); ``fits``: its peak keeps to the cap."""
+    """The figures of one schedule (see `Simulation`).
+
+    Attributes:
+        schedule: its name.
+        plan: the plan of computes.
+        makespan: until the last action ends.
+        bubble_of_makespan: the idle share of all positions' time until then.
+        bubble_of_span: the idle share of their time between their own first and last compute.
+        peak_until_weight: the most live activations of a position, in microbatches, each until its ``B`` or ``W``.
+        peak_until_input: the same, each until its ``B`` or ``I``.
+        fits: the peak keeps to the cap.
+    """
 
     schedule: str
     plan: Plan

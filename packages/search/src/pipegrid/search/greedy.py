@@ -35,9 +35,15 @@ SPREAD = 29
 class Found:
     """A plan of computes that keeps to the memory limit, with its figures in simulation.
 
-    ``origin``: the schedule or method it comes from; ``peak``: in the unit of the limit. Of a `search`, ``bound``: the
-    objective of no plan on this placement is less; ``optimal``: whether that, or a search of all orders, proves the
-    plan the best on its placement; ``complete``: False if the time limit, or the caller, stopped the search.
+    Attributes:
+        plan: the plan.
+        origin: the schedule or method it comes from.
+        makespan: until its last action ends.
+        span: the longest time of a position between its first and its last compute.
+        peak: the most memory of a position, in the unit of the limit.
+        bound: of a `search`: the objective of no plan on this placement is less.
+        optimal: of a `search`: whether that, or a search of all orders, proves the plan the best on its placement.
+        complete: of a `search`: False if the time limit, or the caller, stopped it.
     """
 
     plan: Plan

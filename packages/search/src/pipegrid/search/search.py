@@ -23,7 +23,13 @@ from pipegrid.search.patterns import patterns
 
 @frozen
 class Progress:
-    """A search under way: ``share`` of its effort, the ``best`` objective so far, and where it comes from."""
+    """A search under way.
+
+    Attributes:
+        share: of its effort, from 0 to 1.
+        best: the objective so far.
+        origin: the method that ``best`` comes from.
+    """
 
     share: float
     best: float

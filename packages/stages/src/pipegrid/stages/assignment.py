@@ -46,7 +46,9 @@ class Assignment:
     """A model over stages.
 
     Attributes:
+        num_stages: how many there are.
         lists: the layers of each list, in the order of their run.
+        stage_of_layer: by the layer's name.
         stage_of_parameter: by name; a tied parameter has several names.
         ties: parameters on several stages.
     """

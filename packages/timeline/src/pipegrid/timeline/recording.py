@@ -22,10 +22,14 @@ Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a fini
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Recorded:
-    """An action of a position (its index in `Plan.actions`) took from ``start`` to ``end``, in seconds.
+    """An action of a position, as it ran; times in seconds.
 
-    For a message or a ``COLLECTIVE``, that is from posting to completion; the host was free again at ``posted``.
-    ``memory``: bytes that the action left allocated, negative where it freed more.
+    Attributes:
+        index: of the action in `Plan.actions`.
+        start: when it started; for a message or a ``COLLECTIVE``, when it was posted.
+        end: when it ended; for a message or a ``COLLECTIVE``, when it was complete.
+        posted: when the host was free again.
+        memory: bytes that the action left allocated, negative where it freed more.
     """
 
     index: Index
@@ -37,7 +41,13 @@ class Recorded:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Aside:
-    """An activity of a rank outside its plan, such as loading data or the optimizer's step, in seconds."""
+    """An activity of a rank outside its plan; times in seconds.
+
+    Attributes:
+        name: such as loading data, or the optimizer's step.
+        start: when it started.
+        end: when it ended.
+    """
 
     name: Name
     start: Time
@@ -46,7 +56,14 @@ class Aside:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Track:
-    """The recorded actions of ``rank``, which holds ``position``."""
+    """The recorded actions of one rank.
+
+    Attributes:
+        rank: the global rank.
+        position: which it holds.
+        actions: in the order in which they ran.
+        asides: what it did outside the plan.
+    """
 
     rank: Index
     position: Index
@@ -60,7 +77,12 @@ def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
 
 @frozen
 class Recording:
-    """A run of ``plan``: one track for each rank that was recorded, times from one clock common to all."""
+    """A run of a plan.
+
+    Attributes:
+        plan: what ran.
+        tracks: one for each rank that was recorded, times from one clock common to all.
+    """
 
     plan: Plan
     tracks: tuple[Track, ...] = field(converter=_tracks)

@@ -33,11 +33,20 @@ Note: TypeAlias = Annotated[str, Rule(str, "a text")]
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Span:
-    """An activity of row ``row`` from ``start`` to ``end``, in the timeline's unit of time.
+    """An activity of a row, in the timeline's unit of time.
 
-    ``kind`` is the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word
-    (``"data"``, ``"optimizer"``), which is drawn in a neutral colour, with ``label``. ``memory``: bytes that it left
-    allocated, as recorded. ``home``: the replica whose microbatch it is, where that is not the row's own.
+    Attributes:
+        row: the index of the row.
+        start: when it starts.
+        end: when it ends.
+        kind: the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word (``"data"``,
+            ``"optimizer"``), which is drawn in a neutral colour, with ``label``.
+        stage: of the action.
+        microbatch: of the action.
+        label: the text of a span that is no action.
+        slice: of the action.
+        memory: bytes that it left allocated, as recorded.
+        home: the replica whose microbatch it is, where that is not the row's own.
     """
 
     row: Index
@@ -85,7 +94,13 @@ class Span:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Flow:
-    """A tensor of ``bytes`` that span ``source`` sends and span ``destination`` receives (indices into the spans)."""
+    """A tensor that one span sends and another receives.
+
+    Attributes:
+        source: the index of the span that sends.
+        destination: the index of the span that receives.
+        bytes: of the tensor.
+    """
 
     source: Index
     destination: Index
@@ -98,7 +113,13 @@ def _points(value: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], 
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Counter:
-    """A quantity of row ``row`` over time, such as its live activations: ``(time, value from then on)``."""
+    """A quantity of a row over time, such as its live activations.
+
+    Attributes:
+        row: the index of the row.
+        name: of the quantity.
+        points: ``(time, value from then on)``.
+    """
 
     row: Index
     name: Name
@@ -122,9 +143,15 @@ def _texts(value: Iterable[str]) -> Iterable[str]:
 class Timeline:
     """Named rows, the spans on them, and the flows between spans.
 
-    ``unit`` is the unit of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the
-    costs. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture. ``replicas``: the replica of
-    each row where replicas act apart (a plan with routes), or nothing.
+    Attributes:
+        rows: their names.
+        spans: activities of rows.
+        flows: tensors between spans.
+        counters: quantities of rows over time.
+        notes: one short text per row, or nothing.
+        title: heads the picture.
+        unit: of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the costs.
+        replicas: the replica of each row where replicas act apart (a plan with routes), or nothing.
     """
 
     rows: tuple[Name, ...] = field(converter=_texts)

@@ -35,11 +35,15 @@ def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
 
 @frozen(field_transformer=checked_fields(GridError))
 class GroupSpec:
-    """A process group to create: its global ``ranks`` in group-rank order, and a ``label`` that says what for.
+    """A process group to create.
 
-    Specs with the same ranks (in the same order) share one real group, unless ``shared`` is False: lanes and
-    bridges need traffic that nothing else can delay, so each of those has a group of its own, identified by
-    its label.
+    Specs with the same ranks in the same order share one real group, unless ``shared`` is False: lanes and bridges need
+    traffic that nothing else can delay, so each of those has a group of its own, identified by its label.
+
+    Attributes:
+        ranks: global, in group-rank order.
+        label: what the group is for.
+        shared: whether equal ranks are one group.
     """
 
     ranks: tuple[int, ...] = field(converter=_as_ranks)

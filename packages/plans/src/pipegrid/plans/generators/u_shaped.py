@@ -62,9 +62,11 @@ def u_shape(
 class UShapeCounts:
     """How far the parts of a U run ahead of each other, if there are as many microbatches.
 
-    ``in_flight``: per position, the microbatches between the forward and the backward of its stage (of the
-    head, on position 0), which is what it holds in memory. ``head_warmup``: head forwards before the first
-    tail pass. ``tail_extra``: tail passes after the first and before the first head backward.
+    Attributes:
+        in_flight: per position, the microbatches between the forward and the backward of its stage (of the head, on
+            position 0), which is what it holds in memory.
+        head_warmup: head forwards before the first tail pass.
+        tail_extra: tail passes after the first and before the first head backward.
     """
 
     in_flight: tuple[int, ...]

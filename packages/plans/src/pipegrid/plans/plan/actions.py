@@ -122,9 +122,14 @@ ALONE = COMPUTES | SHARDING | OFFLOADING
 class Action:
     """One compute, message end or collective of one stage.
 
-    ``stage``: the sender for a send, the receiver for a receive, and for a ``COLLECTIVE`` along an edge the stage
-    whose result travels. ``edge``: the edge of the message, from source to destination of the activation, also for
-    a gradient, which flows against it. ``slice``: the part of the microbatch's sequence, in a plan with slices.
+    Attributes:
+        kind: what it does.
+        stage: the sender for a send, the receiver for a receive; for a ``COLLECTIVE`` along an edge, the stage whose
+            result travels.
+        microbatch: its number, from 0.
+        edge: of a message, from source to destination of the activation, also for a gradient, which flows against it.
+        group: the name of the group of a ``REDUCE`` or ``COLLECTIVE``.
+        slice: the part of the microbatch's sequence, in a plan with slices.
     """
 
     kind: ActionKind

@@ -49,10 +49,13 @@ def ascending(value: Any) -> Any:
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Group:
-    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
+    """Positions whose ranks communicate collectively.
 
-    ``edges``: the edges between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place
-    of messages. ``tied``: the stages that share a parameter, whose gradients this group reduces.
+    Attributes:
+        name: unique in the plan.
+        positions: of its ranks.
+        edges: between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place of messages.
+        tied: the stages that share a parameter, whose gradients this group reduces.
     """
 
     name: GroupName

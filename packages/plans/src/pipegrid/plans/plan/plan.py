@@ -35,20 +35,20 @@ def _unless_alike(routes: Routes | None) -> Routes | None:
 class Plan:
     """The steps of each position, in order, with the graph of modules and the placement of its stages.
 
-    ``positions``: per position, its steps. ``graph``: the modules, and so the stages and their edges.
-    ``placement``: per stage, the position that holds it (or the positions, where a module is colocated with
-    several stages of another). ``num_microbatches``: the microbatches of one training step. ``num_slices``: the slices
-    into which each of them is cut along its sequence; then every action of a microbatch names its slice, of which 0 is
-    the first in the sequence. Slices are for a single module.
-    ``forward_only``: the stages without a backward, because nothing before or in them is trained (all of
-    them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
-    ``REDUCE`` and ``COLLECTIVE`` actions name.
+    The class checks that the parts fit each other; `verify` proves that the plan can be run.
 
-    ``routes``: which replica computes which stage of each unit, where replicas differ. Then there is one order per
-    *actor*: ``positions`` has the positions of replica 0, then those of replica 1, ...; ``placement`` and ``groups``
-    name positions of each replica; and microbatches are units. Routes by which all replicas act alike are None.
-
-    Whether the plan is *right* is proved by `verify`; the class checks only that its parts fit each other.
+    Attributes:
+        positions: per position, its steps. With routes, per *actor*: the positions of replica 0, then of replica 1, ...
+        graph: the modules, and so the stages and their edges.
+        placement: per stage, the position that holds it (or the positions, where a module is colocated with several
+            stages of another).
+        num_microbatches: of one training step; with routes, units.
+        forward_only: the stages without a backward, because nothing before or in them is trained (all of them in an
+            evaluation); no gradient travels along an edge with such an end.
+        groups: what ``REDUCE`` and ``COLLECTIVE`` actions name; with routes, of positions of each replica.
+        num_slices: into which the sequence of each microbatch of a single module is cut; then every action of a
+            microbatch names its slice, of which 0 is the first in the sequence.
+        routes: which replica computes which stage of each unit; None where all replicas act alike.
     """
 
     positions: tuple[tuple[Step, ...], ...] = field(converter=as_positions, repr=_count_steps)

@@ -25,7 +25,12 @@ Units: TypeAlias = tuple[Index, ...]
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Actor:
-    """The ranks of one position in one replica; written ``position@replica``."""
+    """The ranks of one position in one replica; written ``position@replica``.
+
+    Attributes:
+        position: its number.
+        replica: its number.
+    """
 
     position: Index
     replica: Index
@@ -36,7 +41,13 @@ class Actor:
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Move:
-    """``replica`` computes ``stage`` of ``unit`` in place of the unit's home."""
+    """A stage of one unit that another replica than the unit's home computes.
+
+    Attributes:
+        stage: which.
+        unit: of which unit.
+        replica: where it is computed.
+    """
 
     stage: Index
     unit: Index
@@ -82,13 +93,15 @@ def _actors(value: Iterable[Actor]) -> tuple[Actor, ...]:
 class Routes:
     """Which replica computes each stage of each unit; equal routes are equal values, and have one digest.
 
-    ``units``: per replica, the number of its microbatches, which may differ. ``moves``: what is not computed at home;
-    also given as a mapping ``{(unit, stage): replica}``. ``skips``: per module, the units that do not pass through it
-    (a microbatch without an image): no forward, no message, no gradient. ``every``: per module, for how many
-    consecutive units of a replica it is called once; its result serves all of them, and their gradients are summed
-    before its one backward. A call has the number of its first unit. (Given per module rather than per edge: an edge's
-    number is the ratio of those of its two ends, so numbers of edges could contradict each other.) ``dead``: actors
-    that do not take part.
+    Attributes:
+        units: per replica, the number of its microbatches, which may differ.
+        moves: what is not computed at home; also given as a mapping ``{(unit, stage): replica}``.
+        skips: per module, the units that do not pass through it (a microbatch without an image): no forward, no
+            message, no gradient.
+        every: per module (an edge's number is the ratio of those of its ends), for how many consecutive units of a
+            replica it is called once. The call has the number of its first unit; its result serves all of them, and
+            their gradients are summed before its one backward.
+        dead: actors that do not take part.
 
     Raises:
         PlanError: a number is out of range.

@@ -110,25 +110,35 @@ _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "paramete
 class Costs:
     """Times in any one unit (seconds, or multiples of a forward); numbers for all stages or one per stage.
 
-    ``F``, ``I`` and ``W`` are a forward and the two halves of a backward; ``B``, the whole backward, is by
-    default ``I + W``. A message along an edge arrives ``latency + message / bandwidth`` after both ends are
-    posted, and occupies its lane for ``message / bandwidth`` (``message`` in bytes, ``bandwidth`` in bytes
-    per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
-    of those. ``overhead`` is what every action costs its position in addition, compute or communication.
-    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
-    microbatch, where ``n`` is the number of stages on its position. ``input_release`` is the share of it, from 0 to
-    1, that ``I`` releases; ``W`` releases the rest. ``UNSHARD`` and ``REDUCE_GRAD`` are the times to gather the
-    parameters of a stage and to reduce-scatter its gradients, beside computes; ``parameters`` is the memory of the
-    gathered parameters (in bytes, say), and that of their gradients until they are reduced. ``offload_bandwidth``: the
-    memory of activations that a position copies to the host in a unit of time, and as much back at the same time.
+    A message arrives ``latency + message / bandwidth`` after both ends are posted; its lane is busy for the second
+    term. Of a plan with slices, all costs are of whole microbatches, and divided among their slices.
 
-    Of a plan with slices, all of these are of whole microbatches, and divided among their slices: ``slice_lengths`` are
-    the lengths of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided, and
-    ``slice_times`` those of ``F``, ``B`` and ``I``, of which the later ones take longer for causal attention
-    (`slice_times`); both are equal by default.
+    Attributes:
+        F: a forward.
+        I: the half of a backward that gives the gradients of inputs.
+        W: the half that gives the gradients of weights.
+        B: a whole backward; by default ``I + W``.
+        latency: of a message along an edge.
+        bandwidth: bytes per unit of time along an edge; infinite is free.
+        message: bytes of an activation along an edge, and of its gradient.
+        REDUCE: a ``REDUCE``.
+        COLLECTIVE: a ``COLLECTIVE``.
+        overhead: what every action, compute or communication, costs its position in addition.
+        activation: memory of one microbatch of a stage from its forward on; by default 1/n of a microbatch, where its
+            position has n stages.
+        input_release: the share of it, from 0 to 1, that ``I`` releases; ``W`` releases the rest.
+        UNSHARD: gathering the parameters of a stage, beside computes.
+        REDUCE_GRAD: reduce-scattering its gradients, beside computes.
+        parameters: memory of the gathered parameters (in bytes, say), and of their gradients until they are reduced.
+        offload_bandwidth: memory of activations copied to the host in a unit of time, and as much back at the same
+            time.
+        slice_lengths: of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided;
+            by default equal.
+        slice_times: of the slices, by which ``F``, ``B`` and ``I`` are divided; later ones take longer for causal
+            attention (`pipegrid.search.slice_times`); by default equal.
 
     Raises:
-        CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
+        CostsError: a number that is negative or not finite, by its name.
     """
 
     F: PerStage = 1.0

@@ -39,10 +39,14 @@ _F, _B, _I = ActionKind.F, ActionKind.B, ActionKind.I
 
 @frozen(slots=False)
 class Simulation:
-    """``plan`` played through with ``costs``.
+    """A plan played through.
 
-    ``start`` and ``end`` hold, per position, the time of each action in the order of `Plan.actions`, in the
-    unit of the costs. For a message they are those of the transfer, at both ends, not of the posting.
+    Attributes:
+        plan: the plan.
+        costs: of its actions.
+        start: per position, when each action starts, in the order of `Plan.actions` and the unit of the costs; of a
+            message, when its transfer starts, at both ends, not when it is posted.
+        end: likewise, when each ends.
     """
 
     plan: Plan

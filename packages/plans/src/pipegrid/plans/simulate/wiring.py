@@ -22,8 +22,12 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 class Lane:
     """Messages from one position to another in one direction; the k-th send meets the k-th receive.
 
-    Kept are those of which only one end is posted. A send is (time posted, index of the action, time it
-    occupies the lane, latency); a receive is (time posted, index, where to note the arrival, microbatch).
+    Attributes:
+        source: the position that sends.
+        destination: the position that receives.
+        sends: without receive yet: (time posted, index of the action, time it occupies the lane, latency).
+        receives: without send yet: (time posted, index, where to note the arrival, microbatch).
+        free: when the lane is free again.
     """
 
     source: int

@@ -32,12 +32,19 @@ from pipegrid.plans.verify.table import Batches, Blocking, PositionTable
 class Proof:
     """A plan, and what `verify` has proved of it.
 
-    ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``orders``: the names of the order models
-    under which it holds, none for computes alone; ``drains``: whether it holds if computes wait for the whole device.
-    ``peak_live``: per position, the most activations live at once, in microbatches: a stage of n on its position counts
-    1/n of one and is live from its ``F`` to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end
-    of its ``B`` or ``I``; both without what is on the host, from its ``RELEASE`` to its ``RELOAD``.
-    ``peak_gathered``: the most sharded stages of which the parameters are gathered at once.
+    Attributes:
+        plan: the plan that can be run.
+        num_actions: of all positions.
+        num_messages: between positions.
+        rendezvous: the argument of the proof.
+        lanes: the argument of the proof.
+        batches: the argument of the proof.
+        orders: the names of the order models under which it holds; none for computes alone.
+        drains: whether it holds if computes wait for the whole device.
+        peak_live: per position, the most activations live at once, in microbatches. A stage of n on its position counts
+            1/n, from its ``F`` to the end of its ``B`` or ``W``, less the time on the host (``RELEASE`` to ``RELOAD``).
+        peak_live_inputs: the same, to the end of its ``B`` or ``I``.
+        peak_gathered: per position, the most sharded stages whose parameters are gathered at once.
     """
 
     plan: Plan = field(repr=False)

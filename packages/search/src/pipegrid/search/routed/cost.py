@@ -66,11 +66,18 @@ def least_room(
 
 @frozen
 class LostRank:
-    """A step after the death of a rank of ``position`` in one of ``num_replicas``, beside the ``undisturbed`` one.
+    """A step after the death of a rank, beside the undisturbed one.
 
-    ``makespans``: with 0, 1, 2, ... more units of memory on each position than the undisturbed plan, until the step is
-    as short as with any memory. ``bound``: none is shorter. ``whole``: with backwards that are not split, and any
-    memory. ``room``: per position, the units of memory that are enough for the last of ``makespans``.
+    Attributes:
+        plan: the undisturbed one, of one replica.
+        num_replicas: before the death.
+        position: where, in one replica, a rank died.
+        undisturbed: the makespan without a death.
+        makespans: with 0, 1, 2, ... more units of memory on each position than the undisturbed plan, until the step is
+            as short as with any memory.
+        bound: no makespan is shorter.
+        whole: with backwards that are not split, and any memory.
+        room: per position, the units of memory that are enough for the last of ``makespans``.
     """
 
     plan: Plan

@@ -26,8 +26,11 @@ UNIT = 100_000
 class RoutedStep:
     """A plan of computes for routes, with the figures of its schedule.
 
-    ``bound``: no plan with these actors, whatever its routes, is shorter. ``peaks``: per actor, the most it holds, in
-    the unit of the memory limit.
+    Attributes:
+        plan: the plan.
+        makespan: until its last action ends.
+        bound: no plan with these actors, whatever its routes, is shorter.
+        peaks: per actor, the most it holds, in the unit of the memory limit.
     """
 
     plan: Plan

@@ -1,10 +1,9 @@
 """V-Half and V-Min: schedules made by repeating one block, whose shape bounds the memory.
 
-The block is one microbatch's four passes through the V, as dates on each position in slots of one chunk's
-pass: ``F`` down, ``F`` up, ``I`` down (of the upward chunk) and ``I`` up. A new block starts every 6 slots,
-for 6 is the work of a microbatch on a position (F, I, W of two chunks). How long a block keeps an activation
-live, divided by 6, is how many are live at once: so slower hops between positions hold more, and allow less
-bubble.
+The block is one microbatch's four passes through the V, as dates on each position in slots of one chunk's pass: ``F``
+down, ``F`` up, ``I`` down (of the upward chunk) and ``I`` up. A new block starts every 6 slots, for 6 is the work of a
+microbatch on a position (F, I, W of two chunks). How long a block keeps an activation live, divided by 6, is how many
+are live at once: so slower hops between positions hold more, and allow less bubble.
 
 Source of both: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 (building blocks)
 and 4 (V-Min, V-Half, V-ZB; appendix on squeezing and on placing ``W``).

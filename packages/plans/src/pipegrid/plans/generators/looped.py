@@ -34,9 +34,8 @@ def interleaved_1f1b(
     round then does not reach every position. ``extra_warmup`` forwards more run before the first backward, and as many
     chunks more are live: for models that compute one microbatch while another one's tokens travel between experts.
 
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024,
-    section 3.3.2).
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024, section 3.3.2).
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size

@@ -37,11 +37,10 @@ def multi_module_1f1b(
     each stage has a position of its own. ``forward_only`` names modules that run no backward: frozen ones
     that nothing trained feeds, or all of them in an evaluation.
 
-    Source: the 1F1B rule of Narayanan et al. 2021 (section 2.2.1), with the distance to the sink in place of
-    the distance to the last stage. Why it cannot deadlock: give the forward of microbatch ``m`` at a stage
-    with distance ``d`` the date ``2m - d``, and its backward ``2m + d + 1``; every dependency and every order
-    on a position goes from a smaller date to a larger one. A position that holds several stages does their
-    actions by date.
+    Source: the 1F1B rule of Narayanan et al. 2021 (section 2.2.1), with the distance to the sink in place of the
+    distance to the last stage. Why it cannot deadlock: give the forward of microbatch ``m`` at a stage with distance
+    ``d`` the date ``2m - d``, and its backward ``2m + d + 1``; every dependency and every order on a position goes from
+    a smaller date to a larger one. A position that holds several stages does their actions by date.
     """
     require_graph(graph)
     without = frozen_stages(graph, forward_only)

@@ -23,10 +23,9 @@ from pipegrid.plans.plan import Plan
 class Schedule:
     """A named schedule of a chain.
 
-    ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is
-    for (of a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``.
-    ``trains``: False for forwards alone. ``sliced``: may cut microbatches along the sequence; the function takes
-    ``num_slices``.
+    ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is for (of
+    a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``. ``trains``:
+    False for forwards alone. ``sliced``: may cut microbatches along the sequence; the function takes ``num_slices``.
     """
 
     name: str

@@ -84,11 +84,10 @@ def u_shape_counts(
 ) -> UShapeCounts:
     """The counts of `u_shape` at ``costs``, by default unit costs.
 
-    A *period* is what the slowest position or link needs for a microbatch. A position holds as many
-    microbatches as there are periods in the way from it to the tail and back, rounded up; the head one more,
-    so that the passes of position 0 need not fit like a puzzle. Tail passes come one a period, so the first
-    head backward is due after as many as there are periods in the gradient's way back, rounded down, and the
-    one that was already waiting.
+    A *period* is what the slowest position or link needs for a microbatch. A position holds as many microbatches as
+    there are periods in the way from it to the tail and back, rounded up; the head one more, so that the passes of
+    position 0 need not fit like a puzzle. Tail passes come one a period, so the first head backward is due after as
+    many as there are periods in the gradient's way back, rounded down, and the one that was already waiting.
     """
     way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
     held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]

@@ -38,8 +38,7 @@ class Run(NamedTuple):
 class PlayedPlan(NamedTuple):
     """Start and end of every action, and an order of all computes in which each comes after those it waits for.
 
-    An entry of ``order`` is a run of actions of one position, or, for a compute of a shared stage, one action of
-    each.
+    An entry of ``order`` is a run of actions of one position, or, for a compute of a shared stage, one action of each.
     """
 
     start: Times

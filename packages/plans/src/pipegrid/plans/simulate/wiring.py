@@ -57,8 +57,7 @@ class Wiring:
     """The computes and messages of a plan at given costs, and the slots in which their times are noted.
 
     ``duration``: by kind and stage. ``routed``: whether computes and messages are looked up per unit, and slots are of
-    one alone, at index 0. ``shard_streams`` and ``copy_streams``: per position, what runs beside its
-    computes.
+    one alone, at index 0. ``shard_streams`` and ``copy_streams``: per position, what runs beside its computes.
     """
 
     def __init__(self, plan: Plan, costs: Costs, actions: Sequence[Sequence[Action]]) -> None:

@@ -131,13 +131,12 @@ def verify(
 ) -> Proof:
     """Prove that ``plan`` can be run, or list all its faults.
 
-    Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``)
-    on each position that holds it; each compute finds its inputs, made before it on its position or received
-    before it; each message is sent once and received once, in the same order on its lane; members name a
-    group's collectives in one order; the positions of a stage that lies on several do its computes in one order, as
-    their ranks may communicate inside it; and no positions wait for each other in a cycle. The slices of a microbatch
-    run forward in the order of the sequence, as each reads the keys and values of those before it, and backward in
-    reverse.
+    Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``) on each
+    position that holds it; each compute finds its inputs, made before it on its position or received before it; each
+    message is sent once and received once, in the same order on its lane; members name a group's collectives in one
+    order; the positions of a stage that lies on several do its computes in one order, as their ranks may communicate
+    inside it; and no positions wait for each other in a cycle. The slices of a microbatch run forward in the order of
+    the sequence, as each reads the keys and values of those before it, and backward in reverse.
 
     ``rendezvous``: a position goes on from a message only when its partner has come to the other end of it. This is the
     worst that NCCL may do. Without it a send is buffered, a receive is posted, and only the compute that needs the data

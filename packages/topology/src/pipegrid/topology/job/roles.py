@@ -64,9 +64,8 @@ class RankRole:
     Args:
         modules: stage of each module that this rank is in.
         mode: how the modules lie.
-        sources: modules that read the batch's inputs; None is every modality module of this rank or, where
-            it has none, the language module. A language model that reads text beside image features is a
-            source as well.
+        sources: modules that read the batch's inputs; None is every modality module of this rank or, where it has none,
+            the language module. A language model that reads text beside image features is a source as well.
         sinks: modules that read the batch's labels.
     """
 

@@ -19,6 +19,10 @@ class Edge:
     Attributes:
         source: the stage that makes the activation.
         destination: the stage that takes it.
+
+    Examples:
+        >>> str(Edge(0, 1))
+        '0>1'
     """
 
     source: Annotated[int, integer()]
@@ -33,7 +37,12 @@ class Edge:
 
 
 class Direction(enum.Enum):
-    """Direction of a message: activations along an edge, or gradients against it."""
+    """Direction of a message: activations along an edge, or gradients against it.
+
+    Examples:
+        >>> str(Direction.FORWARD), str(Direction.BACKWARD)
+        ('Direction.FORWARD', 'Direction.BACKWARD')
+    """
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -18,7 +18,14 @@ from pipegrid.core.fields import Count, Name, checked, nearest, shown
 
 
 class ModuleGraphError(ValueError):
-    """The modules do not form an acyclic graph of known modules, with a sink."""
+    """The modules do not form an acyclic graph of known modules, with a sink.
+
+    Examples:
+        >>> ModuleGraph({"a": 1, "b": 1}, {"a": ["b"], "b": ["a"]})
+        Traceback (most recent call last):
+            ...
+        pipegrid.core.graph.ModuleGraphError: the modules form a cycle: a -> b -> a
+    """
 
 
 def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -57,6 +64,11 @@ class ModuleGraph:
     Raises:
         ModuleGraphError: a module that is not declared, a depth that is not positive, an edge given twice,
             or a cycle (named module by module).
+
+    Examples:
+        >>> graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+        >>> [str(edge) for edge in graph.stage_edges]
+        ['0>1', '1>2']
     """
 
     modules: tuple[tuple[str, int], ...] = field(converter=_as_modules)

@@ -27,6 +27,11 @@ class LaneSpec:
         source: the global rank that sends.
         destination: the global rank that receives.
         label: tells apart lanes of the same ranks; part of the names of groups and threads and of every error.
+
+    Examples:
+        >>> lane = LaneSpec(3, 1, "images")
+        >>> str(lane), lane.pair
+        ('3>1[images]', (1, 3))
     """
 
     source: Index
@@ -75,6 +80,10 @@ class LaneStats:
         allocations: receives that got new buffers. Where all buffers are released, the number of buffers that were in
             use at once.
         live: receives whose buffers were not released.
+
+    Examples:
+        >>> LaneStats(messages=2, bytes=64).messages
+        2
     """
 
     messages: int = 0

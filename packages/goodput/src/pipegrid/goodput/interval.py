@@ -12,12 +12,22 @@ _TRIED = 8  # intervals in each of them
 
 
 def young(checkpoint: float, mtbf: float) -> float:
-    """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``."""
+    """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``.
+
+    Examples:
+        >>> young(checkpoint=30.0, mtbf=43200.0)
+        1609.9689437998486
+    """
     return math.sqrt(2 * checkpoint * mtbf)
 
 
 def daly(checkpoint: float, mtbf: float) -> float:
-    """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37)."""
+    """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37).
+
+    Examples:
+        >>> round(daly(checkpoint=30.0, mtbf=43200.0))
+        1590
+    """
     if checkpoint >= 2 * mtbf:
         return mtbf
     part = checkpoint / (2 * mtbf)

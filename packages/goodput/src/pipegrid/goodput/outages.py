@@ -40,6 +40,10 @@ class Outage:
         node: its name.
         start: when it fails.
         end: when it is back; by default never.
+
+    Examples:
+        >>> Outage("node 3", start="6h", end="7h").end
+        25200.0
     """
 
     node: Name
@@ -58,6 +62,10 @@ class Failures:
     Attributes:
         outages: those of one node that overlap count as one.
         duration: of the run; seconds above 0, or a text.
+
+    Examples:
+        >>> Failures([Outage("a", 60, 120), Outage("b", "1h")], duration="2h").count
+        2
     """
 
     outages: tuple[Annotated[Outage, instance(Outage, "an Outage(node, start, end)")], ...]
@@ -118,6 +126,10 @@ def random_failures(
 
     Raises:
         JobError: a value outside its rule, or more than a million failures.
+
+    Examples:
+        >>> random_failures(32, mtbf="12h", duration="30d", seed=1).count
+        60
     """
     mean, away = float(mtbf), float(repair)
     end = MEAN_FAILURES * mean if duration is None else float(duration)

@@ -51,6 +51,12 @@ class Scenario:
             one.
         replanned: the throughput under ``"re-plan"``, where it is another than that of a restart with as many nodes;
             with fewer nodes than it has, the job restarts.
+
+    Examples:
+        >>> failures = random_failures(32, mtbf="12h", duration="30d", seed=1)
+        >>> scenario = Scenario(Throughput({32: 41.0, 31: 39.5}, batch=1024), failures, restart="10m", checkpoint="30s")
+        >>> possible(scenario)
+        ('restart', 're-plan', 'spare')
     """
 
     throughput: Annotated[Throughput, instance(Throughput, "a Throughput(table, batch)")]
@@ -125,6 +131,12 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     ``"re-plan"`` and ``"spare"``; ``"re-plan"`` restarts where too few nodes are left to train. A node that is back
     joins at the end of a step, if what it adds in the mean time between failures is more than the stop takes; else at
     the next failure.
+
+    Examples:
+        >>> throughput, failures = Throughput({8: 10.0, 7: 8.0}, batch=64), random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(throughput, failures, restart="10m", checkpoint="30s")
+        >>> round(simulate(scenario, "restart", every=100).goodput, 2)
+        0.91
     """
     run = _SimulatedRun(scenario, policy, every)
     for time, back, node in scenario.failures.events:

@@ -61,6 +61,11 @@ class Throughput:
         table: samples per second by number of nodes; a number between two rows has those of the row below.
         batch: samples in a step.
         fewer: has the samples of numbers before the first row, which otherwise have none.
+
+    Examples:
+        >>> throughput = Throughput({32: 41.0, 31: 39.5}, batch=1024)  # samples per second by number of nodes
+        >>> throughput.rate(31)
+        39.5
     """
 
     table: Table
@@ -138,6 +143,10 @@ def parse_throughput(text: str, form: Form = "toml") -> Throughput:
 
     Raises:
         JobError: what is missing, or wrong.
+
+    Examples:
+        >>> parse_throughput("batch = 8\n[throughput]\n2 = 4.0").nodes
+        2
     """
     document = parse_document(text, form)
     if set(document) != {"batch", "throughput"}:

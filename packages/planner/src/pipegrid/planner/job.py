@@ -70,6 +70,10 @@ class Measured:
         F: the forward.
         I: the half of the backward that gives the gradients of inputs.
         W: the half that gives the gradients of weights.
+
+    Examples:
+        >>> Measured(F=0.010, I=0.011, W=0.007)
+        Measured(F=0.01, I=0.011, W=0.007)
     """
 
     F: Amount
@@ -92,6 +96,10 @@ class Layers:
         parameters: their number.
         reductions: tensor-parallel all-reduces of a forward, each of the module's ``message``.
         context: bytes of keys and values, which context-parallel ranks exchange.
+
+    Examples:
+        >>> Layers("decoder", count=32, flops=1e12, parameters=200e6, activations="40MB").activations
+        40000000.0
     """
 
     kind: Kind
@@ -127,6 +135,11 @@ class ModuleCosts:
         frozen: the module runs no backward.
         placing: on ranks of its own (``"apart"``), on those of the module at the end of the graph (``"colocated"``), or
             either.
+
+    Examples:
+        >>> language = ModuleCosts("language", [Layers("decoder", count=32, flops=1e12)], message="8MB", tp=[1, 2, 4])
+        >>> language.message
+        8000000.0
     """
 
     name: Name
@@ -184,6 +197,10 @@ class Device:
         reserved: bytes that are not the job's own.
         communicator: bytes of the buffers of a communicator.
         overhead: seconds that each compute of a stage, with the messages around it, costs its rank's host in addition.
+
+    Examples:
+        >>> Device(flops=400e12, memory="80GB").memory
+        80000000000.0
     """
 
     flops: Seconds
@@ -202,6 +219,10 @@ class Network:
         between: to those of other nodes.
         gpus_per_node: how many a node has.
         latency: seconds of any message.
+
+    Examples:
+        >>> Network(inside="450GB", between="50GB", gpus_per_node=8).between
+        50000000000.0
     """
 
     inside: Rate
@@ -223,6 +244,10 @@ class Training:
         schedules: names, of any but the U and those with slices.
         chunks: stages per position, where a schedule runs any number.
         microbatch: samples over all replicas; by default 1 to 4 for each replica.
+
+    Examples:
+        >>> Training(sharding="none", schedules=["1f1b"]).optimizer_bytes
+        12.0
     """
 
     parameter_bytes: Amount = 2.0
@@ -259,6 +284,12 @@ class Job:
         links: between GPUs.
         edges: pairs of names: which module feeds which.
         training: bytes per parameter, and the schedules to try.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=32, flops=1e12)], message="8MB")
+        >>> job = Job([module], global_batch=64, device=Device(flops=400e12), links=Network("450GB", "50GB"))
+        >>> job.training.sharding
+        'optimizer'
     """
 
     modules: tuple[Annotated[ModuleCosts, instance(ModuleCosts, "a ModuleCosts(name, layers, message)")], ...]

@@ -30,6 +30,10 @@ class Box:
 
     Raises:
         BridgeError: lengths differ, or a start or extent is negative.
+
+    Examples:
+        >>> str(Box(start=(2, 0), shape=(1, 16)))
+        '[2:3, 0:16]'
     """
 
     start: tuple[Index, ...]

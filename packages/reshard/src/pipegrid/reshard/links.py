@@ -32,6 +32,10 @@ class Links:
 
     Raises:
         BridgeError: a bandwidth that is not positive, a negative latency, a rank with two links.
+
+    Examples:
+        >>> Links(bandwidth=50e9, latency=5e-6, shared=[(0, 1)]).seconds([(0, 2, 50e6), (1, 3, 50e6)])
+        0.00201
     """
 
     bandwidth: Annotated[float, number(above=0.0)]

@@ -198,6 +198,14 @@ def plan_reshard(
     Raises:
         BridgeError: a side shards an axis that ``sizes.axes`` does not name; sizes of replicas that fit neither the
             sides nor each other.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> plan = plan_reshard(*sides, Sizes((6, 8), axes=axis_names(2)))
+        >>> str(plan.messages[0])
+        '0[0:2, 0:8] -> 3[0:2, 0:8]'
     """
     itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
     choice = Choice(strategy, leader_below, links)
@@ -253,6 +261,13 @@ def routes(
     A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only,
     and holds for all sizes of which each source replica is cut by itself (`Sizes.cut` ``"lane"``, as bridges do), and
     for batches that divide evenly. Replicas of an uneven batch that is cut as one may meet others.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> routes(*sides, axis_names(2))
+        ((0, 3), (1, 3), (1, 4), (2, 4))
     """
     cuts = part_cuts(src, dst, axes)
     sender, receiver = src, dst

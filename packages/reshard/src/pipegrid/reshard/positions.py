@@ -56,6 +56,14 @@ def positions_of(
 
     Raises:
         BridgeError: as `check_places`.
+
+    Examples:
+        >>> from pipegrid.core import ModuleGraph
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4)
+        >>> graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+        >>> positions_of(graph, grids, {"images": [0], "language": [0, 1]}).ranks
+        ((0, 1), (2,), (3,))
     """
     check_places(graph, grids, stage_placement)
     held: dict[int, list[int]] = {}
@@ -99,7 +107,14 @@ def collective_edges(
 
 
 def alike(source: Side, destination: Side) -> bool:
-    """Whether every rank needs exactly what it has made, so that nothing has to move."""
+    """Whether every rank needs exactly what it has made, so that nothing has to move.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grid = place({"model": {"tp": 2, "dp": 2}}, world_size=4)["model"]
+        >>> alike(boundary_side(grid, "source"), boundary_side(grid, "destination"))
+        True
+    """
     sums = (*source.partial_groups, *destination.partial_groups)
     return _held(source) == _held(destination) and not sums
 

@@ -34,7 +34,12 @@ class Placement:
 
 @frozen
 class Replicate(Placement):
-    """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
+    """Ranks along the dim hold the same values, and their gradients are replicas of each other.
+
+    Examples:
+        >>> str(Replicate())
+        'copies'
+    """
 
     def __str__(self) -> str:
         return "copies"
@@ -48,6 +53,10 @@ class Shard(Placement):
         axis: its name.
         order: ``"zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n`` chunks and
             rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
+
+    Examples:
+        >>> str(Shard("s")), str(Shard("s", order="zigzag"))
+        ('cuts s', 'cuts s in zigzag')
     """
 
     axis: Name
@@ -68,6 +77,10 @@ class Partial(Placement):
     On a source the activations are partial sums and every rank gets the whole gradient; on a destination
     every rank gets the whole activation and the gradients are partial sums (for instance of ranks that each
     work on their own piece of the sequence from one replicated input). The bridge sums them once.
+
+    Examples:
+        >>> str(Partial())
+        'sums'
     """
 
     def __str__(self) -> str:
@@ -347,6 +360,12 @@ def boundary_side(
     Raises:
         BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name; not one weight for
             each replica.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid = HyperCommGrid([2, 2], ["tp", "dp"], world_size=4)
+        >>> [str(dim.placement) for dim in boundary_side(grid, "source", placements={"tp": Shard("s")}).dims]
+        ['cuts b', 'cuts s']
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end

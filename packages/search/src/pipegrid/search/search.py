@@ -69,6 +69,12 @@ def search(
     Raises:
         PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch.
         CostsError: costs for another number of stages.
+
+    Examples:
+        >>> from pipegrid.plans import Costs
+        >>> found = search(Costs(F=1.0, I=1.1, W=0.7), 2, num_positions=2, num_microbatches=4, effort=0.1)
+        >>> found.makespan, found.optimal
+        (12.599999999999998, False)
     """
     shapes = problems(
         costs,

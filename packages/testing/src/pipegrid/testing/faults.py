@@ -14,7 +14,14 @@ class FaultError(ValueError):
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 (a fault of the test's own making)
-    """Raised on its rank by a planned ``raise`` fault."""
+    """Raised on its rank by a planned ``raise`` fault.
+
+    Examples:
+        >>> raise InjectedFault("rank 1 at 'backward'")
+        Traceback (most recent call last):
+            ...
+        pipegrid.testing.faults.InjectedFault: rank 1 at 'backward'
+    """
 
 
 def _text(point: object) -> str | None:
@@ -38,6 +45,10 @@ class Fault:
 
     Raises:
         FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place.
+
+    Examples:
+        >>> Fault("kill", rank=1, at="backward", nth=2)
+        Fault(kind='kill', rank=1, at='backward', after=None, seconds=None, nth=2)
     """
 
     kind: str

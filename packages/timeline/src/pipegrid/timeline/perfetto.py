@@ -135,5 +135,10 @@ def perfetto(timeline: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def write_perfetto(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev."""
+    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> write_perfetto(timeline(gpipe(2, 2)), "gpipe.json")  # for ui.perfetto.dev
+    """
     Path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")

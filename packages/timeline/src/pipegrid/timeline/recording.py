@@ -82,6 +82,12 @@ class Recording:
     Attributes:
         plan: what ran.
         tracks: one for each rank that was recorded, times from one clock common to all.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> track = Track(rank=0, position=0, actions=[Recorded(index=0, start=0.0, end=1.0)])
+        >>> Recording(gpipe(1, 1), [track]).plan.num_positions
+        1
     """
 
     plan: Plan

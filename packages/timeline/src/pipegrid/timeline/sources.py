@@ -34,6 +34,11 @@ def timeline(
     ``rows`` names the rows (positions, or the recorded ranks), by default after their stages. ``unit`` is the unit of
     a simulation's costs, ``"s"`` for seconds (always, in a recording). A `Timeline` passes through, with ``rows`` and
     ``title`` replaced.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> timeline(one_f_one_b(2, 4)).rows
+        ('stage 0 (position 0)', 'stage 1 (position 1)')
     """
     if isinstance(source, Plan):
         source = simulate(source)

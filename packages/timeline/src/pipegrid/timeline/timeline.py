@@ -47,6 +47,10 @@ class Span:
         slice: of the action.
         memory: bytes that it left allocated, as recorded.
         home: the replica whose microbatch it is, where that is not the row's own.
+
+    Examples:
+        >>> Span(row=0, start=0.0, end=1.5, kind="F", stage=2, microbatch=7).name
+        '2F7'
     """
 
     row: Index
@@ -119,6 +123,10 @@ class Counter:
         row: the index of the row.
         name: of the quantity.
         points: ``(time, value from then on)``.
+
+    Examples:
+        >>> Counter(row=0, name="live", points=[(0.0, 1), (1.0, 2), (3.0, 0)]).peak
+        2
     """
 
     row: Index
@@ -152,6 +160,11 @@ class Timeline:
         title: heads the picture.
         unit: of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the costs.
         replicas: the replica of each row where replicas act apart (a plan with routes), or nothing.
+
+    Examples:
+        >>> drawn = Timeline(rows=["gpu 0"], spans=[Span(0, 0.0, 1.5, "F"), Span(0, 2.0, 3.0, "B")])
+        >>> drawn.makespan, drawn.bubble
+        (3.0, 0.16666666666666663)
     """
 
     rows: tuple[Name, ...] = field(converter=_texts)
@@ -227,7 +240,13 @@ class Timeline:
 
 @checked_arguments(TimelineError)
 def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
-    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds."""
+    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> scaled(timeline(gpipe(2, 2)), 0.010, unit="s").makespan
+        0.09
+    """
     zero = timeline.start
 
     def at(time: float) -> float:
@@ -273,7 +292,13 @@ def time_text(value: float, unit: str, *, like: float | None = None) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak; or how much gets stuck."""
+    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak; or how much gets stuck.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> summary(timeline(gpipe(2, 2)))
+        'makespan 9 · bubble 33.3% · peak live microbatches 2'
+    """
     stuck = sum(span.kind in (STUCK, BEHIND) for span in timeline.spans)
     if stuck:
         return f"stuck: {stuck} of {len(timeline.spans)} never end"

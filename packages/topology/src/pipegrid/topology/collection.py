@@ -58,6 +58,11 @@ class ProcessGroupCollection:
         embd: the stages that hold the tied word embedding.
         pos_embd: the stages that hold the position embedding.
         grid: of the groups, whose sizes say which groups a job needs; None: made by hand, and not known.
+
+    Examples:
+        >>> groups = ProcessGroupCollection()
+        >>> groups.dp is None
+        True
     """
 
     tp: ProcessGroup | None = None
@@ -132,6 +137,11 @@ class MultiModuleProcessGroupCollection:
 
     Raises:
         PlacementError: a language module without a collection, or an argument under both of its names.
+
+    Examples:
+        >>> groups = MultiModuleProcessGroupCollection({"images": ProcessGroupCollection()}, None)
+        >>> groups.has_language_model(), list(groups.keys())
+        (False, ['images'])
     """
 
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)

@@ -36,6 +36,10 @@ def interleaved_1f1b(
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024, section 3.3.2).
+
+    Examples:
+        >>> interleaved_1f1b(2, 4, num_chunks=2).placement
+        ((0,), (1,), (0,), (1,))
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size

@@ -28,6 +28,10 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6 (ZB-V); Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory", section 4 (V-ZB).
+
+    Examples:
+        >>> simulate(zero_bubble_v(4, 8)).bubble(of="span")
+        0.0
     """
     orders = (_zero_bubble_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
     return chain_plan(orders, v_placement(num_positions), num_microbatches)

@@ -103,6 +103,10 @@ def lower(
     Raises:
         PlanError: the plan communicates or offloads already, its computes are wrong (every fault is listed, as by
             `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
+
+    Examples:
+        >>> [str(step) for step in lower(gpipe(2, 1)).positions[0]]
+        ['0F0', '0SEND_F0>1', '0RECV_B0<1', '0B0']
     """
     require_plan(plan)
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):

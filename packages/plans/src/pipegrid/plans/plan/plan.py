@@ -49,6 +49,13 @@ class Plan:
         num_slices: into which the sequence of each microbatch of a single module is cut; then every action of a
             microbatch names its slice, of which 0 is the first in the sequence.
         routes: which replica computes which stage of each unit; None where all replicas act alike.
+
+    Examples:
+        >>> plan = one_f_one_b(2, 4)
+        >>> plan.num_positions, plan.num_stages, plan.placement
+        (2, 2, ((0,), (1,)))
+        >>> [str(step) for step in plan.positions[1]][:4]
+        ['1F0', '1B0', '1F1', '1B1']
     """
 
     positions: tuple[tuple[Step, ...], ...] = field(converter=as_positions, repr=_count_steps)

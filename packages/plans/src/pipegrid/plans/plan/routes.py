@@ -105,6 +105,11 @@ class Routes:
 
     Raises:
         PlanError: a number is out of range.
+
+    Examples:
+        >>> routes = Routes([4, 2], {(3, 0): 1})  # replica 1 computes stage 0 of unit 3, whose home is replica 0
+        >>> routes.num_replicas, routes.num_units, routes.home(3)
+        (2, 6, 0)
     """
 
     units: tuple[Index, ...] = field(converter=tuple[int, ...])

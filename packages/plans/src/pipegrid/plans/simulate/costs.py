@@ -139,6 +139,11 @@ class Costs:
 
     Raises:
         CostsError: a number that is negative or not finite, by its name.
+
+    Examples:
+        >>> costs = Costs(F=0.010, I=0.011, W=[0.007, 0.009], latency=0.0005)  # seconds; two stages
+        >>> simulate(one_f_one_b(2, 4), costs).makespan
+        0.14899999999999997
     """
 
     F: PerStage = 1.0

@@ -226,6 +226,11 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     Raises:
         PlanError: the plan gets stuck (`verify` says why), or an action is outside of it.
         CostsError: the costs are for another number of stages, or lack an edge of the plan.
+
+    Examples:
+        >>> simulation = simulate(zero_bubble_h1(4, 8), Costs(F=1, I=1, W=1))
+        >>> simulation.makespan, simulation.peaks()
+        (27.0, (4.0, 4.0, 4.0, 4.0))
     """
     require_plan(plan)
     costs = checked(costs, GivenCosts | None, "costs", CostsError) or unit_costs(plan)

@@ -170,6 +170,10 @@ def verify(
     Raises:
         PlanError: ``faults`` has every fault, with position and step; a cycle is printed action by action. Cycles are
             looked for only where nothing else is wrong.
+
+    Examples:
+        >>> verify(lower(zero_bubble_v(4, 8))).peak_live
+        (4.0, 4.0, 4.0, 4.0)
     """
     require_plan(plan)
     lanes = checked(lanes, Communicators, "lanes", PlanError)

@@ -112,6 +112,12 @@ def lost_rank_costs(
 
     Raises:
         PlanError: fewer than two replicas, and what `schedule_routes` raises.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> row = lost_rank_costs(one_f_one_b(2, 4), 2, positions=[0])[0]
+        >>> row.position, row.undisturbed, row.makespans[-1]
+        (0, 15.0, 24.0)
     """
     if checked(num_replicas, Count, "num_replicas", PlanError) < 2:
         raise PlanError(

@@ -67,6 +67,12 @@ class RankRole:
         sources: modules that read the batch's inputs; None is every modality module of this rank or, where it has none,
             the language module. A language model that reads text beside image features is a source as well.
         sinks: modules that read the batch's labels.
+
+    Examples:
+        >>> grids = place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4)
+        >>> role = RankRole.from_grid_map(grids, ["images"], rank=3)
+        >>> role.has_language_module, role.is_last_stage("language")
+        (True, True)
     """
 
     modules: dict[str, ModuleStageInfo] = field(factory=dict, converter=_copied)

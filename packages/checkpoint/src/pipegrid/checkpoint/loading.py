@@ -37,6 +37,15 @@ class LoadedCheckpoint:
         layout: of its layers.
         same_layout: every rank has the stages that it had; only then random generators go on where they were.
         skipped: newer checkpoints that are corrupt, and why.
+
+    Examples:
+        >>> import torch
+        >>> state = TrainingState(stages={"model": {0: torch.nn.Linear(4, 4)}})
+        >>> checkpoints = Checkpoints("runs/b")
+        >>> checkpoints.save(state, step=1)
+        >>> checkpoints.load(state).step
+        1
+        >>> checkpoints.close()
     """
 
     step: int

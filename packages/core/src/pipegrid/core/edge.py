@@ -40,8 +40,8 @@ class Direction(enum.Enum):
     """Direction of a message: activations along an edge, or gradients against it.
 
     Examples:
-        >>> str(Direction.FORWARD), str(Direction.BACKWARD)
-        ('Direction.FORWARD', 'Direction.BACKWARD')
+        >>> Direction.FORWARD.value, Direction.BACKWARD.value
+        ('F', 'B')
     """
 
     FORWARD = "F"

@@ -192,7 +192,8 @@ def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result
         error: an argument breaks its rule: "num_positions is 0; it must be an integer of at least 1".
 
     Examples:
-        >>> def ranks(tp: Count, dp: Count = 1) -> int:
+        >>> @checked_arguments(ValueError)
+        ... def ranks(tp: Count, dp: Count = 1) -> int:
         ...     return tp * dp
         ...
         >>> ranks(tp=4)

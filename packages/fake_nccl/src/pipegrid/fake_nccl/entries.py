@@ -29,6 +29,10 @@ class TransferRecord:
         kind: ``send`` or ``recv``.
         peer: a global rank.
         nbytes: bytes of the tensor.
+
+    Examples:
+        >>> TransferRecord(kind="send", peer=1, nbytes=64).nbytes
+        64
     """
 
     kind: str
@@ -46,6 +50,10 @@ class LaunchRecord:
         kind: ``p2p``, or the collective's name.
         operations: the transfers of a ``p2p`` entry, in the order of their calls.
         thread: identifier of the launching thread.
+
+    Examples:
+        >>> LaunchRecord(number=0, group="pp", kind="p2p", operations=(TransferRecord("send", 1, 64),), thread=1).kind
+        'p2p'
     """
 
     number: int
@@ -62,6 +70,10 @@ class Mark:
     Attributes:
         text: the point's name.
         behind: earlier marks whose work the host did not know to be done; their number is how far it may run ahead.
+
+    Examples:
+        >>> Mark("step 1", behind=("step 0",)).behind
+        ('step 0',)
     """
 
     text: str

@@ -15,8 +15,8 @@ def young(checkpoint: float, mtbf: float) -> float:
     """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``.
 
     Examples:
-        >>> young(checkpoint=30.0, mtbf=43200.0)
-        1609.9689437998486
+        >>> round(young(checkpoint=30.0, mtbf=43200.0))
+        1610
     """
     return math.sqrt(2 * checkpoint * mtbf)
 

@@ -72,7 +72,13 @@ def bounded_store(
 
 
 class DisagreementError(ValueError):
-    """Ranks were about to run different steps. Nothing was sent."""
+    """Ranks were about to run different steps. Nothing was sent.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> issubclass(DisagreementError, Exception)
+        True
+    """
 
 
 @frozen
@@ -83,6 +89,10 @@ class Failure:
         rank: whose it is.
         text: what that rank said.
         disagreement: whether it is that ranks run different steps.
+
+    Examples:
+        >>> Failure(rank=3, text="rank 3, stage 2: the data has ended").disagreement
+        False
     """
 
     rank: int
@@ -98,6 +108,12 @@ class Control:
         store: shared by all ranks of the job, and by no other job.
         rank: this rank.
         ranks: all ranks of the job.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> control = Control(HashStore(), rank=0, ranks=(0,))
+        >>> control.record("the data has ended").rank
+        0
     """
 
     store: ControlStore
@@ -233,5 +249,11 @@ def silent(error: BaseException) -> str:
 
 
 def where_all_stand(positions: dict[int, str]) -> str:
-    """One line for each position, with the ranks that stand there."""
+    """One line for each position, with the ranks that stand there.
+
+    Examples:
+        >>> print(where_all_stand({0: "stage 0, microbatch 3", 1: "stage 0, microbatch 3", 2: "before its first step"}))
+          ranks 0-1: stage 0, microbatch 3
+          rank 2: before its first step
+    """
     return "\n".join(f"  {line}" for line in by_text(positions))

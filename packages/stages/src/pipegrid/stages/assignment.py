@@ -29,6 +29,10 @@ class Tie:
         name: the first of its names in the whole model.
         stages: the stages that hold it, ascending.
         names: its name on each of them.
+
+    Examples:
+        >>> Tie("embed.weight", stages=(0, 3), names=("embed.weight", "head.weight")).stages
+        (0, 3)
     """
 
     name: str
@@ -97,6 +101,12 @@ def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: N
     """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer.
 
     ``names``: None where the model has those of Hugging Face.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": nn.ModuleList([nn.Identity(), nn.Linear(4, 4)])})
+        >>> assign(model, "Et|tL", Names("layers")).stage_of_layer
+        {'layers.0': 0, 'layers.1': 1}
     """
     layout = as_layout(layout)
     names = find_names(model, names, sum(kind not in _ENDS for kind in layout.flatten_layout))

@@ -39,6 +39,12 @@ class Living:
         grid: of all ranks; by module, where modules have grids of their own.
         members: the ranks that live.
         positions_of: the position of each rank, where modules have grids of their own.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid = HyperCommGrid([2, 2], ["pp", "dp"], world_size=4)
+        >>> Living(grid, [0, 1, 2]).members
+        (0, 1, 2)
     """
 
     grid: Grids = field(eq=False)

@@ -162,9 +162,9 @@ class Timeline:
         replicas: the replica of each row where replicas act apart (a plan with routes), or nothing.
 
     Examples:
-        >>> drawn = Timeline(rows=["gpu 0"], spans=[Span(0, 0.0, 1.5, "F"), Span(0, 2.0, 3.0, "B")])
+        >>> drawn = Timeline(rows=["gpu 0"], spans=[Span(0, 0.0, 1.5, "F"), Span(0, 2.0, 4.0, "B")])
         >>> drawn.makespan, drawn.bubble
-        (3.0, 0.16666666666666663)
+        (4.0, 0.125)
     """
 
     rows: tuple[Name, ...] = field(converter=_texts)

@@ -19,6 +19,10 @@ class HostSync:
         what: the call.
         where: its source line, ``file:line``.
         stack: the lines of its callers, the innermost first.
+
+    Examples:
+        >>> str(HostSync("aten::item", "train.py:12"))
+        'aten::item at train.py:12'
     """
 
     what: str

@@ -89,6 +89,10 @@ class Moment:
             ``ended``. On a late device, of the stream that was current on the host, too: ``awaited``, where it gets to
             a wait for the launch's end, and ``reached``, where it gets to the mark.
         of: the launch or the mark.
+
+    Examples:
+        >>> Moment("marked", Mark("step 1", behind=())).of.text
+        'step 1'
     """
 
     what: What

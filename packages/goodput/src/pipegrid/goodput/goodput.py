@@ -56,7 +56,8 @@ def goodput(
         JobError: no policy, or a value outside its rule.
 
     Examples:
-        >>> throughput, failures = Throughput({8: 10.0, 7: 8.0}, batch=64), random_failures(8, mtbf="12h", duration="30d")
+        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
         >>> found = goodput(Scenario(throughput, failures, restart="10m", checkpoint="30s"))
         >>> found.best.policy, round(found.best.goodput, 2)
         ('re-plan', 0.97)

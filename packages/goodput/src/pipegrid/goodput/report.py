@@ -23,7 +23,8 @@ def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
     ``terminal``: drawn by rich where it is installed.
 
     Examples:
-        >>> throughput, failures = Throughput({8: 10.0, 7: 8.0}, batch=64), random_failures(8, mtbf="12h", duration="30d")
+        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
         >>> found = goodput(Scenario(throughput, failures, restart="10m", checkpoint="30s"), every="1h")
         >>> "restart" in goodput_table(found)
         True

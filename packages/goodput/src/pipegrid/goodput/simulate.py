@@ -133,7 +133,8 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     the next failure.
 
     Examples:
-        >>> throughput, failures = Throughput({8: 10.0, 7: 8.0}, batch=64), random_failures(8, mtbf="12h", duration="30d")
+        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
         >>> scenario = Scenario(throughput, failures, restart="10m", checkpoint="30s")
         >>> round(simulate(scenario, "restart", every=100).goodput, 2)
         0.91

@@ -143,10 +143,6 @@ def parse_throughput(text: str, form: Form = "toml") -> Throughput:
 
     Raises:
         JobError: what is missing, or wrong.
-
-    Examples:
-        >>> parse_throughput("batch = 8\n[throughput]\n2 = 4.0").nodes
-        2
     """
     document = parse_document(text, form)
     if set(document) != {"batch", "throughput"}:

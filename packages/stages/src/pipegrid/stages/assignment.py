@@ -104,9 +104,10 @@ def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: N
 
     Examples:
         >>> from torch import nn
-        >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": nn.ModuleList([nn.Identity(), nn.Linear(4, 4)])})
-        >>> assign(model, "Et|tL", Names("layers")).stage_of_layer
-        {'layers.0': 0, 'layers.1': 1}
+        >>> layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": layers})
+        >>> assign(model, "Et|tL", Names("layers")).stage_of_parameter
+        {'embed.weight': 0, 'layers.0.weight': 0, 'layers.1.weight': 1}
     """
     layout = as_layout(layout)
     names = find_names(model, names, sum(kind not in _ENDS for kind in layout.flatten_layout))

@@ -18,7 +18,7 @@ import doctest, importlib, inspect, sys
 
 package = importlib.import_module("pipegrid.{package}")
 public = {{name: getattr(package, name) for name in package.__all__}}
-runner = doctest.DocTestRunner()
+runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
 for name, one in public.items():
     if (inspect.isclass(one) or inspect.isroutine(one)) and one.__module__.startswith(package.__name__):
         test = doctest.DocTestParser().get_doctest(inspect.getdoc(one) or "", dict(public), name, None, 0)

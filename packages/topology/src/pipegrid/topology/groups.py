@@ -306,14 +306,6 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     Raises:
         GroupStoreError: that process did not answer in time.
         GroupConnectionError: the connection failed.
-
-    Examples:
-        >>> import torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> store = control_store("watch")
-        >>> store.set("place", "step 3")
-        >>> store.get("place")
-        b'step 3'
     """
     rank, _ = require_default_group()
     from pipegrid.topology import torch_compat as compat

@@ -331,14 +331,6 @@ def create_grid_groups(
         GridKeyError: a grid has one of the groups already, or a request occurs twice.
         GridError, GridKeyError: a grid has no such dim or view.
         GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
-
-    Examples:
-        >>> import torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> grid = HyperCommGrid([1], ["dp"])
-        >>> create_grid_groups({grid: ["dp"]})
-        >>> grid.get_pg("dp").size()
-        1
     """
     wanted = {}
     here, _ = require_default_group()

@@ -27,12 +27,10 @@ from pipegrid.plans.simulate import Costs
 def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
     """Half the memory of 1F1B, and half its bubble.
 
-    At most ``(P+2)//2`` microbatches live on a position (a chunk counts a half). With ``F = I = W`` the
-    bubble is ``(3P-7)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at
-    least 3, and 1/2 for P = 2, for any M of at least P.
-
-    Source: see this file's heading; the hops of the upward forward and of the last pass take two slots, so
-    that a microbatch's two lifetimes on a position have the same sum on every position.
+    At most ``(P+2)//2`` microbatches live on a position (a chunk counts a half). With ``F = I = W`` the bubble is
+    ``(3P-7)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at least 3, and 1/2 for
+    P = 2, for any M of at least P. Source: see this file's heading; the hops of the upward forward and of the last pass
+    take two slots, so that a microbatch's two lifetimes on a position have the same sum on every position.
     """
     if num_positions % 2:
         block = _Block(((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1), ahead=num_positions)
@@ -47,12 +45,10 @@ def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
 def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
     """A third of the memory of 1F1B, and two thirds of its bubble.
 
-    At most ``(P+4)//3`` microbatches live on a position (a chunk counts a half), the least that keeps the
-    steady phase without bubbles. With ``F = I = W`` the bubble is ``2P - x/2`` passes of a whole stage, with
-    ``x`` 7, 5 and 9 for P of 3k, 3k+1 and 3k+2 (P = 2: 1/2), for any M of at least P.
-
-    Source: see this file's heading; every hop takes one slot. Where that would put two passes into the same
-    slot of a position, the hop between the first two positions takes two slots, or three.
+    At most ``(P+4)//3`` microbatches live on a position (a chunk counts a half), the least that keeps the steady phase
+    without bubbles. With ``F = I = W`` the bubble is ``2P - x/2`` passes of a whole stage, with ``x`` 7, 5 and 9 for P
+    of 3k, 3k+1 and 3k+2 (P = 2: 1/2), for any M of at least P. Source: see this file's heading; every hop takes one
+    slot, or the first two or three, where two passes would have the same slot of a position.
     """
     first = (2, 1, 3)[num_positions % 3]
     block = _Block(((first, 1),) * 4, (0, 0, 0), ahead=num_positions // 3)

@@ -157,11 +157,7 @@ def looped_bfs(
 def forward_only(
     num_positions: Count, num_microbatches: Count, *, num_chunks: Count = 1, num_stages: Count | None = None
 ) -> Plan:
-    """Forwards alone, for evaluation and inference: groups of P microbatches through the chunks.
-
-    Bubble ``(P-1)F/V`` for M a multiple of P or one chunk. The forwards of `interleaved_1f1b` in their order.
-    ``num_stages`` as there.
-    """
+    """The forwards of `interleaved_1f1b` alone; bubble ``(P-1)F/V`` for M a multiple of P or one chunk."""
     stages = _num_stages(num_positions, num_chunks, num_stages)
 
     def order(position: int) -> Order:

@@ -61,11 +61,7 @@ class OrderProof:
 
 
 def model_named(order: OrderModel | str) -> OrderModel:
-    """An order model, by its name in `pipegrid.core.order.ORDER_MODELS` or as it is.
-
-    Raises:
-        PlanError: no model has the name.
-    """
+    """An order model, by its name in `pipegrid.core.order.ORDER_MODELS` or as it is; a `PlanError` for no such name."""
     if isinstance(order, OrderModel):
         return order
     if order not in ORDER_MODELS:

@@ -204,8 +204,7 @@ def _line(
 def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, end: Times, ahead: int) -> _Dates:
     """The dates, where a frozen stage alone on its positions starts no sooner than its queue has room.
 
-    That is when a consumer starts the microbatch ``ahead`` before. No stage starts later than a consumer of what comes
-    next in its order, so results still come before those who need them.
+    That is when a consumer starts the microbatch ``ahead`` before, so results still come before those who need them.
     """
     starts, ends = list(map(list, start)), list(map(list, end))
     for stage in sorted(plan.forward_only, reverse=True):  # consumers first
@@ -369,10 +368,7 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
 def _averages(
     plan: Plan, dataflow: Dataflow, computes: Sequence[Sequence[Action]], line: _Line
 ) -> Iterable[tuple[Action, tuple[int, ...], int]]:
-    """Where replicas differ, the ``REDUCE`` of each trained stage over its replicas: its members, and its place.
-
-    It comes after the last backward of the stage on any of them, before which one that comes to it would wait.
-    """
+    """Where replicas differ, the ``REDUCE`` of each trained stage after its last backward on any: members and place."""
     for stage in range(plan.num_stages if plan.num_replicas > 1 else 0):
         if stage in plan.forward_only:
             continue

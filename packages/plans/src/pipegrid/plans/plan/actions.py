@@ -189,10 +189,7 @@ _SET_FIELDS = tuple(vars(Action)[name].__set__ for name in ("kind", "stage", "mi
 
 
 def for_microbatches(action: Action, count: int, num_slices: int = 1) -> list[Action]:
-    """``action`` for each of ``count`` microbatches, or for each of their slices.
-
-    The other fields are those of an Action, so they are not checked again; this is three times as fast.
-    """
+    """``action`` for each of ``count`` microbatches, or of their slices; unchecked, which is three times as fast."""
     set_kind, set_stage, set_microbatch, set_edge, set_group, set_slice = _SET_FIELDS
     kind, stage, edge, group = action.kind, action.stage, action.edge, action.group
     pieces: Iterable[tuple[int, int | None]] = ((microbatch, None) for microbatch in range(count))

@@ -61,8 +61,7 @@ def from_json(text: str) -> Plan:
 
     Raises:
         PlanSyntaxError: text that is not JSON: line and column, what was found, what was expected.
-        PlanError: a value that is not what it must be, or parts that contradict each other; with the path to it,
-            such as ``positions[3][2]``.
+        PlanError: a value that is wrong, or parts that contradict each other; with the path, ``positions[3][2]``.
     """
     from cattrs import BaseValidationError
 

@@ -136,10 +136,7 @@ class Plan:
 
     @cached_property
     def stages_beside(self) -> tuple[int, ...]:
-        """Per stage, the number of stages on its position, itself included; of several positions, the most.
-
-        The stages of a position share it evenly unless costs say otherwise: each is 1/n of one.
-        """
+        """Per stage, the number of stages on its position, itself included; of several positions, the most."""
         held = Counter(place for places in self.placement for place in places)
         return tuple(max(held[place] for place in places) for places in self.placement)
 
@@ -161,10 +158,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> tuple[tuple[Edge, Direction], ...]:
-        """The edges along which its messages and collectives travel, each with the direction, ascending.
-
-        A communicator made with ``traffic=plan.traffic`` opens no other lanes.
-        """
+        """Its edges, each with the directions of messages and collectives, ascending: a communicator's ``traffic``."""
         actions = [action for position in range(self.num_positions) for action in self.actions(position)]
         used = {(a.edge, a.direction) for a in actions if a.edge is not None and a.direction is not None}
         return tuple(sorted(used, key=lambda one: (one[0], one[1] is Direction.BACKWARD)))
@@ -294,11 +288,7 @@ def _check_groups(plan: Plan) -> None:
 
 
 def _check_routed(plan: Plan) -> None:
-    """Raise unless the routes fit graph, placement and number of orders, and the plan has what routes can lead around.
-
-    A collective along an edge has the members of one replica, and a gather those of all replicas in one order: a unit
-    that moves breaks either.
-    """
+    """Raise unless the routes fit the plan, which has no collective along an edge and no gather: a move breaks them."""
     routes = plan.routes
     if routes is None:
         return

@@ -179,11 +179,7 @@ class Routes:
     # Units
 
     def unit(self, replica: int, microbatch: int) -> int:
-        """The number of ``microbatch`` of home replica ``replica``.
-
-        Raises:
-            PlanError: there is no such replica or microbatch.
-        """
+        """The number of ``microbatch`` of home replica ``replica``; a `PlanError` where there is none."""
         if replica not in range(self.num_replicas) or microbatch not in range(self.units[replica]):
             raise PlanError(f"there is no unit {microbatch}@{replica}; the replicas have {list(self.units)} units")
         return self._ends[replica] - self.units[replica] + microbatch
@@ -193,11 +189,7 @@ class Routes:
         return range(self._ends[replica] - self.units[replica], self._ends[replica])
 
     def home(self, unit: int) -> int:
-        """The replica whose microbatch ``unit`` is.
-
-        Raises:
-            PlanError: there is no such unit.
-        """
+        """The replica whose microbatch ``unit`` is; a `PlanError` where there is no such unit."""
         if unit not in range(self.num_units):
             raise PlanError(f"there is no unit {shown(unit)}; units are 0..{self.num_units - 1}")
         return bisect_right(self._ends, unit)

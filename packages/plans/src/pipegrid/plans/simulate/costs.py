@@ -314,8 +314,7 @@ def costs_to_json(costs: Costs) -> str:
 def costs_from_json(text: str) -> Costs:
     """Read `Costs` from a JSON object with its fields as keys, all optional.
 
-    A number is for every stage or edge, a list has one for each stage, an object such as ``{"0>1": 0.5}`` for
-    one edge each.
+    A number is for every stage or edge, a list has one for each stage, ``{"0>1": 0.5}`` one for each edge.
 
     Raises:
         CostsError: not a JSON object, an unknown key, or a value that is not a cost.

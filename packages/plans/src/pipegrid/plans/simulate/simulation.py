@@ -86,10 +86,9 @@ class Simulation:
         )
 
     def bubbles(self, *, of: Literal["makespan", "span"] = "makespan") -> tuple[float, ...]:
-        """Per position, the share of time in which it does not compute, between 0 and 1.
+        """Per position, the share of time in which it does not compute: of the ``makespan``, or of its own ``span``.
 
-        ``of="makespan"``: of the whole step. ``of="span"``: of the time between the position's own first
-        start and last end, so that waiting for the pipeline to fill and drain does not count.
+        The span goes from its first start to its last end: waiting for the pipeline to fill and drain does not count.
         """
         return tuple(
             1.0 - busy / length if length > 0 else 0.0
@@ -209,8 +208,7 @@ class Simulation:
 def unit_costs(plan: Plan) -> Costs:
     """F = I = W = 1 and B = 2 for a whole position, whose stages share that evenly. Communication is free.
 
-    So every position has the same work, also where some hold fewer stages: in a U, the head and the tail are
-    half a stage each.
+    So every position has the same work, also in a U, whose head and tail are half a stage each.
     """
     require_plan(plan)
     shares = tuple(1.0 / beside for beside in plan.stages_beside)

@@ -306,10 +306,7 @@ def as_limit(memory_limit: float | None) -> float:
 
 
 def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
-    """Every fault of the steps: those of each position, and those between positions.
-
-    Cycles come last, as they mean nothing where anything else is wrong.
-    """
+    """Every fault of the steps: of each position, then between positions; cycles last, and only without others."""
     faults = [fault for verifier in verifiers for fault in verifier.faults]
     faults += [*check_lanes(ids, verifiers), *check_calls(ids, verifiers)]
     faults = faults or list(check_exchanges(verifiers))

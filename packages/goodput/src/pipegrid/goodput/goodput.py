@@ -20,6 +20,12 @@ class Goodput:
     Attributes:
         scenario: the job and its failures.
         outcomes: the best first.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
+        >>> goodput(scenario, policies=("restart",), every="1h").best.policy
+        'restart'
     """
 
     scenario: Scenario = field(repr=False)
@@ -79,5 +85,11 @@ def goodput(
 
 
 def possible(scenario: Scenario) -> tuple[Policy, ...]:
-    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only."""
+    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> possible(Scenario(Throughput({8: 10.0}, batch=64), failures, restart="10m", checkpoint="30s"))
+        ('restart', 're-plan')
+    """
     return tuple(policy for policy in POLICIES if scenario.throughput.rate(scenario.places(policy)))

@@ -115,6 +115,12 @@ class Outcome:
         lost: seconds per cause. ``redone``: work that was lost; ``checkpoints``: stops for them; ``recovery``:
             restarts, new plans and promotions; ``waiting``: for nodes; ``fewer_nodes``: what steps take longer with
             them; ``idle_spares``: what they take longer without the spares.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
+        >>> sorted(simulate(scenario, "restart", every=100).lost)
+        ['checkpoints', 'fewer_nodes', 'idle_spares', 'recovery', 'redone', 'waiting']
     """
 
     policy: Policy

@@ -92,6 +92,10 @@ class Choice:
         strategy: how copies on the destination get the tensor.
         leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
         links: speeds, where they are known.
+
+    Examples:
+        >>> Choice("auto", leader_below=4096).leads([0, 1], [2, 3], nbytes=1024, backward=False)
+        True
     """
 
     strategy: Strategy = "direct"

@@ -40,6 +40,10 @@ class Message:
         destination: the rank that receives.
         source_box: what it sends of its tensor.
         destination_box: where it arrives in the other.
+
+    Examples:
+        >>> str(Message(0, 3, Box((0, 0), (2, 8)), Box((0, 0), (2, 8))))
+        '0[0:2, 0:8] -> 3[0:2, 0:8]'
     """
 
     source: Index
@@ -58,6 +62,10 @@ class Completion:
     Attributes:
         ranks: copies of each other, so a box means the same elements on each of them.
         boxes: after the messages, ``boxes[k]`` of the local tensor on ``ranks[k]`` goes to all other ``ranks``.
+
+    Examples:
+        >>> Completion(ranks=(0, 1), boxes=((Box((0,), (4,)),), ())).root
+        0
     """
 
     ranks: tuple[int, ...]

@@ -24,6 +24,10 @@ class Positions:
         ranks: per position its ranks, ascending. Positions stand in the order of the stages they hold, so that
             stages with ranks of their own have their own number.
         placement: per stage the positions that hold it, ascending.
+
+    Examples:
+        >>> Positions(ranks=((0, 1), (2,)), placement=((0,), (1,))).placement
+        ((0,), (1,))
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -86,7 +90,13 @@ def positions_of(
 
 
 def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
-    """The edge between stages that joins two modules: from the last stage of the one to the first of the other."""
+    """The edge between stages that joins two modules: from the last stage of the one to the first of the other.
+
+    Examples:
+        >>> from pipegrid.core import ModuleGraph
+        >>> str(edge_between(ModuleGraph({"images": 2, "language": 2}, {"images": ["language"]}), "images", "language"))
+        '1>2'
+    """
     return Edge(graph.stage(source, -1), graph.stage(destination, 0))
 
 

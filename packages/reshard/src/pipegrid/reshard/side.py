@@ -322,6 +322,12 @@ def replica_side(side: Side, replica: int) -> Side:
 
     Raises:
         BridgeError: as `Side.replica_dim`; or there is no such replica.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
+        >>> replica_side(side, 1).ranks
+        (2, 3)
     """
     own = side.replica_dim
     if replica not in range(own.size if own else 1):
@@ -331,7 +337,13 @@ def replica_side(side: Side, replica: int) -> Side:
 
 
 def as_grid(grid: Any, what: str = "the grid") -> Grid:
-    """The arithmetic of ``grid``, a `GridLike`; without dims it is one rank."""
+    """The arithmetic of ``grid``, a `GridLike`; without dims it is one rank.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> as_grid(HyperCommGrid([2], ["dp"], world_size=2)).ranks
+        range(0, 2)
+    """
     found: GridLike = checked(grid, _GRID, what, BridgeError)
     shape, names, ranks = found.shape or (1,), found.dim_names or ("rank",), getattr(found, "ranks", None)
     if ranks is None or isinstance(ranks, range):

@@ -51,7 +51,12 @@ def marked_samples(tensor: Any) -> tuple[int, ...] | None:
 
 
 def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
-    """The axis of each name, that of the batch among them."""
+    """The axis of each name, that of the batch among them.
+
+    Examples:
+        >>> as_axis_of({"s": 1, "b": 0, "h": 2})
+        {'s': 1, 'b': 0, 'h': 2}
+    """
     mapping = {
         name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", BridgeError)
         for name, axis in dim_mapping.items()

@@ -29,6 +29,10 @@ class Progress:
         share: of its effort, from 0 to 1.
         best: the objective so far.
         origin: the method that ``best`` comes from.
+
+    Examples:
+        >>> Progress(share=0.5, best=25.5, origin="zero_bubble_v").share
+        0.5
     """
 
     share: float

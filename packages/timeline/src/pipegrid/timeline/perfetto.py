@@ -125,6 +125,11 @@ def perfetto(timeline: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     """The trace of ``timeline`` as plain data, one process for each timeline given, starting at time 0.
 
     Seconds become microseconds; a timeline without a unit is shown at a millisecond per unit of cost.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> sorted(perfetto(timeline(gpipe(2, 2))))
+        ['displayTimeUnit', 'traceEvents']
     """
     events: list[Event] = []
     flows = 0

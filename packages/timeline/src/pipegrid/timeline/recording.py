@@ -30,6 +30,10 @@ class Recorded:
         end: when it ended; for a message or a ``COLLECTIVE``, when it was complete.
         posted: when the host was free again.
         memory: bytes that the action left allocated, negative where it freed more.
+
+    Examples:
+        >>> Recorded(index=0, start=0.0, end=0.010, memory=1024).end
+        0.01
     """
 
     index: Index
@@ -47,6 +51,10 @@ class Aside:
         name: such as loading data, or the optimizer's step.
         start: when it started.
         end: when it ended.
+
+    Examples:
+        >>> Aside("data", start=0.0, end=0.2).name
+        'data'
     """
 
     name: Name
@@ -63,6 +71,10 @@ class Track:
         position: which it holds.
         actions: in the order in which they ran.
         asides: what it did outside the plan.
+
+    Examples:
+        >>> Track(rank=0, position=0, actions=[Recorded(0, 0.0, 0.010)], asides=[Aside("data", 0.010, 0.012)]).rank
+        0
     """
 
     rank: Index

@@ -104,6 +104,11 @@ class Flow:
         source: the index of the span that sends.
         destination: the index of the span that receives.
         bytes: of the tensor.
+
+    Examples:
+        >>> drawn = Timeline(["gpu 0", "gpu 1"], [Span(0, 0.0, 1.0, "SEND_F"), Span(1, 0.5, 1.0, "RECV_F")], [Flow(0, 1)])
+        >>> drawn.flows[0].bytes is None
+        True
     """
 
     source: Index
@@ -272,7 +277,12 @@ def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
 
 
 def amount(value: float) -> str:
-    """A number with up to four significant digits and no trailing zeros; of nine digits and more, ``34.63e9``."""
+    """A number with up to four significant digits and no trailing zeros; of nine digits and more, ``34.63e9``.
+
+    Examples:
+        >>> amount(25.50), amount(34_630_000_000)
+        ('25.5', '34.63e9')
+    """
     if 1e8 <= abs(value) < math.inf:
         power = 3 * int(math.log10(abs(value)) / 3 + 1e-12)
         return f"{value / 10**power:.4g}e{power}"
@@ -281,7 +291,12 @@ def amount(value: float) -> str:
 
 
 def time_text(value: float, unit: str, *, like: float | None = None) -> str:
-    """A time with its unit; seconds in the decimal multiple that suits ``like`` (by default: the value)."""
+    """A time with its unit; seconds in the decimal multiple that suits ``like`` (by default: the value).
+
+    Examples:
+        >>> time_text(0.0123, "s"), time_text(25.5, "")
+        ('12.3 ms', '25.5')
+    """
     if value == 0:
         return "0"
     if unit != "s":

@@ -36,21 +36,19 @@ def u_shape(
 ) -> Plan:
     """1F1B through a U, with head and tail passes where position 0 would wait for the others.
 
-    Head forwards go on while the first microbatch travels to the tail, and ``2(P-1)//3 + 1`` extra tail passes
-    are done while the first gradient travels back to the head. At unit costs (every position has the same
-    work, so the head and the tail are half a stage each) the bubble is ``3P - 4`` for M of at least 2, one
-    less than 1F1B's; at most ``(P+2)/2`` microbatches live on position 0, ``P + 1 - p`` on position p. The
-    tail in small letters, two columns per unit::
+    Head forwards go on while the first microbatch travels to the tail, and ``2(P-1)//3 + 1`` extra tail passes are done
+    while the first gradient travels back to the head. At unit costs (every position has the same work, so the head and
+    the tail are half a stage each) the bubble is ``3P - 4`` for M of at least 2, one less than 1F1B's; at most
+    ``(P+2)/2`` microbatches live on position 0, ``P + 1 - p`` on position p. The tail in small letters, two columns per
+    unit::
 
         0: F0 F1 F2 f0 b0 -- f1 b1 -- .  B0 -- F3 f2 b2 -- B1 -- f3 b3 -- .  B2 -- .  .  B3 --
         1: .  F0 -- F1 -- .  B0 -- -- -- F2 -- B1 -- -- -- F3 -- B2 -- -- -- B3 -- -- -- .  .
 
-    ``costs`` (per stage, P + 1 of them, and per edge) fits the counts to other stages and to slow links: as
-    many microbatches are then under way as hide the links (see `u_shape_counts`, also for their memory).
-    ``in_flight`` caps that number, at the price of idle time. ``forward_only``: head
-    and tail passes in turn, once the first microbatch is back; bubble ``(P-1)F``.
-
-    Source: see this file's heading.
+    ``costs`` (per stage, P + 1 of them, and per edge) fits the counts to other stages and to slow links: as many
+    microbatches are then under way as hide the links (see `u_shape_counts`, also for their memory). ``in_flight`` caps
+    that number, at the price of idle time. ``forward_only``: head and tail passes in turn, once the first microbatch is
+    back; bubble ``(P-1)F``. Source: see this file's heading.
     """
     counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
     orders = (_order(p, num_microbatches, counts, forward_only=forward_only) for p in range(num_positions))

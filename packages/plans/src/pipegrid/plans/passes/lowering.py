@@ -261,8 +261,7 @@ def _events(line: _Line, flows: Sequence[EdgeFlow], receives: Receives) -> list[
 def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
     """Per piece, the last place at which no sender and no receiver waits longer than it has to.
 
-    That is before the sender's next compute, and before any compute of the receiver that would still run when
-    the sender could go on.
+    That is before the sender's next compute, and any of the receiver's that would still run when the sender can go on.
     """
     senders = [(line.at[position], line.start[position], len(line.at[position])) for position in flow.senders]
     receivers = [(line.at[position], line.end[position], len(line.at[position])) for position in flow.receivers]
@@ -391,9 +390,8 @@ def _exchanges(
 ) -> Iterable[tuple[tuple[int, ...], list[tuple[int, int]]]]:
     """Per exchange its flow, then the number of computes of each party before it; and its transfers (flow, microbatch).
 
-    All that the same positions exchange between the same computes goes together, at the place of the first;
-    a collective is alone. Exchanges come in the order of their places, so those of each position in the order of its
-    computes.
+    All that the same positions exchange between the same computes goes together, at the place of the first; a
+    collective is alone. They come in the order of their places, so those of each position in the order of its computes.
     """
     numbers: dict[tuple[int, ...], int] = {}
     same = [numbers.setdefault(places, number) for number, places in enumerate(members)]

@@ -109,7 +109,7 @@ def stages_on(placement: Iterable[Iterable[int]]) -> dict[int, list[int]]:
 
 
 def module_places(graph: ModuleGraph, placement: Sequence[tuple[int, ...]], module: str) -> tuple[int, ...]:
-    """The place of each stage of ``module`` in its pipeline, in their order; ``placement`` is that of all of ``graph``."""
+    """The place of each stage of ``module`` in its pipeline, in their order; ``placement`` is of all of ``graph``."""
     first = graph.stage(module, 0)
     held = placement[first : first + graph.depth(module)]
     order = list(dict.fromkeys(held))

@@ -228,9 +228,9 @@ class Costs:
     ) -> Costs:
         """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
 
-        A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
-        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut: they must be for
-        the edges of the result, ``edges`` (by default those of a chain).
+        A number is the cost of one of ``slices`` equal slices (one per position, say); numbers per stage are of
+        consecutive slices. Costs per edge cannot be cut: they must be for the ``edges`` of the result (by default those
+        of a chain).
 
         Raises:
             OtherCutError: latency, bandwidth or message is given for other edges.

@@ -34,6 +34,13 @@ def least_room(
 
     Raises:
         PlanError: no step so short was found with any memory.
+
+    Examples:
+        >>> from pipegrid.plans import Routes, one_f_one_b
+        >>> plan = one_f_one_b(2, 4)
+        >>> routes = reroute(Routes.identity(2, 4), {0: [1]}, plan=plan)
+        >>> least_room(plan, routes, makespan=30.0)
+        (0.0, 0.0)
     """
     costs = costs or unit_costs(plan)
     problem = routed_problem(plan, routes, costs, speeds=speeds)
@@ -151,7 +158,13 @@ def _trade(problem: RoutedProblem, peaks: Sequence[float], shortest: float) -> t
 
 
 def lost_rank_table(rows: Sequence[LostRank]) -> str:
-    """``rows`` of `lost_rank_costs` as a table, a stage each."""
+    """``rows`` of `lost_rank_costs` as a table, a stage each.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> "stage" in lost_rank_table(lost_rank_costs(one_f_one_b(2, 4), 2, positions=[0]))
+        True
+    """
     most = max((len(row.makespans) for row in rows), default=0)
     headings = ["dead at", "whole", *(f"room +{extra}" for extra in range(most)), "bound", "enough room, per position"]
     cells = []

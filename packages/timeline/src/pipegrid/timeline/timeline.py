@@ -106,8 +106,8 @@ class Flow:
         bytes: of the tensor.
 
     Examples:
-        >>> drawn = Timeline(["gpu 0", "gpu 1"], [Span(0, 0.0, 1.0, "SEND_F"), Span(1, 0.5, 1.0, "RECV_F")], [Flow(0, 1)])
-        >>> drawn.flows[0].bytes is None
+        >>> spans = [Span(0, 0.0, 1.0, "SEND_F"), Span(1, 0.5, 1.0, "RECV_F")]
+        >>> Timeline(["gpu 0", "gpu 1"], spans, [Flow(0, 1)]).flows[0].bytes is None
         True
     """
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,10 +60,8 @@ sys.meta_path.insert(0, Alone())
 """
 
 
-@pytest.fixture
-def readme_example(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """What the last example of the README prints, in a folder of its own, with that package and its needs alone."""
-    folder = next(parent for parent in request.path.parents if parent.parent.name == "packages")
+def _with_its_needs(folder: Path) -> str:
+    """Code after which nothing can be imported of pipegrid and torch but the package in ``folder`` and its needs."""
     names, left = {f"pipegrid-{folder.name}"}, [folder.name]
     while left:  # what it declares, and what that declares in turn
         path = folder.parent / left.pop() / "pyproject.toml"
@@ -72,10 +71,27 @@ def readme_example(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         names |= new
     ours = {name.removeprefix("pipegrid-") for name in names if name.startswith("pipegrid-")}
     foreign = {"torch", "numpy", "rich", "matplotlib"} - names - ({"numpy"} if "torch" in names else set())
+    return _ALONE.format(ours=ours, foreign=foreign)
+
+
+@pytest.fixture
+def run_alone(tmp_path: Path) -> Callable[[Path, str], str]:
+    """Runs code in a folder of its own with the package in ``folder`` and its needs alone; what it prints."""
+
+    def run(folder: Path, code: str) -> str:
+        (tmp_path / "example.py").write_text(_with_its_needs(folder) + code)
+        done = subprocess.run(
+            [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def readme_example(request: pytest.FixtureRequest, run_alone: Callable[[Path, str], str]) -> str:
+    """What the last example of the package's README prints."""
+    folder = next(parent for parent in request.path.parents if parent.parent.name == "packages")
     code = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)[-1]
-    (tmp_path / "example.py").write_text(_ALONE.format(ours=ours, foreign=foreign) + code)
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_alone(folder, code)

@@ -50,6 +50,13 @@ def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool
 
     Raises:
         SplitBackwardError: this torch has no joint graphs (see `joint_graph`).
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> compile_split(layer, backend="eager")
+        >>> layer(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
     """
     require_joint_graphs()
     module.compile(backend=SplitBackend(type(module).__name__, backend), dynamic=dynamic)

@@ -23,7 +23,15 @@ _ACCELERATOR = torch.accelerator.current_accelerator()
 
 
 def shape_of_gradient(output: torch.Tensor) -> tuple[int, ...]:
-    """The shape of ``output`` at its creation, which is its gradient's: also after its storage was freed."""
+    """The shape of ``output`` at its creation, which is its gradient's: also after its storage was freed.
+
+    Examples:
+        >>> import torch
+        >>> output = torch.randn(2, 4, requires_grad=True) * 2
+        >>> free_storage(output)
+        >>> shape_of_gradient(output)
+        (2, 4)
+    """
     node = output.grad_fn
     if node is None:
         return tuple(output.shape)
@@ -42,6 +50,12 @@ def run_backward(
 
     It ends at ``inputs``, or at every leaf. With ``accumulate``, adds to their ``grad``; otherwise returns their
     gradients, None where none arrived.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> run_backward([3 * x], [torch.ones(2)], inputs=[x], accumulate=False)
+        (tensor([3., 3.]),)
     """
     used = _ACCELERATOR is not None and (_ACCELERATOR.type != "cuda" or torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     wrapped = used or _LOG.isEnabledFor(logging.DEBUG)  # where torch's wrapper of the engine has an effect

@@ -207,7 +207,15 @@ def divide(outline: Outline) -> Division:
 
 
 def input_path_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> list[Node]:
-    """The nodes that lead from ``roots`` to ``inputs``."""
+    """The nodes that lead from ``roots`` to ``inputs``.
+
+    Examples:
+        >>> import torch
+        >>> from torch.autograd.graph import get_gradient_edge
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> [node.name() for node in input_path_of([get_gradient_edge((x * 2).exp())], [x])]
+        ['torch::autograd::AccumulateGrad', 'MulBackward0', 'ExpBackward0']
+    """
     nodes, outline = outline_of(roots, inputs)
     return [nodes[number] for number in divide(outline).input_path]
 

@@ -89,6 +89,14 @@ def backward_inputs(
         on_unsplittable: called before anything runs with the nodes that cannot run in halves; it raises.
         on_compiled: called where a compiled region runs all at I.
         whole: whether all runs at I, where there is an input path; None: where ``fully_shard`` reduces in the graph.
+
+    Examples:
+        >>> import torch
+        >>> from torch.autograd.graph import get_gradient_edge
+        >>> stage, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        >>> (to_send,), rest = backward_inputs([get_gradient_edge(stage(x))], [torch.ones(2, 4)], [x])
+        >>> to_send.shape, stage.weight.grad
+        (torch.Size([2, 4]), None)
     """
     if not inputs:
         return [], WeightHalf((Call(roots, gradients, ()),) if roots else ())
@@ -170,7 +178,16 @@ def _level_calls(
 
 
 def backward_weights(half: WeightHalf) -> None:
-    """W: accumulate the weight half into the parameters. Once."""
+    """W: accumulate the weight half into the parameters. Once.
+
+    Examples:
+        >>> import torch
+        >>> from torch.autograd.graph import get_gradient_edge
+        >>> stage, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        >>> backward_weights(backward_inputs([get_gradient_edge(stage(x))], [torch.ones(2, 4)], [x])[1])
+        >>> stage.weight.grad.shape
+        torch.Size([4, 4])
+    """
     with half.group:
         for call in half.calls:
             run_backward(call.edges, call.gradients, inputs=call.sinks)

@@ -27,6 +27,12 @@ def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:
     """Raise SplitBackwardError for a reentrant checkpoint on the ``path`` to the inputs of ``stage``.
 
     ``model``: the stage's module, for the names in the message; anything else has none.
+
+    Examples:
+        >>> import torch
+        >>> from torch.autograd.graph import get_gradient_edge
+        >>> stage, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+        >>> require_splittable(input_path_of([get_gradient_edge(stage(x))], [x]), 0, stage)
     """
     for node in path:
         if node.name() == UNSPLITTABLE:
@@ -49,7 +55,13 @@ def _checkpointed(node: Node, model: Any) -> str:
 
 
 def compiled_modules(model: Any) -> list[str]:
-    """The names of the compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it."""
+    """The names of the compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it.
+
+    Examples:
+        >>> import torch
+        >>> compiled_modules(torch.nn.Linear(4, 4))
+        []
+    """
     return [
         f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
         for name, module in _modules(model)
@@ -61,6 +73,11 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not.
 
     There is no public way to ask; pinned by `tests/autograd/test_torch_facts.py`.
+
+    Examples:
+        >>> import torch
+        >>> is_compiled_in_place(torch.nn.Linear(4, 4))
+        False
     """
     return module._compiled_call_impl is not None  # noqa: SLF001
 

@@ -46,7 +46,12 @@ _TASK = "the ranks {} did not exchange their tensors with this one"
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class SliceInfo:
-    """The samples ``[start, start + size)`` of a batch that a rank works on."""
+    """The samples ``[start, start + size)`` of a batch that a rank works on.
+
+    Attributes:
+        start: the first sample.
+        size: the number of samples.
+    """
 
     start: Index
     size: Index

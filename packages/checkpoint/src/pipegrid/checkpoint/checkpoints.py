@@ -50,6 +50,13 @@ class Checkpoints:
     Raises:
         CheckpointError: the directory cannot be used, is in use by another run, or is not the same for all ranks, or
             ranks differ in ``keep`` or ``replicas``.
+
+    Examples:
+        >>> import torch
+        >>> state = TrainingState(stages={"model": {0: torch.nn.Linear(4, 4)}})
+        >>> checkpoints = Checkpoints("runs/a")
+        >>> checkpoints.save(state, step=1)
+        >>> checkpoints.close()
     """
 
     def __init__(

@@ -37,6 +37,13 @@ class LoadedCheckpoint:
         layout: of its layers.
         same_layout: every rank has the stages that it had; only then random generators go on where they were.
         skipped: newer checkpoints that are corrupt, and why.
+
+    Examples:
+        >>> checkpoints = Checkpoints("runs/b")
+        >>> checkpoints.save(TrainingState(stages={}), step=7)
+        >>> checkpoints.load(TrainingState(stages={})).step
+        7
+        >>> checkpoints.close()
     """
 
     step: int

@@ -49,6 +49,13 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
     Raises:
         CheckpointMismatchError: a name is not in the file, or has another shape.
         CorruptCheckpointError: it is no safetensors file.
+
+    Examples:
+        >>> import torch
+        >>> from safetensors.torch import save_file
+        >>> stage = torch.nn.Linear(4, 4, bias=False)
+        >>> save_file({"weight": torch.ones(4, 4)}, "ones.safetensors")
+        >>> load_safetensors(TrainingState(stages={"model": {0: stage}}), "ones.safetensors")
     """
     from safetensors import SafetensorError
 
@@ -134,6 +141,14 @@ def export_safetensors(
         CorruptCheckpointError: a byte is not as saved; the text names the tensor.
         CheckpointError: there is no such module, a tensor has a type that safetensors has not, ``target`` has weights
             already, or ``source`` has no config.
+
+    Examples:
+        >>> import torch
+        >>> checkpoints = Checkpoints("runs/c")
+        >>> checkpoints.save(TrainingState(stages={"model": {0: torch.nn.Linear(4, 4)}}), step=1)
+        >>> checkpoints.close()
+        >>> export_safetensors("runs/c/save-0001-step-00000001", "model.safetensors")
+        ['bias', 'weight']
     """
     checkpoint, target = Path(checkpoint), Path(target)
     found = reading.read(checkpoint)

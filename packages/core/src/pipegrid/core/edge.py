@@ -14,7 +14,16 @@ from pipegrid.core.fields import checked_fields, integer
 # The hash is cached: a runtime finds the lane of every message by its edge.
 @frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class Edge:
-    """Activations flow from stage ``source`` to stage ``destination`` (global numbers), gradients the other way."""
+    """Activations flow from stage ``source`` to stage ``destination`` (global numbers), gradients the other way.
+
+    Attributes:
+        source: the stage that makes the activation.
+        destination: the stage that takes it.
+
+    Examples:
+        >>> str(Edge(0, 1))
+        '0>1'
+    """
 
     source: Annotated[int, integer()]
     destination: Annotated[int, integer()]
@@ -28,7 +37,12 @@ class Edge:
 
 
 class Direction(enum.Enum):
-    """Direction of a message: activations along an edge, or gradients against it."""
+    """Direction of a message: activations along an edge, or gradients against it.
+
+    Examples:
+        >>> Direction.FORWARD.value, Direction.BACKWARD.value
+        ('F', 'B')
+    """
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -147,6 +147,14 @@ def checked(value: Any, annotation: Any, what: str, error: ErrorType) -> Any:
 
     Raises:
         error: the value breaks the rule; the text says what, the value and the rule.
+
+    Examples:
+        >>> checked(8.0, float, "timeout", ValueError)
+        8.0
+        >>> checked(0, Count, "num_positions", ValueError)
+        Traceback (most recent call last):
+            ...
+        ValueError: num_positions is 0; it must be an integer of at least 1
     """
     check = _check_of(annotation)
     return value if check is None else check(value, what, error)
@@ -157,6 +165,11 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
 
     Raises (from the class that is built with it):
         error: a field breaks its rule: "GPipe.num_positions is 0; it must be an integer of at least 1".
+
+    Examples:
+        >>> from attrs import make_class
+        >>> make_class("Shape", {}, field_transformer=checked_fields(ValueError))()
+        Shape()
     """
 
     def transform(cls: type, attributes: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
@@ -177,6 +190,14 @@ def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result
 
     Raises (from the function):
         error: an argument breaks its rule: "num_positions is 0; it must be an integer of at least 1".
+
+    Examples:
+        >>> @checked_arguments(ValueError)
+        ... def ranks(tp: Count, dp: Count = 1) -> int:
+        ...     return tp * dp
+        ...
+        >>> ranks(tp=4)
+        4
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -18,7 +18,14 @@ from pipegrid.core.fields import Count, Name, checked, nearest, shown
 
 
 class ModuleGraphError(ValueError):
-    """The modules do not form an acyclic graph of known modules, with a sink."""
+    """The modules do not form an acyclic graph of known modules, with a sink.
+
+    Examples:
+        >>> ModuleGraph({"a": 1, "b": 1}, {"a": ["b"], "b": ["a"]})
+        Traceback (most recent call last):
+            ...
+        pipegrid.core.graph.ModuleGraphError: the modules form a cycle: a -> b -> a
+    """
 
 
 def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -47,13 +54,21 @@ def _as_edges(
 class ModuleGraph:
     """Modules with their depths, and which module feeds which.
 
-    ``modules`` maps a name to its depth in stages; ``edges`` maps a name to the modules it feeds (or is a
-    sequence of pairs). Ties in the topological order are broken by the order of declaration, so every rank
-    that declares the same graph numbers its stages alike.
+    Ties in the topological order are broken by the order of declaration, so every rank that declares the same
+    graph numbers its stages alike.
+
+    Attributes:
+        modules: each name with its depth in stages; a mapping or pairs.
+        edges: each name with the modules that it feeds; a mapping, or a sequence of pairs of names.
 
     Raises:
         ModuleGraphError: a module that is not declared, a depth that is not positive, an edge given twice,
             or a cycle (named module by module).
+
+    Examples:
+        >>> graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+        >>> [str(edge) for edge in graph.stage_edges]
+        ['0>1', '1>2']
     """
 
     modules: tuple[tuple[str, int], ...] = field(converter=_as_modules)

@@ -27,6 +27,10 @@ class OrderModel:
         host_waits: a compute holds the host until its inputs are there (gloo); otherwise the host runs ahead, and a
             launch starts when the computes launched before it have ended (the backend's stream waits for the current
             one).
+
+    Examples:
+        >>> OrderModel(name="one line").batched
+        'group'
     """
 
     name: str

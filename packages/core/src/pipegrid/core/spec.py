@@ -21,9 +21,17 @@ def _label(value: Any) -> str:
 
 @frozen(order=True, field_transformer=checked_fields(P2PUsageError))
 class LaneSpec:
-    """Traffic from global rank ``source`` to ``destination``; ``label`` tells apart lanes of the same ranks.
+    """Traffic from one rank to another.
 
-    The label is part of the names of groups and threads and of every error.
+    Attributes:
+        source: the global rank that sends.
+        destination: the global rank that receives.
+        label: tells apart lanes of the same ranks; part of the names of groups and threads and of every error.
+
+    Examples:
+        >>> lane = LaneSpec(3, 1, "images")
+        >>> str(lane), lane.pair
+        ('3>1[images]', (1, 3))
     """
 
     source: Index
@@ -72,6 +80,10 @@ class LaneStats:
         allocations: receives that got new buffers. Where all buffers are released, the number of buffers that were in
             use at once.
         live: receives whose buffers were not released.
+
+    Examples:
+        >>> LaneStats(messages=2, bytes=64).messages
+        2
     """
 
     messages: int = 0

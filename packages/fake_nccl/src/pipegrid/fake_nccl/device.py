@@ -67,6 +67,12 @@ class FakeDevice:
             call that loads a module or frees memory does.
         graph: of the capture that is under way.
         recorder: of the flight recorder; `dump` writes its file.
+
+    Examples:
+        >>> device = FakeDevice()
+        >>> device.violations
+        []
+        >>> device.close()
     """
 
     def __init__(

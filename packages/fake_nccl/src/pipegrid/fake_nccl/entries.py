@@ -23,7 +23,17 @@ class MismatchError(RuntimeError):
 
 @frozen
 class TransferRecord:
-    """One transfer of an entry: ``kind`` is ``send`` or ``recv``, ``peer`` a global rank."""
+    """One transfer of an entry.
+
+    Attributes:
+        kind: ``send`` or ``recv``.
+        peer: a global rank.
+        nbytes: bytes of the tensor.
+
+    Examples:
+        >>> TransferRecord(kind="send", peer=1, nbytes=64).nbytes
+        64
+    """
 
     kind: str
     peer: int
@@ -40,6 +50,10 @@ class LaunchRecord:
         kind: ``p2p``, or the collective's name.
         operations: the transfers of a ``p2p`` entry, in the order of their calls.
         thread: identifier of the launching thread.
+
+    Examples:
+        >>> LaunchRecord(number=0, group="pp", kind="p2p", operations=(TransferRecord("send", 1, 64),), thread=1).kind
+        'p2p'
     """
 
     number: int
@@ -56,6 +70,10 @@ class Mark:
     Attributes:
         text: the point's name.
         behind: earlier marks whose work the host did not know to be done; their number is how far it may run ahead.
+
+    Examples:
+        >>> Mark("step 1", behind=("step 0",)).behind
+        ('step 0',)
     """
 
     text: str
@@ -71,6 +89,10 @@ class Moment:
             ``ended``. On a late device, of the stream that was current on the host, too: ``awaited``, where it gets to
             a wait for the launch's end, and ``reached``, where it gets to the mark.
         of: the launch or the mark.
+
+    Examples:
+        >>> Moment("marked", Mark("step 1", behind=())).of.text
+        'step 1'
     """
 
     what: What

@@ -13,6 +13,10 @@ class LegacyRules:
         grace: seconds from an error to the end of the process.
         handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 an error ends nothing.
         dump_grace: seconds from a look that finds the dump key in the store to the end of the process.
+
+    Examples:
+        >>> LegacyRules(handling=0).grace
+        60.0
     """
 
     grace: float = 60.0
@@ -28,6 +32,10 @@ class Nccl2Rules:
         tick: seconds between its looks.
         grace: seconds from a look that sees an error to the end of the process.
         handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 it ends nothing.
+
+    Examples:
+        >>> FakeDevice(nccl2=Nccl2Rules(tick=0.1)).nccl2.tick
+        0.1
     """
 
     tick: float = 1.0

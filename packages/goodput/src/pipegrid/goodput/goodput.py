@@ -15,7 +15,18 @@ from pipegrid.planner.errors import JobError
 
 @frozen
 class Goodput:
-    """Outcomes of policies in one scenario, the best first."""
+    """Outcomes of policies in one scenario.
+
+    Attributes:
+        scenario: the job and its failures.
+        outcomes: the best first.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
+        >>> goodput(scenario, policies=("restart",), every="1h").best.policy
+        'restart'
+    """
 
     scenario: Scenario = field(repr=False)
     outcomes: tuple[Outcome, ...]
@@ -49,6 +60,13 @@ def goodput(
 
     Raises:
         JobError: no policy, or a value outside its rule.
+
+    Examples:
+        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> found = goodput(Scenario(throughput, failures, restart="10m", checkpoint="30s"))
+        >>> found.best.policy, round(found.best.goodput, 2)
+        ('re-plan', 0.97)
     """
     if not policies:
         raise JobError(f"policies is empty; name at least one of {', '.join(POLICIES)}")
@@ -67,5 +85,11 @@ def goodput(
 
 
 def possible(scenario: Scenario) -> tuple[Policy, ...]:
-    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only."""
+    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> possible(Scenario(Throughput({8: 10.0}, batch=64), failures, restart="10m", checkpoint="30s"))
+        ('restart', 're-plan')
+    """
     return tuple(policy for policy in POLICIES if scenario.throughput.rate(scenario.places(policy)))

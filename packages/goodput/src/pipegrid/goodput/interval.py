@@ -12,12 +12,22 @@ _TRIED = 8  # intervals in each of them
 
 
 def young(checkpoint: float, mtbf: float) -> float:
-    """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``."""
+    """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``.
+
+    Examples:
+        >>> round(young(checkpoint=30.0, mtbf=43200.0))
+        1610
+    """
     return math.sqrt(2 * checkpoint * mtbf)
 
 
 def daly(checkpoint: float, mtbf: float) -> float:
-    """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37)."""
+    """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37).
+
+    Examples:
+        >>> round(daly(checkpoint=30.0, mtbf=43200.0))
+        1590
+    """
     if checkpoint >= 2 * mtbf:
         return mtbf
     part = checkpoint / (2 * mtbf)
@@ -28,6 +38,10 @@ def daly_goodput(interval: float, *, checkpoint: float, restart: float, mtbf: fl
     """The goodput of restarts from a checkpoint after each ``interval`` seconds of training (Daly 2006, equation 20).
 
     For failures of a Poisson process, also during restarts and checkpoints, and nodes that are replaced at once.
+
+    Examples:
+        >>> round(daly_goodput(1590.0, checkpoint=30.0, restart=600.0, mtbf=43200.0), 2)
+        0.95
     """
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf))
 
@@ -36,6 +50,12 @@ def best_interval(scenario: Scenario, policy: Policy) -> Outcome:
     """The interval with the most goodput, "never" if no other has more: a geometric series, then between the best.
 
     It is the best for these failures, known beforehand; with few of them another interval may be as good for the next.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
+        >>> best_interval(scenario, "restart").every
+        349
     """
     most = math.floor(scenario.failures.duration / scenario.step)
     tried: dict[int | None, Outcome] = {None: simulate(scenario, policy, None)}

@@ -34,7 +34,17 @@ _checked = checked_fields(JobError)
 
 @frozen(field_transformer=_checked)
 class Outage:
-    """A node that fails at ``start`` and is back at ``end``: seconds since the run began, or texts such as ``"6h"``."""
+    """A node that fails and comes back; seconds since the run began, or texts such as ``"6h"``.
+
+    Attributes:
+        node: its name.
+        start: when it fails.
+        end: when it is back; by default never.
+
+    Examples:
+        >>> Outage("node 3", start="6h", end="7h").end
+        25200.0
+    """
 
     node: Name
     start: Duration
@@ -47,7 +57,16 @@ class Outage:
 
 @frozen(slots=False, field_transformer=_checked)
 class Failures:
-    """Outages of nodes in a run of ``duration`` seconds; those of one node that overlap count as one."""
+    """Outages of nodes in one run.
+
+    Attributes:
+        outages: those of one node that overlap count as one.
+        duration: of the run; seconds above 0, or a text.
+
+    Examples:
+        >>> Failures([Outage("a", 60, 120), Outage("b", "1h")], duration="2h").count
+        2
+    """
 
     outages: tuple[Annotated[Outage, instance(Outage, "an Outage(node, start, end)")], ...]
     duration: PositiveDuration
@@ -107,6 +126,10 @@ def random_failures(
 
     Raises:
         JobError: a value outside its rule, or more than a million failures.
+
+    Examples:
+        >>> random_failures(32, mtbf="12h", duration="30d", seed=1).count
+        60
     """
     mean, away = float(mtbf), float(repair)
     end = MEAN_FAILURES * mean if duration is None else float(duration)

@@ -21,6 +21,13 @@ def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
     """The scenario, a row for each policy with the share of the time that each cause takes, and what to choose.
 
     ``terminal``: drawn by rich where it is installed.
+
+    Examples:
+        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> found = goodput(Scenario(throughput, failures, restart="10m", checkpoint="30s"), every="1h")
+        >>> "restart" in goodput_table(found)
+        True
     """
     rows = [
         (

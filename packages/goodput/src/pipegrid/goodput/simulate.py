@@ -35,15 +35,28 @@ Restart: TypeAlias = Annotated[
 
 @frozen(slots=False, field_transformer=checked_fields(JobError))
 class Scenario:
-    """A job under failures; seconds, or texts such as ``"10m"``.
+    """A job under failures; durations are seconds, or texts such as ``"10m"``.
 
-    ``restart``: from a failure until training goes on from the last checkpoint; or such durations by the number of
-    nodes that are up, ``{8: "10m", 4: "6m"}``, where a row is for its number and those up to the next. ``checkpoint``:
-    training stops for it; ``write``: until it can be loaded, while training goes on. ``replan``: until the nodes that
-    are left go on with the step. ``promote``: until a spare has the place of another node. ``spares``: of the job's
-    nodes, under the policy ``"spare"``; where none is up, ``without_spares`` is what it does: restart with the nodes
-    that are left, or wait for one. ``replanned``: the throughput under ``"re-plan"``, where it is another than that of
-    a restart with as many nodes; with fewer nodes than it has, the job restarts.
+    Attributes:
+        throughput: samples per second by number of nodes.
+        failures: outages of nodes in a run.
+        restart: from a failure until training goes on from the last checkpoint; or such durations by the number of
+            nodes that are up, ``{8: "10m", 4: "6m"}``, where a row is for its number and those up to the next.
+        checkpoint: training stops for so long to make one.
+        write: until the checkpoint can be loaded, while training goes on.
+        replan: until the nodes that are left go on with the step.
+        promote: until a spare has the place of another node.
+        spares: how many of the job's nodes are spares under the policy ``"spare"``.
+        without_spares: what that policy does where no spare is up: restart with the nodes that are left, or wait for
+            one.
+        replanned: the throughput under ``"re-plan"``, where it is another than that of a restart with as many nodes;
+            with fewer nodes than it has, the job restarts.
+
+    Examples:
+        >>> failures = random_failures(32, mtbf="12h", duration="30d", seed=1)
+        >>> scenario = Scenario(Throughput({32: 41.0, 31: 39.5}, batch=1024), failures, restart="10m", checkpoint="30s")
+        >>> possible(scenario)
+        ('restart', 're-plan', 'spare')
     """
 
     throughput: Annotated[Throughput, instance(Throughput, "a Throughput(table, batch)")]
@@ -92,12 +105,22 @@ class Scenario:
 
 @frozen
 class Outcome:
-    """A policy with a checkpoint after ``every`` steps (None: never): the share of the failure-free work that it does.
+    """The share of the failure-free work that a policy does.
 
-    ``lost``: per cause, seconds of the run. ``redone``: work that was lost; ``checkpoints``: stops for them;
-    ``recovery``: restarts, new plans and promotions; ``waiting``: for nodes; ``fewer_nodes``: what steps take longer
-    with them; ``idle_spares``: what they take longer without the spares. With ``goodput`` times ``duration`` they add
-    up to ``duration``.
+    Attributes:
+        policy: what the job does at a failure.
+        every: steps between checkpoints; None: there are none.
+        goodput: the share, from 0 to 1; with ``duration`` times it, ``lost`` adds up to ``duration``.
+        duration: seconds of the run.
+        lost: seconds per cause. ``redone``: work that was lost; ``checkpoints``: stops for them; ``recovery``:
+            restarts, new plans and promotions; ``waiting``: for nodes; ``fewer_nodes``: what steps take longer with
+            them; ``idle_spares``: what they take longer without the spares.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
+        >>> sorted(simulate(scenario, "restart", every=100).lost)
+        ['checkpoints', 'fewer_nodes', 'idle_spares', 'recovery', 'redone', 'waiting']
     """
 
     policy: Policy
@@ -114,6 +137,13 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     ``"re-plan"`` and ``"spare"``; ``"re-plan"`` restarts where too few nodes are left to train. A node that is back
     joins at the end of a step, if what it adds in the mean time between failures is more than the stop takes; else at
     the next failure.
+
+    Examples:
+        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(throughput, failures, restart="10m", checkpoint="30s")
+        >>> round(simulate(scenario, "restart", every=100).goodput, 2)
+        0.91
     """
     run = _SimulatedRun(scenario, policy, every)
     for time, back, node in scenario.failures.events:

@@ -52,11 +52,20 @@ Table: TypeAlias = Annotated[
 
 @frozen(slots=False, field_transformer=checked_fields(JobError))
 class Throughput:
-    """Samples per second by number of nodes (``table``), with ``batch`` samples in a step.
+    """Samples per second by number of nodes.
 
-    The job has as many nodes as the largest number. Of the nodes that are up, as many train as give the most samples
-    per second; a number between two rows has the samples of the row below, one before the first has none, or those of
-    ``fewer``.
+    The job has as many nodes as the largest number of the table. Of the nodes that are up, as many train as give the
+    most samples per second.
+
+    Attributes:
+        table: samples per second by number of nodes; a number between two rows has those of the row below.
+        batch: samples in a step.
+        fewer: has the samples of numbers before the first row, which otherwise have none.
+
+    Examples:
+        >>> throughput = Throughput({32: 41.0, 31: 39.5}, batch=1024)  # samples per second by number of nodes
+        >>> throughput.rate(31)
+        39.5
     """
 
     table: Table

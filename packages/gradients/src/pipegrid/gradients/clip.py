@@ -74,6 +74,14 @@ def clip_grad_norm_(
             the replicas.
         CollectiveFailedError: past the deadline.
         JobFailedError: with a monitor: another rank failed, or its deadline passed.
+
+    Examples:
+        >>> import torch
+        >>> from pipegrid.topology import ProcessGroupCollection
+        >>> stage = torch.nn.Linear(4, 1, bias=False)
+        >>> stage(torch.ones(1, 4)).sum().backward()
+        >>> clip_grad_norm_(stage, ProcessGroupCollection(), 1.0)
+        tensor(2., dtype=torch.float64)
     """
     max_norm = checked(max_norm, Bound, "max_norm", GradientError)
     norm_type = checked(norm_type, Bound, "norm_type", GradientError)

@@ -19,6 +19,11 @@ def collection_of(collections: Any, name: str) -> Any:
 
     Raises:
         GradientError: there are several, but none for this module; or ``collections`` is not a collection.
+
+    Examples:
+        >>> from pipegrid.topology import ProcessGroupCollection
+        >>> collection_of(ProcessGroupCollection(), "language").dp is None
+        True
     """
     by_name = collections_by_name(collections)
     if by_name is None:

@@ -37,6 +37,10 @@ class LossScale:
 
     Raises:
         GradientError: a value outside its range.
+
+    Examples:
+        >>> LossScale(scale=1024.0, growth_interval=100).scale
+        1024.0
     """
 
     scale: Positive = 2.0**16

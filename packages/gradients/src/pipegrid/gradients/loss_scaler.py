@@ -21,7 +21,13 @@ from pipegrid.monitor.collectives import Waiting
 
 
 def scale_loss(state: LossScale, loss: torch.Tensor) -> torch.Tensor:
-    """``loss`` times the scale, in float32 where it is narrower: the first gradient is the scale in that type."""
+    """``loss`` times the scale, in float32 where it is narrower: the first gradient is the scale in that type.
+
+    Examples:
+        >>> import torch
+        >>> scale_loss(LossScale(scale=1024.0), torch.tensor(0.5))
+        tensor(512.)
+    """
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * state.scale
 
@@ -69,6 +75,12 @@ class LossScaler:
         state: the scale, how it moves, and its history.
         job_group: all ranks of the job; default: the default process group.
         skipped: steps that all ranks skipped, since a gradient overflowed.
+
+    Examples:
+        >>> import torch
+        >>> scaler = LossScaler(LossScale(scale=1024.0))
+        >>> scaler(torch.tensor(0.5))
+        tensor(512.)
     """
 
     state: LossScale = field(factory=LossScale)

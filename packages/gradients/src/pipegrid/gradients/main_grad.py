@@ -57,6 +57,14 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
 
     Raises:
         GradientError: ``dtype`` is narrower than a parameter's, or a parameter keeps a ``main_grad`` already.
+
+    Examples:
+        >>> import torch
+        >>> stage = torch.nn.Linear(4, 1).to(torch.bfloat16)
+        >>> handles = accumulate_in_main_grad(stage)
+        >>> stage(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> stage.weight.main_grad.dtype, stage.weight.grad
+        (torch.float32, None)
     """
     parameters = [parameter for _, parameter in parameters_of(modules)]
     for parameter in parameters:
@@ -75,7 +83,14 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
 
 
 def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
-    """What ``zero_grad`` does for ``.grad``, for ``main_grad``."""
+    """What ``zero_grad`` does for ``.grad``, for ``main_grad``.
+
+    Examples:
+        >>> import torch
+        >>> stage = torch.nn.Linear(4, 1)
+        >>> handles = accumulate_in_main_grad(stage)
+        >>> zero_main_grads(stage)
+    """
     for _, parameter in parameters_of(modules):
         held = accumulated(parameter) if keeps_main_grad(parameter) else None
         if held is None:
@@ -99,6 +114,13 @@ def fresh_gradients(modules: Modules) -> Iterator[None]:
         with fresh_gradients(modules):
             runtime.step()
             reduce_gradients(modules, collections, loss_lanes=replicas)
+
+    Examples:
+        >>> import torch
+        >>> stage = torch.nn.Linear(4, 1)
+        >>> with fresh_gradients(stage):
+        ...     stage(torch.ones(2, 4)).sum().backward()
+        ...
     """
     with set_aside(parameter for _, parameter in parameters_of(modules)):
         yield

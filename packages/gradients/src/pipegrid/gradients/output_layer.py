@@ -56,6 +56,14 @@ def output_linear(
 
     Raises:
         GradientError: deferral is set, and ``module`` lacks a buffer.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> head = torch.nn.Linear(4, 8, bias=False)
+        >>> config = SimpleNamespace(defer_embedding_wgrad_compute=False)
+        >>> output_linear(torch.ones(2, 4), head.weight, module=head, config=config).shape
+        torch.Size([2, 8])
     """
     deferred = bool(getattr(config, "defer_embedding_wgrad_compute", False))
     if deferred and not _has_buffers(module):

@@ -14,6 +14,12 @@ class LayoutError(ValueError):
 
     Attributes:
         stage: the offending stage, counted from 0 in model order; None where the fault is not in one stage.
+
+    Examples:
+        >>> PipelineParallelLayerLayout("Et|t|tL", 2)
+        Traceback (most recent call last):
+            ...
+        pipegrid.layout.errors.LayoutError: 3 stages do not divide by pipeline_model_parallel_size 2
     """
 
     def __init__(self, message: str, *, stage: int | None = None) -> None:

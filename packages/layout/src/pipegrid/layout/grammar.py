@@ -56,6 +56,11 @@ class LayoutGrammar:
     Attributes:
         symbols: letter to kind of layer, the standard ones included. Of several letters for one kind, all are read and
             the one registered last is written.
+
+    Examples:
+        >>> vision = LayoutGrammar(symbols={"v": "vision"})
+        >>> PipelineParallelLayerLayout("vvv|vvv", 2, grammar=vision).stages
+        (('vision', 'vision', 'vision'), ('vision', 'vision', 'vision'))
     """
 
     symbols: Mapping[str, str] = attrs.field(factory=dict, converter=_checked, hash=False)

@@ -47,6 +47,11 @@ class PipelineParallelLayerLayout:
     Raises:
         LayoutSyntaxError: the string does not follow the grammar.
         LayoutError: an unknown kind of layer, or a number of stages that the number of ranks does not divide.
+
+    Examples:
+        >>> layout = PipelineParallelLayerLayout("Et*3|(tt|)*6,tL", 4)  # 8 stages on 4 ranks: two chunks each
+        >>> len(layout.stages), layout.get_layer_id_list(pp_rank=1, vp_stage=1)
+        (8, [11, 12])
     """
 
     stages: tuple[tuple[str, ...], ...]

@@ -72,12 +72,28 @@ def bounded_store(
 
 
 class DisagreementError(ValueError):
-    """Ranks were about to run different steps. Nothing was sent."""
+    """Ranks were about to run different steps. Nothing was sent.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> issubclass(DisagreementError, Exception)
+        True
+    """
 
 
 @frozen
 class Failure:
-    """The first failure of the job: whose, what it said, and whether it is that ranks run different steps."""
+    """The first failure of the job.
+
+    Attributes:
+        rank: whose it is.
+        text: what that rank said.
+        disagreement: whether it is that ranks run different steps.
+
+    Examples:
+        >>> Failure(rank=3, text="rank 3, stage 2: the data has ended").disagreement
+        False
+    """
 
     rank: int
     text: str
@@ -86,7 +102,19 @@ class Failure:
 
 @define
 class Control:
-    """What one rank writes and reads in the control store; ``ranks`` are all of the job, which no other job shares."""
+    """What one rank writes and reads in the control store.
+
+    Attributes:
+        store: shared by all ranks of the job, and by no other job.
+        rank: this rank.
+        ranks: all ranks of the job.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> control = Control(HashStore(), rank=0, ranks=(0,))
+        >>> control.record("the data has ended").rank
+        0
+    """
 
     store: ControlStore
     rank: int
@@ -221,5 +249,11 @@ def silent(error: BaseException) -> str:
 
 
 def where_all_stand(positions: dict[int, str]) -> str:
-    """One line for each position, with the ranks that stand there."""
+    """One line for each position, with the ranks that stand there.
+
+    Examples:
+        >>> print(where_all_stand({0: "stage 0, microbatch 3", 1: "stage 0, microbatch 3", 2: "before its first step"}))
+          ranks 0-1: stage 0, microbatch 3
+          rank 2: before its first step
+    """
     return "\n".join(f"  {line}" for line in by_text(positions))

@@ -68,7 +68,12 @@ _of_job: WeakKeyDictionary[Any, FirstFailure] = WeakKeyDictionary()
 
 
 def first_failure(text: str, attempt: int = 0) -> str:
-    """Record ``text`` as this rank's failure, and return the first of the attempt; ``text`` in a job of one rank."""
+    """Record ``text`` as this rank's failure, and return the first of the attempt; ``text`` in a job of one rank.
+
+    Examples:
+        >>> first_failure("the data has ended")
+        'the data has ended'
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

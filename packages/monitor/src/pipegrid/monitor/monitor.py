@@ -71,6 +71,10 @@ class Report:
     Attributes:
         first: the job's first failure.
         places: the place of every rank in the plan, a line each; or why it is not known.
+
+    Examples:
+        >>> Report(first=Failure(0, "the data has ended"), places="rank 0: step 2").first.rank
+        0
     """
 
     first: Failure
@@ -117,6 +121,13 @@ class Monitor:
 
     Raises:
         StepArgumentError: seconds that are not positive, or a rank that is not among ``ranks``.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> monitor = Monitor(HashStore(), rank=0, ranks=[0], deadline=60.0)
+        >>> monitor.failed("the data has ended").first.text
+        'the data has ended'
+        >>> monitor.close()
     """
 
     def __init__(

@@ -22,7 +22,16 @@ FEW = 16
 
 @frozen
 class Memory:
-    """The memory of a rank of one position, in bytes."""
+    """The memory of a rank of one position, in bytes.
+
+    Attributes:
+        parameters: weights.
+        gradients: of the weights.
+        optimizer: its states.
+        activations: at the peak of the step.
+        communicators: their buffers.
+        reserved: not the job's own.
+    """
 
     parameters: float
     gradients: float
@@ -70,7 +79,13 @@ def _chain_in_flight(schedule: str, pp: int, chunks: int, microbatches: int) -> 
 
 @frozen(slots=False, eq=False)
 class Candidate:
-    """Grids and layouts (``shape``) under a schedule. ``microbatch``: samples, over all replicas of a module."""
+    """Grids and layouts under a schedule.
+
+    Attributes:
+        shape: the grids and layouts.
+        schedule: its name.
+        microbatch: samples, over all replicas of a module.
+    """
 
     shape: Shape = field(repr=False)
     schedule: str
@@ -196,8 +211,13 @@ class Candidate:
 class Choice(Candidate):
     """A candidate with its plan and its figures in simulation; times in seconds, memory in bytes.
 
-    ``busy``: computes of the busiest position. ``bubble``: idle share of all positions. ``memory``: per position, of
-    each rank.
+    Attributes:
+        plan: of the schedule on the grids.
+        costs: of its actions.
+        makespan: of the step.
+        busy: computes of the busiest position.
+        bubble: idle share of all positions.
+        memory: per position, of each rank.
     """
 
     plan: Plan = field(repr=False)

@@ -28,10 +28,14 @@ _AXES = axis_names(3)
 class DryRun:
     """What the ranks of a job open together. A communicator has a stream of its own on NCCL.
 
-    ``groups``: of tp, cp, dp and pp, with more than one rank. ``lanes``: between ranks, one per direction.
-    ``boundaries``: groups of the boundaries between modules that share ranks. ``messages``: of all boundaries, for one
-    microbatch forward and back, each box proved to arrive once. ``communicators``: per rank, groups and lanes.
-    ``memory``: per rank, bytes.
+    Attributes:
+        groups: of tp, cp, dp and pp, with more than one rank.
+        lanes: between ranks, one per direction.
+        boundaries: groups of the boundaries between modules that share ranks.
+        messages: of all boundaries, for one microbatch forward and back, each box proved to arrive once.
+        communicators: per rank, groups and lanes.
+        memory: per rank, bytes.
+        proof: of the plan.
     """
 
     groups: int
@@ -63,6 +67,12 @@ def dry_run(choice: GivenChoice) -> DryRun:
 
     Checked: ranks that the plan puts on a position hold its stages; every lane has two ends; the boxes of each boundary
     tile what each rank needs, forward and back; the plan is proved with its communication.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB", pp=[2])
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=Network("450GB", "50GB"))
+        >>> dry_run(plan(job, gpus=2, limit=20).winner).lanes
+        4
     """
     shape, grids = choice.shape, choice.arrangement.grids
     positions = positions_of(shape.placed.graph, grids, shape.stage_places)

@@ -64,7 +64,17 @@ _checked = checked_fields(JobError)
 
 @frozen(field_transformer=_checked)
 class Measured:
-    """Seconds of one layer for one sample on one GPU: forward and the two halves of a backward."""
+    """Seconds of one layer for one sample on one GPU.
+
+    Attributes:
+        F: the forward.
+        I: the half of the backward that gives the gradients of inputs.
+        W: the half that gives the gradients of weights.
+
+    Examples:
+        >>> Measured(F=0.010, I=0.011, W=0.007)
+        Measured(F=0.01, I=0.011, W=0.007)
+    """
 
     F: Amount
     I: Amount
@@ -73,13 +83,23 @@ class Measured:
 
 @frozen(field_transformer=_checked)
 class Layers:
-    """``count`` equal layers, with the costs of one layer for one sample.
+    """Equal layers, with the costs of one layer for one sample.
 
-    ``flops`` are those of the forward; ``attention_flops`` the part of them between activations, without weights: its
-    backward is twice itself and belongs to ``I``. ``seconds``, measured on one GPU, stand in for both. ``activations``:
-    bytes that the backward needs, on one GPU. ``parameters``: their number. ``reductions``: tensor-parallel all-reduces
-    of a forward, each of the module's ``message``. ``context``: bytes of keys and values, which context-parallel ranks
-    exchange.
+    Attributes:
+        kind: the kind of layer.
+        count: how many there are.
+        flops: of the forward.
+        attention_flops: the part of them between activations, without weights; its backward is twice itself, all in
+            ``I``.
+        seconds: measured on one GPU, in place of both.
+        activations: bytes that the backward needs, on one GPU.
+        parameters: their number.
+        reductions: tensor-parallel all-reduces of a forward, each of the module's ``message``.
+        context: bytes of keys and values, which context-parallel ranks exchange.
+
+    Examples:
+        >>> Layers("decoder", count=32, flops=1e12, parameters=200e6, activations="40MB").activations
+        40000000.0
     """
 
     kind: Kind
@@ -104,11 +124,22 @@ class Layers:
 class ModuleCosts:
     """A model of the job: its layers with their costs, and the grids it may have.
 
-    ``message``: bytes of one sample between two of its layers, and of its output.
+    Attributes:
+        name: of the module.
+        layers: in the order of the model.
+        message: bytes of one sample between two of its layers, and of its output.
+        tp: allowed sizes of tensor parallelism.
+        cp: allowed sizes of context parallelism.
+        dp: allowed numbers of replicas; by default any divisor of the global batch.
+        pp: allowed numbers of pipeline stages; by default any of 1, 2, 3, 4, 6, 8, 12, 16, ...
+        frozen: the module runs no backward.
+        placing: on ranks of its own (``"apart"``), on those of the module at the end of the graph (``"colocated"``), or
+            either.
 
-    ``tp``, ``cp``, ``dp``, ``pp``: the sizes that are allowed. By default tp and cp are 1, dp is any divisor of the
-    global batch, and pp any of 1, 2, 3, 4, 6, 8, 12, 16, ... ``frozen`` modules run no backward. ``placing``: on ranks
-    of its own (``"apart"``), on those of the module at the end of the graph (``"colocated"``), or either.
+    Examples:
+        >>> language = ModuleCosts("language", [Layers("decoder", count=32, flops=1e12)], message="8MB", tp=[1, 2, 4])
+        >>> language.message
+        8000000.0
     """
 
     name: Name
@@ -154,9 +185,18 @@ class ModuleCosts:
 
 @frozen(field_transformer=_checked)
 class Device:
-    """A GPU: FLOP/s that a layer reaches, memory, what is not the job's own, and the buffers of a communicator.
+    """A GPU.
 
-    ``overhead``: seconds that each compute of a stage costs its rank's host beside, with the messages around it.
+    Attributes:
+        flops: FLOP/s that a layer reaches.
+        memory: in bytes.
+        reserved: bytes that are not the job's own.
+        communicator: bytes of the buffers of a communicator.
+        overhead: seconds that each compute of a stage, with the messages around it, costs its rank's host in addition.
+
+    Examples:
+        >>> Device(flops=400e12, memory="80GB").memory
+        80000000000.0
     """
 
     flops: Seconds
@@ -168,7 +208,18 @@ class Device:
 
 @frozen(field_transformer=_checked)
 class Network:
-    """Bytes per second of one GPU to others ``inside`` its node and ``between`` nodes; seconds of latency."""
+    """Bytes per second of one GPU to others.
+
+    Attributes:
+        inside: to those of its node.
+        between: to those of other nodes.
+        gpus_per_node: how many a node has.
+        latency: seconds of any message.
+
+    Examples:
+        >>> Network(inside="450GB", between="50GB", gpus_per_node=8).between
+        50000000000.0
+    """
 
     inside: Rate
     between: Rate
@@ -178,12 +229,21 @@ class Network:
 
 @frozen(field_transformer=_checked)
 class Training:
-    """Bytes per parameter, and how they are shared by the replicas of a module.
+    """Bytes per parameter, how the replicas of a module share them, and which schedules are tried.
 
-    ``sharding``: ``"optimizer"`` divides the optimizer's states among the dp and cp ranks (Rajbhandari et al. 2020,
-    stage 1); ``"none"`` keeps them whole. ``schedules``: names, of any but the U and those with slices. ``chunks``:
-    stages per position, where a schedule runs any number. ``microbatch``: samples over all replicas; by default 1 to
-    4 for each replica.
+    Attributes:
+        parameter_bytes: of the weight.
+        gradient_bytes: of its gradient.
+        optimizer_bytes: of the optimizer's states.
+        sharding: ``"optimizer"`` divides the optimizer's states among the dp and cp ranks (Rajbhandari et al. 2020,
+            stage 1); ``"none"`` keeps them whole.
+        schedules: names, of any but the U and those with slices.
+        chunks: stages per position, where a schedule runs any number.
+        microbatch: samples over all replicas; by default 1 to 4 for each replica.
+
+    Examples:
+        >>> Training(sharding="none", schedules=["1f1b"]).optimizer_bytes
+        12.0
     """
 
     parameter_bytes: Amount = 2.0
@@ -211,7 +271,22 @@ NamedEdge: TypeAlias = Annotated[tuple[str, str], Rule(_pair, "a pair of names: 
 
 @frozen(slots=False, field_transformer=_checked)
 class Job:
-    """What is trained, on what. ``edges``: pairs of names; ``global_batch``: samples of a step."""
+    """What is trained, on what.
+
+    Attributes:
+        modules: the models of the job.
+        global_batch: samples of a step.
+        device: one GPU.
+        links: between GPUs.
+        edges: pairs of names: which module feeds which.
+        training: bytes per parameter, and the schedules to try.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=32, flops=1e12)], message="8MB")
+        >>> job = Job([module], global_batch=64, device=Device(flops=400e12), links=Network("450GB", "50GB"))
+        >>> job.training.sharding
+        'optimizer'
+    """
 
     modules: tuple[Annotated[ModuleCosts, instance(ModuleCosts, "a ModuleCosts(name, layers, message)")], ...]
     global_batch: Count

@@ -39,10 +39,17 @@ _places = cache(stage_places)
 
 @frozen
 class Planned:
-    """The best choices, fastest first. ``proof`` is that of the winner, lowered.
+    """The best choices of a job, fastest first.
 
-    ``simulated``: how many candidates were. ``complete``: no other candidate is faster than the last of ``choices``
-    (or there are no others); where the limit ended the search, none is faster than ``bound`` seconds.
+    Attributes:
+        job: what was planned.
+        gpus: how many it has.
+        memory: of a GPU, in bytes.
+        choices: the best, fastest first.
+        proof: of the winner, lowered.
+        simulated: how many candidates were.
+        complete: no other candidate is faster than the last of ``choices`` (or there are no others).
+        bound: where the limit ended the search, no candidate is faster than these seconds.
     """
 
     job: Job = field(repr=False)
@@ -76,6 +83,13 @@ def plan(job: GivenJob, *, gpus: Count, memory: GivenBytes | None = None, limit:
     Raises:
         NoFitError: no candidate keeps to the GPUs, the batch or the memory; with the nearest that does.
         JobError: no job, or no memory, here or in the job.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB")
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=Network("450GB", "50GB"))
+        >>> planned = plan(job, gpus=4, limit=20)
+        >>> planned.winner.schedule
+        '1f1b'
     """
     capacity = job.device.memory if memory is None else memory
     if capacity is None:

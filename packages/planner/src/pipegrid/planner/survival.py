@@ -26,7 +26,15 @@ MOST_PAIRS = 500_000
 
 @frozen
 class Piece:
-    """State of the dead ``rank`` for its part of ``module``, and the living rank that has it (None: the checkpoint)."""
+    """State of a dead rank for its part of a module, and where it is found.
+
+    Attributes:
+        rank: the dead rank.
+        module: the name of the module.
+        what: the parameters, or the optimizer's states.
+        source: a replica (``peer``), the rank that keeps a copy (``buddy``), or the checkpoint.
+        holder: the living rank that has it; None: the checkpoint.
+    """
 
     rank: int
     module: str
@@ -37,9 +45,12 @@ class Piece:
 
 @frozen
 class Survival:
-    """The outcome where the ranks ``dead`` die at once.
+    """The outcome where several ranks die at once.
 
-    ``lost``: modules and positions without a replica whose ranks all live. ``pieces``: the state of the dead.
+    Attributes:
+        dead: the ranks that die.
+        lost: modules and positions without a replica whose ranks all live.
+        pieces: the state of the dead.
     """
 
     dead: tuple[int, ...]
@@ -143,7 +154,14 @@ def _pieces(
 
 @frozen
 class Counts:
-    """How many of ``units`` (ranks, or nodes), and of their ``of_pairs``, may die at once; None: not counted."""
+    """How many ranks, or nodes, may die at once.
+
+    Attributes:
+        survived: single deaths that the job survives.
+        units: ranks, or nodes.
+        pairs: pairs of deaths that the job survives; None: not counted.
+        of_pairs: all pairs.
+    """
 
     survived: int
     units: int

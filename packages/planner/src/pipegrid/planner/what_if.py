@@ -19,8 +19,12 @@ from pipegrid.timeline import Recording, recorded_costs
 class WhatIf:
     """A recorded step beside another plan at the same costs; times in seconds.
 
-    ``measured``: the recorded step, from its first start to its last end. ``reproduced``: its plan at the costs that
-    were measured; what it differs from ``measured`` is the error of the model. ``other``: the plan asked for.
+    Attributes:
+        recording: the recorded step.
+        measured: its time, from its first start to its last end.
+        reproduced: its plan at the costs that were measured; what it differs from ``measured`` is the error of the
+            model.
+        other: the plan asked for, at these costs.
     """
 
     recording: Recording = field(repr=False)

@@ -11,8 +11,11 @@ from attrs import frozen
 class Fault:
     """One fault of a plan.
 
-    ``rule``: the short stable name of the broken rule (``"duplicate"``, ``"cycle"``, ...); ``position`` and ``step``:
-    its place (None: the plan as a whole); ``message``: what was found, the rule and the remedy.
+    Attributes:
+        rule: the short stable name of the broken rule (``"duplicate"``, ``"cycle"``, ...).
+        message: what was found, the rule and the remedy.
+        position: where; None: the plan as a whole.
+        step: its step there.
     """
 
     rule: str

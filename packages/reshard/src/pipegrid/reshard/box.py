@@ -24,8 +24,16 @@ Point = TypeVar("Point", int, Fraction)  # of an axis: a row, or a part of [0, 1
 class Box:
     """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
 
+    Attributes:
+        start: the first index along each axis.
+        shape: the extent along each axis.
+
     Raises:
         BridgeError: lengths differ, or a start or extent is negative.
+
+    Examples:
+        >>> str(Box(start=(2, 0), shape=(1, 16)))
+        '[2:3, 0:16]'
     """
 
     start: tuple[Index, ...]

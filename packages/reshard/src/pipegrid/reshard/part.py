@@ -13,7 +13,12 @@ from pipegrid.reshard.plan import Completion, ReshardPlan
 
 @frozen(slots=False, eq=False)
 class RankPart:
-    """What ``rank`` sends, receives, sums and completes in ``plan``."""
+    """What one rank sends, receives, sums and completes.
+
+    Attributes:
+        plan: the plan that the rank runs a part of.
+        rank: the global rank.
+    """
 
     plan: ReshardPlan
     rank: int

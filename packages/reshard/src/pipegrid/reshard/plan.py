@@ -31,10 +31,19 @@ from pipegrid.reshard.sizes import AxisNames, Sizes
 
 @frozen(order=True, field_transformer=checked_fields(BridgeError))
 class Message:
-    """``source_box`` of the tensor on ``source`` goes to ``destination_box`` of the one on ``destination``.
+    """A box of the tensor on one rank that goes to a box of the one on another; a local copy where the ranks are one.
 
-    The boxes are in the coordinates of the two local tensors and have one shape. Where ``source`` is
-    ``destination``, this is a local copy.
+    The boxes are in the coordinates of the two local tensors and have one shape.
+
+    Attributes:
+        source: the rank that sends.
+        destination: the rank that receives.
+        source_box: what it sends of its tensor.
+        destination_box: where it arrives in the other.
+
+    Examples:
+        >>> str(Message(0, 3, Box((0, 0), (2, 8)), Box((0, 0), (2, 8))))
+        '0[0:2, 0:8] -> 3[0:2, 0:8]'
     """
 
     source: Index
@@ -48,9 +57,15 @@ class Message:
 
 @frozen
 class Completion:
-    """After the messages, ``boxes[k]`` of the local tensor on ``ranks[k]`` goes to all other ``ranks``.
+    """Copies of a tensor that give each other what they received.
 
-    The ranks are copies of each other, so a box means the same elements on each of them.
+    Attributes:
+        ranks: copies of each other, so a box means the same elements on each of them.
+        boxes: after the messages, ``boxes[k]`` of the local tensor on ``ranks[k]`` goes to all other ``ranks``.
+
+    Examples:
+        >>> Completion(ranks=(0, 1), boxes=((Box((0,), (4,)),), ())).root
+        0
     """
 
     ranks: tuple[int, ...]
@@ -67,8 +82,21 @@ class Completion:
 class ReshardPlan:
     """All steps that move a tensor from side ``src`` to side ``dst``; see the module's text for the steps.
 
-    A backward plan moves a gradient: its ``src`` is the side that consumed the activation. A plan made for
-    one rank lists only the messages and completions which that rank takes part in.
+    A plan made for one rank lists only the messages and completions which that rank takes part in.
+
+    Attributes:
+        src: the side that sends; in a backward plan, the side that consumed the activation.
+        dst: the side that receives.
+        sizes: of the axes of the tensor.
+        backward: whether it moves a gradient.
+        strategy: how copies on ``dst`` get the tensor.
+        itemsize: bytes of an element.
+        leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
+        links: speeds, where they are known.
+        cuts: of each axis, the parts that both sides are divided into.
+        reductions: ranks that add up their partial sums (step 1).
+        messages: boxes that cross the boundary (step 2).
+        completions: copies that give each other what they got (step 3).
     """
 
     src: Side
@@ -178,6 +206,14 @@ def plan_reshard(
     Raises:
         BridgeError: a side shards an axis that ``sizes.axes`` does not name; sizes of replicas that fit neither the
             sides nor each other.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> plan = plan_reshard(*sides, Sizes((6, 8), axes=axis_names(2)))
+        >>> str(plan.messages[0])
+        '0[0:2, 0:8] -> 3[0:2, 0:8]'
     """
     itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
     choice = Choice(strategy, leader_below, links)
@@ -233,6 +269,13 @@ def routes(
     A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only,
     and holds for all sizes of which each source replica is cut by itself (`Sizes.cut` ``"lane"``, as bridges do), and
     for batches that divide evenly. Replicas of an uneven batch that is cut as one may meet others.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> routes(*sides, axis_names(2))
+        ((0, 3), (1, 3), (1, 4), (2, 4))
     """
     cuts = part_cuts(src, dst, axes)
     sender, receiver = src, dst

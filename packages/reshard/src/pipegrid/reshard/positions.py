@@ -24,6 +24,10 @@ class Positions:
         ranks: per position its ranks, ascending. Positions stand in the order of the stages they hold, so that
             stages with ranks of their own have their own number.
         placement: per stage the positions that hold it, ascending.
+
+    Examples:
+        >>> Positions(ranks=((0, 1), (2,)), placement=((0,), (1,))).placement
+        ((0,), (1,))
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -56,6 +60,14 @@ def positions_of(
 
     Raises:
         BridgeError: as `check_places`.
+
+    Examples:
+        >>> from pipegrid.core import ModuleGraph
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4)
+        >>> graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+        >>> positions_of(graph, grids, {"images": [0], "language": [0, 1]}).ranks
+        ((0, 1), (2,), (3,))
     """
     check_places(graph, grids, stage_placement)
     held: dict[int, list[int]] = {}
@@ -78,7 +90,13 @@ def positions_of(
 
 
 def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
-    """The edge between stages that joins two modules: from the last stage of the one to the first of the other."""
+    """The edge between stages that joins two modules: from the last stage of the one to the first of the other.
+
+    Examples:
+        >>> from pipegrid.core import ModuleGraph
+        >>> str(edge_between(ModuleGraph({"images": 2, "language": 2}, {"images": ["language"]}), "images", "language"))
+        '1>2'
+    """
     return Edge(graph.stage(source, -1), graph.stage(destination, 0))
 
 
@@ -99,7 +117,14 @@ def collective_edges(
 
 
 def alike(source: Side, destination: Side) -> bool:
-    """Whether every rank needs exactly what it has made, so that nothing has to move."""
+    """Whether every rank needs exactly what it has made, so that nothing has to move.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grid = place({"model": {"tp": 2, "dp": 2}}, world_size=4)["model"]
+        >>> alike(boundary_side(grid, "source"), boundary_side(grid, "destination"))
+        True
+    """
     sums = (*source.partial_groups, *destination.partial_groups)
     return _held(source) == _held(destination) and not sums
 

@@ -18,6 +18,12 @@ def check_plan(plan: ReshardPlan) -> None:
     Raises:
         BridgeError: boxes of different shapes, a box outside of the tensor, an element that is written twice or never,
             or one that is read from a rank that holds something else; a message of a rank that is not on its side.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> check_plan(plan_reshard(*sides, Sizes((6, 8), axes=axis_names(2))))
     """
     written: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
     for message in plan.messages:

@@ -34,7 +34,12 @@ class Placement:
 
 @frozen
 class Replicate(Placement):
-    """Ranks along the dim hold the same values, and their gradients are replicas of each other."""
+    """Ranks along the dim hold the same values, and their gradients are replicas of each other.
+
+    Examples:
+        >>> str(Replicate())
+        'copies'
+    """
 
     def __str__(self) -> str:
         return "copies"
@@ -42,10 +47,16 @@ class Replicate(Placement):
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Shard(Placement):
-    """Ranks along the dim hold different parts of the axis named ``axis``.
+    """Ranks along the dim hold different parts of an axis.
 
-    ``order="zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n``
-    chunks and rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
+    Attributes:
+        axis: its name.
+        order: ``"zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n`` chunks and
+            rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
+
+    Examples:
+        >>> str(Shard("s")), str(Shard("s", order="zigzag"))
+        ('cuts s', 'cuts s in zigzag')
     """
 
     axis: Name
@@ -66,6 +77,10 @@ class Partial(Placement):
     On a source the activations are partial sums and every rank gets the whole gradient; on a destination
     every rank gets the whole activation and the gradients are partial sums (for instance of ranks that each
     work on their own piece of the sequence from one replicated input). The bridge sums them once.
+
+    Examples:
+        >>> str(Partial())
+        'sums'
     """
 
     def __str__(self) -> str:
@@ -118,14 +133,18 @@ class SideDim:
 
 @frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class Side:
-    """The ranks of one side of a boundary and what each holds.
+    """The ranks of one side of a boundary and what each holds. Make one with `boundary_side`.
 
-    ``dims`` stand major first: where two dims shard one axis, the later one cuts what the earlier one left.
-    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``, or, with ``members``, the one at that
-    index of them. ``lane_weights`` says in which proportion the replicas share the batch (equally, unless given):
-    for instance samples per replica.
+    The rank at coordinates ``c`` is ``base + sum(c[k] * dims[k].stride)``, or, with ``members``, the one at that index
+    of them.
 
-    Make one with `boundary_side`.
+    Attributes:
+        name: of the module.
+        base: the first rank.
+        dims: major first: where two dims shard one axis, the later one cuts what the earlier one left.
+        lane_weights: in which proportion the replicas share the batch, for instance samples per replica; by default
+            equally.
+        members: the ranks, where they are not those of a formula.
     """
 
     name: str
@@ -301,6 +320,12 @@ def replica_side(side: Side, replica: int) -> Side:
 
     Raises:
         BridgeError: as `Side.replica_dim`; or there is no such replica.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
+        >>> replica_side(side, 1).ranks
+        (2, 3)
     """
     own = side.replica_dim
     if replica not in range(own.size if own else 1):
@@ -310,7 +335,13 @@ def replica_side(side: Side, replica: int) -> Side:
 
 
 def as_grid(grid: Any, what: str = "the grid") -> Grid:
-    """The arithmetic of ``grid``, a `GridLike`; without dims it is one rank."""
+    """The arithmetic of ``grid``, a `GridLike`; without dims it is one rank.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> as_grid(HyperCommGrid([2], ["dp"], world_size=2)).ranks
+        range(0, 2)
+    """
     found: GridLike = checked(grid, _GRID, what, BridgeError)
     shape, names, ranks = found.shape or (1,), found.dim_names or ("rank",), getattr(found, "ranks", None)
     if ranks is None or isinstance(ranks, range):
@@ -339,6 +370,12 @@ def boundary_side(
     Raises:
         BridgeError: a dim of more than one rank that neither ``placements`` nor the defaults name; not one weight for
             each replica.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid = HyperCommGrid([2, 2], ["tp", "dp"], world_size=4)
+        >>> [str(dim.placement) for dim in boundary_side(grid, "source", placements={"tp": Shard("s")}).dims]
+        ['cuts b', 'cuts s']
     """
     end = checked(end, End, "end", BridgeError)
     name = name or end

@@ -51,7 +51,12 @@ def marked_samples(tensor: Any) -> tuple[int, ...] | None:
 
 
 def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
-    """The axis of each name, that of the batch among them."""
+    """The axis of each name, that of the batch among them.
+
+    Examples:
+        >>> as_axis_of({"s": 1, "b": 0, "h": 2})
+        {'s': 1, 'b': 0, 'h': 2}
+    """
     mapping = {
         name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", BridgeError)
         for name, axis in dim_mapping.items()
@@ -86,6 +91,10 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
     Raises:
         BridgeError: no batch axis, an axis outside of the tensor, or two names for one axis of which
             neither is the batch.
+
+    Examples:
+        >>> axis_names(3), axis_names(2, {"s": 1, "b": 0, "h": 2})
+        ((('b',), ('s',), ('h',)), (('b', 's'), ('h',)))
     """
     ndim = checked(ndim, _Axes, "tensor_ndim", BridgeError)
     mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
@@ -116,6 +125,10 @@ class Sizes:
         ShapeError: a shape of another number of axes, or with a negative extent.
         BridgeError: axes without names, or without a batch; replicas or samples that do not add up to the extent of the
             batch axis.
+
+    Examples:
+        >>> Sizes((6, 16, 8), axes=axis_names(3)).axes
+        (('b',), ('s',), ('h',))
     """
 
     shape: tuple[Index, ...]

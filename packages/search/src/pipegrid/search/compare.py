@@ -19,7 +19,23 @@ from pipegrid.timeline import amount, time_text
 
 @frozen
 class Row:
-    """The figures of one schedule (see `Simulation`); ``fits``: its peak keeps to the cap."""
+    """The figures of one schedule (see `Simulation`).
+
+    Attributes:
+        schedule: its name.
+        plan: the plan of computes.
+        makespan: until the last action ends.
+        bubble_of_makespan: the idle share of all positions' time until then.
+        bubble_of_span: the idle share of their time between their own first and last compute.
+        peak_until_weight: the most live activations of a position, in microbatches, each until its ``B`` or ``W``.
+        peak_until_input: the same, each until its ``B`` or ``I``.
+        fits: the peak keeps to the cap.
+
+    Examples:
+        >>> row = compare(4, 8, names=["zero_bubble_v"])[0]
+        >>> row.name, row.peak_until_weight, row.fits
+        ('zero_bubble_v (2 chunks)', 4.0, True)
+    """
 
     schedule: str
     plan: Plan
@@ -62,6 +78,11 @@ def compare(
     slices; schedules with more stages cut the model further. ``names`` restricts the table. ``num_chunks`` is for the
     schedules that take any number. With ``num_slices`` above 1, the schedules that cut microbatches into so many slices
     are there as well. Schedules whose edges are not those of costs per edge are left out.
+
+    Examples:
+        >>> best = compare(4, 8, names=["1f1b", "zero_bubble_v"])[0]
+        >>> best.schedule, best.makespan
+        ('zero_bubble_v', 25.5)
     """
     costs = costs or Costs()
     limit = as_limit(memory_limit)
@@ -147,6 +168,12 @@ def comparison_table(rows: Sequence[Row], *, unit: str = "", terminal: bool = Fa
     """``rows`` of `compare` as a table. Peaks are live microbatches; schedules over the memory cap are marked.
 
     ``terminal``: drawn by rich where it is installed; else plain text.
+
+    Examples:
+        >>> print(comparison_table(compare(4, 8, names=["1f1b"])))
+        schedule  makespan  bubble  within span  peak until W  until I
+        --------  --------  ------  -----------  ------------  -------
+        1f1b            33   27.3%        15.8%             4        4
     """
     cells = [
         (

@@ -36,9 +36,21 @@ SPREAD = 29
 class Found:
     """A plan of computes that keeps to the memory limit, with its figures in simulation.
 
-    ``origin``: the schedule or method it comes from; ``peak``: in the unit of the limit. Of a `search`, ``bound``: the
-    objective of no plan on this placement is less; ``optimal``: whether that, or a search of all orders, proves the
-    plan the best on its placement; ``complete``: False if the time limit, or the caller, stopped the search.
+    Attributes:
+        plan: the plan.
+        origin: the schedule or method it comes from.
+        makespan: until its last action ends.
+        span: the longest time of a position between its first and its last compute.
+        peak: the most memory of a position, in the unit of the limit.
+        bound: of a `search`: the objective of no plan on this placement is less.
+        optimal: of a `search`: whether that, or a search of all orders, proves the plan the best on its placement.
+        complete: of a `search`: False if the time limit, or the caller, stopped it.
+
+    Examples:
+        >>> from pipegrid.plans import Costs
+        >>> found = search(Costs(), 2, num_positions=2, num_microbatches=4, effort=0.1)
+        >>> found.peak <= 2, found.bound <= found.makespan
+        (True, True)
     """
 
     plan: Plan
@@ -86,6 +98,12 @@ def greedy(
         PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch (the
             least that works is named).
         CostsError: costs for another number of stages.
+
+    Examples:
+        >>> from pipegrid.plans import Costs, simulate
+        >>> plan = greedy(Costs(F=1.0, I=1.1, W=0.7), 4, num_positions=4, num_microbatches=8, num_stages=8)
+        >>> max(simulate(plan).peaks()) <= 4
+        True
     """
     shapes = problems(
         costs,

@@ -23,7 +23,17 @@ from pipegrid.search.patterns import patterns
 
 @frozen
 class Progress:
-    """A search under way: ``share`` of its effort, the ``best`` objective so far, and where it comes from."""
+    """A search under way.
+
+    Attributes:
+        share: of its effort, from 0 to 1.
+        best: the objective so far.
+        origin: the method that ``best`` comes from.
+
+    Examples:
+        >>> Progress(share=0.5, best=25.5, origin="zero_bubble_v").share
+        0.5
+    """
 
     share: float
     best: float
@@ -63,6 +73,12 @@ def search(
     Raises:
         PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch.
         CostsError: costs for another number of stages.
+
+    Examples:
+        >>> from pipegrid.plans import Costs
+        >>> found = search(Costs(F=1.0, I=1.1, W=0.7), 2, num_positions=2, num_microbatches=4, effort=0.1)
+        >>> round(found.makespan, 2), found.bound <= found.makespan
+        (12.6, True)
     """
     shapes = problems(
         costs,

@@ -32,6 +32,10 @@ def balanced_slices(
         attention: share of causal attention in the FLOPs of the whole sequence.
         multiple_of: each length is a multiple of it (of a tensor-parallel size with sequence parallelism, of the tiles
             of a kernel).
+
+    Examples:
+        >>> balanced_slices(4096, 4, attention=0.3, multiple_of=128)
+        (1280, 1024, 1024, 768)
     """
     tiles, rest = divmod(seq_length, multiple_of)
     if rest or tiles < num_slices:
@@ -55,7 +59,12 @@ def _place_of(cost: float, attention: float) -> float:
 
 @checked_arguments(CostsError)
 def slice_times(lengths: Iterable[int], *, attention: Share) -> tuple[float, ...]:
-    """The share of each slice in the time of a microbatch, for ``Costs(slice_lengths=..., slice_times=...)``."""
+    """The share of each slice in the time of a microbatch, for ``Costs(slice_lengths=..., slice_times=...)``.
+
+    Examples:
+        >>> slice_times([2048, 1024, 1024], attention=0.5)
+        (0.375, 0.28125, 0.34375)
+    """
     sizes = checked(tuple(lengths), tuple[Count, ...], "lengths", CostsError)
     ends = [end / sum(sizes) for end in accumulate(sizes, initial=0)]
     return tuple(

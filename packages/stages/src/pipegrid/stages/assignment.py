@@ -29,6 +29,10 @@ class Tie:
         name: the first of its names in the whole model.
         stages: the stages that hold it, ascending.
         names: its name on each of them.
+
+    Examples:
+        >>> Tie("embed.weight", stages=(0, 3), names=("embed.weight", "head.weight")).stages
+        (0, 3)
     """
 
     name: str
@@ -46,7 +50,9 @@ class Assignment:
     """A model over stages.
 
     Attributes:
+        num_stages: how many there are.
         lists: the layers of each list, in the order of their run.
+        stage_of_layer: by the layer's name.
         stage_of_parameter: by name; a tied parameter has several names.
         ties: parameters on several stages.
     """
@@ -95,6 +101,13 @@ def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: N
     """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer.
 
     ``names``: None where the model has those of Hugging Face.
+
+    Examples:
+        >>> from torch import nn
+        >>> layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": layers})
+        >>> assign(model, "Et|tL", Names("layers")).stage_of_parameter
+        {'embed.weight': 0, 'layers.0.weight': 0, 'layers.1.weight': 1}
     """
     layout = as_layout(layout)
     names = find_names(model, names, sum(kind not in _ENDS for kind in layout.flatten_layout))

@@ -103,6 +103,13 @@ def pipeline_stage(
             a stage that does not exist or has no parameters, a model on the meta device, or a ``batch`` for which the
             cut is not proved.
         PlanError: no schedule has that name.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> stage = pipeline_stage(model, "t|t", 1, names=Names("0"))
+        >>> [name for name, _ in stage.named_parameters()]
+        ['0.1.weight', '0.1.bias']
     """
     layout = as_layout(layout)
     several = schedule is not None or (isinstance(stage, Sequence) and not isinstance(stage, str))
@@ -246,6 +253,14 @@ def check_stages(
     Raises:
         CutError: the cut is not proved, or values differ by more than rounding: the text names the parameters, the
             stages that hold them, and by how much.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> found = check_stages(model, "t|t", (torch.ones(2, 4),), names=Names("0"), loss=torch.sum)
+        >>> found.loss == found.loss_of_stages
+        True
     """
     args, kwargs = called_with(batch)
 

@@ -38,6 +38,10 @@ class DropoutMasks:
         lane: the replica of this rank. A microbatch that has moved here from another replica has the masks of its home.
         step: counted by the script.
         microbatch: of a whole model, counted by the script; a stage has it from the step functions.
+
+    Examples:
+        >>> masks = DropoutMasks(seed=1, lane=0)
+        >>> masks.step = 3
     """
 
     seed: Index

@@ -40,6 +40,10 @@ class Names:
 
     Submodules registered before the layers run before them, and those registered after run after, unless named here. A
     parameter of a module that holds the layers is always named.
+
+    Examples:
+        >>> Names(layers="blocks", embedding=["embed"], head=["norm", "head"]).layers
+        mappingproxy({'layers': 'blocks'})
     """
 
     layers: Mapping[str, str] = field(converter=_by_kind)
@@ -81,6 +85,12 @@ def find_names(model: nn.Module, given: Names | None = None, num_layers: int | N
     """``given``, of parts that the model has; or the first row of the table whose lists of layers the model has.
 
     Else the only list that may be one of layers; of several, the only one with ``num_layers`` modules. It is warned of.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(4)])})
+        >>> find_names(model, Names("layers")).layers
+        mappingproxy({'layers': 'layers'})
     """
     if given is not None:
         return _known(model, given)

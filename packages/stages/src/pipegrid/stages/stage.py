@@ -43,6 +43,12 @@ class Stage(nn.Module):
         kv_caches: while tokens are generated, the KV cache of each microbatch.
         current_microbatch: its number, set by the step functions.
         current_slice: the slice of it, set by the step functions of a schedule with slices.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> pipeline_stage(model, "t|t", 1, names=Names("0")).number
+        1
     """
 
     whole: nn.Module
@@ -271,6 +277,11 @@ def compile_layers(
     Raises:
         SplitBackwardError: this torch has no joint graphs (see `compile_split`). A region that cannot be split raises
             one in its first forward.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> compile_layers(pipeline_stage(model, "t|t", 0, names=Names("0")), backend="eager")
     """
     if checked(compile, Compile, "compile", CutError) == "whole":
         for name in stage.layers:

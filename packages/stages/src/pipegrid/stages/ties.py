@@ -25,7 +25,15 @@ def ties_of(
     *,
     names: Names | None = None,
 ) -> tuple[Tie, ...]:
-    """The parameters of ``model`` on several stages of ``layout``: for ranks without a stage of the model."""
+    """The parameters of ``model`` on several stages of ``layout``: for ranks without a stage of the model.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+        >>> model[2].weight = model[0].weight
+        >>> ties_of(model, "Et|tL", names=Names("1"))
+        (Tie(name='0.weight', stages=(0, 1), names=('0.weight', '2.weight')),)
+    """
     return assign(whole_of(model), layout, names).ties
 
 

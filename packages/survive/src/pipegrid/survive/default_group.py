@@ -19,6 +19,12 @@ def init_process_group(backend: str = "gloo", **options: Any) -> None:
     Args:
         backend: of the groups of each epoch as well.
         options: those of torch: ``store``, ``rank``, ``world_size``, ``timeout``; an ``init_method``.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.get_world_size()
+        1
     """
     with unconnected():
         dist.init_process_group(backend, **options)

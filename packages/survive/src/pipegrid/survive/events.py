@@ -22,6 +22,11 @@ class Survived:
         verdict: who is dead and why, who has come, the epoch since then, and whether the function was done by all that
             live.
         seconds: from the first sign of it on this rank until the ranks have agreed.
+
+    Examples:
+        >>> from pipegrid.monitor import Epoch, Verdict
+        >>> Survived("step 7", Verdict(Epoch(1, (0, 2)), {1: "no heartbeat"}, (), 7), seconds=0.4).verdict.dead
+        {1: 'no heartbeat'}
     """
 
     key: str

@@ -72,6 +72,13 @@ class KeptState:
     A gradient that is None costs nothing (``zero_grad(set_to_none=True)``, torch's default); one that is a tensor is
     copied, and so is every buffer, such as the running statistics of a batch norm. A buffer that a forward replaces by
     another tensor is put back.
+
+    Examples:
+        >>> import torch
+        >>> stage = torch.nn.Linear(4, 4)
+        >>> kept = KeptState(stage)
+        >>> kept.keep()
+        >>> kept.restore()
     """
 
     def __init__(self, modules: Modules) -> None:

@@ -30,10 +30,21 @@ def _ascending(ranks: Collection[int]) -> tuple[int, ...]:
 
 @frozen(slots=False)
 class Living:
-    """The part of ``grid`` that computes while only ``members`` live.
+    """The part of a grid that computes while only some ranks live.
 
     An actor is the ranks of one place along ``pp`` and ``dp``; of one with a dead rank all retire, since they hold the
-    stage only together. ``positions_of``: the position of each rank, where modules have grids of their own.
+    stage only together.
+
+    Attributes:
+        grid: of all ranks; by module, where modules have grids of their own.
+        members: the ranks that live.
+        positions_of: the position of each rank, where modules have grids of their own.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid = HyperCommGrid([2, 2], ["pp", "dp"], world_size=4)
+        >>> Living(grid, [0, 1, 2]).members
+        (0, 1, 2)
     """
 
     grid: Grids = field(eq=False)

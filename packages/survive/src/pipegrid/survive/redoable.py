@@ -40,6 +40,10 @@ def require_redoable(modules: Modules, peers: Collection[int], *, allow: Collect
 
     Raises:
         SurviveError: with all that cannot, by name; or ``allow`` is one string.
+
+    Examples:
+        >>> import torch
+        >>> require_redoable(torch.nn.Linear(4, 4), peers=[0, 1])
     """
     if isinstance(allow, str):
         raise SurviveError(f"allow is {allow!r}; it must be a list of names, such as [{allow!r}]")

@@ -176,9 +176,8 @@ class PipelineJob:
     """Makes the `PipelineWorld` of each epoch: a ``build`` of `Survivors`.
 
     Attributes:
-        grid: with ``pp`` and ``dp`` among its dims. One for all positions: their ranks have a
-            `P2PCommunicator`. Or one per module, all with as many replicas (``dp``): their ranks have a
-            `MultiModulePipelineCommunicator`.
+        grid: with ``pp`` and ``dp`` among its dims. One for all positions: their ranks have a `P2PCommunicator`. Or one
+            per module, all with as many replicas (``dp``): their ranks have a `MultiModulePipelineCommunicator`.
         plan: what a replica runs while all ranks live, of computes; of one module, or of a graph (`schedule_for`).
         config: of the communicator.
         routes: while all ranks live; None: each replica computes its own microbatches.

@@ -14,7 +14,14 @@ class FaultError(ValueError):
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 (a fault of the test's own making)
-    """Raised on its rank by a planned ``raise`` fault."""
+    """Raised on its rank by a planned ``raise`` fault.
+
+    Examples:
+        >>> raise InjectedFault("rank 1 at 'backward'")
+        Traceback (most recent call last):
+            ...
+        pipegrid.testing.faults.InjectedFault: rank 1 at 'backward'
+    """
 
 
 def _text(point: object) -> str | None:
@@ -25,16 +32,23 @@ def _text(point: object) -> str | None:
 class Fault:
     """One fault on one rank, at a named point or after a time.
 
-    Kinds: ``kill`` ends the process (SIGKILL); ``stop`` suspends it until the test is over (SIGSTOP); ``delay``
-    holds it back for ``seconds``; ``raise`` raises `InjectedFault`.
+    By time, a ``raise`` happens at the first point reached after it, and a ``delay`` suspends the whole process.
 
-    ``at`` names the point as the test reports it to `Ranks.reach` (compared as text), ``nth`` which of its occurrences
-    on that rank, from 0. ``after`` counts seconds from the test's start on that rank, or from the call of
-    `Ranks.plan_fault`. By time, a ``raise`` happens at the first point reached after it, and a ``delay`` suspends
-    the whole process.
+    Attributes:
+        kind: ``kill`` ends the process (SIGKILL); ``stop`` suspends it until the test is over (SIGSTOP); ``delay``
+            holds it back for ``seconds``; ``raise`` raises `InjectedFault`.
+        rank: where.
+        at: the point as the test reports it to `Ranks.reach` (compared as text).
+        after: seconds from the test's start on that rank, or from the call of `Ranks.plan_fault`.
+        seconds: of a ``delay``.
+        nth: which occurrence of the point on that rank, from 0.
 
     Raises:
         FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place.
+
+    Examples:
+        >>> Fault("kill", rank=1, at="backward", nth=2)
+        Fault(kind='kill', rank=1, at='backward', after=None, seconds=None, nth=2)
     """
 
     kind: str

@@ -31,6 +31,10 @@ class Wire:
 
     Raises:
         ValueError: a delay below 0, a loss outside of [0, 1), or a rate that is not above 0.
+
+    Examples:
+        >>> Wire(delay=0.050, loss=0.02).to_a
+        True
     """
 
     delay: float = 0.0

@@ -97,6 +97,14 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WI
 
     A span is its kind and microbatch, filled up with ``-`` (F), ``=`` (B), ``~`` (I) or ``+`` (W); a dot is a
     bubble. Spans too short for their text show what fits. ``colour`` paints them with terminal escapes.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> print(ascii_timeline(timeline(gpipe(2, 2)), width=48))
+        2 positions, 2 microbatches
+        makespan 9 · bubble 33.3% · peak live microbatches 2
+        stage 0 (position 0) |F0F1......B0==B1==|  bubble 33.3%, peak 2
+        stage 1 (position 1) |..F0F1B0==B1==....|  bubble 33.3%, peak 2
     """
     panels = as_panels(timeline)
     return "\n\n".join("\n".join(_lines(panel, width, colour=colour)) for panel in panels) + "\n"

@@ -88,6 +88,11 @@ def html(timeline: Timeline | Sequence[Timeline], *, arrows: bool = False) -> st
     """The text of a page with ``timeline``, or with several (planned, then measured) whose rows can be aligned.
 
     Timelines with the same unit share one scale. ``arrows`` draws every flow at first, where they are few enough.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> "<html" in html(timeline(gpipe(2, 2)))
+        True
     """
     panels = as_panels(timeline)
     page = files("pipegrid.timeline") / "page"
@@ -109,5 +114,10 @@ def html(timeline: Timeline | Sequence[Timeline], *, arrows: bool = False) -> st
 
 
 def write_html(timeline: Timeline | Sequence[Timeline], path: str | Path, *, arrows: bool = False) -> None:
-    """Write `html` to ``path``."""
+    """Write `html` to ``path``.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> write_html(timeline(gpipe(2, 2)), "gpipe.html")
+    """
     Path(path).write_text(html(timeline, arrows=arrows), encoding="utf-8")

@@ -36,6 +36,13 @@ def recorded_costs(recording: Recording, *, input_share: float = 0.5) -> Costs:
 
     Raises:
         CostsError: the recording is of slices, or no rank recorded some stage.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> times = [Recorded(0, 0.0, 1.0), Recorded(1, 1.0, 3.0)]  # the forward and the backward
+        >>> recording = Recording(gpipe(1, 1), [Track(0, 0, times)])
+        >>> recorded_costs(recording).F
+        (1.0,)
     """
     if recording.plan.num_slices > 1:
         raise CostsError(

@@ -32,6 +32,11 @@ def order_timeline(
 
     Raises:
         PlanError: what is wrong with the orders apart from a cycle.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe, lower, orders_of_plan
+        >>> order_timeline(orders_of_plan(lower(gpipe(2, 1))), "nccl2").rows[0]
+        'rank 0: compute'
     """
     model = model_named(order)
     played = play_orders(orders, model, buffered=buffered, drains=drains)

@@ -125,6 +125,11 @@ def perfetto(timeline: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     """The trace of ``timeline`` as plain data, one process for each timeline given, starting at time 0.
 
     Seconds become microseconds; a timeline without a unit is shown at a millisecond per unit of cost.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> sorted(perfetto(timeline(gpipe(2, 2))))
+        ['displayTimeUnit', 'traceEvents']
     """
     events: list[Event] = []
     flows = 0
@@ -135,5 +140,10 @@ def perfetto(timeline: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def write_perfetto(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev."""
+    """Write the trace of ``timeline`` (or of several, each a process) to ``path``, for ui.perfetto.dev.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> write_perfetto(timeline(gpipe(2, 2)), "gpipe.json")  # for ui.perfetto.dev
+    """
     Path(path).write_text(json.dumps(perfetto(timeline), separators=(",", ":")) + "\n", encoding="utf-8")

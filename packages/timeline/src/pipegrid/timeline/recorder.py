@@ -24,6 +24,12 @@ class Recorder:
 
     ``memory``: bytes that are allocated now, such as `torch.cuda.memory_allocated`; then the recording knows the
     activations of each stage as well.
+
+    Examples:
+        >>> recorder = Recorder()
+        >>> with recorder.aside("data"):
+        ...     batch = [1, 2, 3]
+        ...
     """
 
     def __init__(

@@ -22,10 +22,18 @@ Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a fini
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Recorded:
-    """An action of a position (its index in `Plan.actions`) took from ``start`` to ``end``, in seconds.
+    """An action of a position, as it ran; times in seconds.
 
-    For a message or a ``COLLECTIVE``, that is from posting to completion; the host was free again at ``posted``.
-    ``memory``: bytes that the action left allocated, negative where it freed more.
+    Attributes:
+        index: of the action in `Plan.actions`.
+        start: when it started; for a message or a ``COLLECTIVE``, when it was posted.
+        end: when it ended; for a message or a ``COLLECTIVE``, when it was complete.
+        posted: when the host was free again.
+        memory: bytes that the action left allocated, negative where it freed more.
+
+    Examples:
+        >>> Recorded(index=0, start=0.0, end=0.010, memory=1024).end
+        0.01
     """
 
     index: Index
@@ -37,7 +45,17 @@ class Recorded:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Aside:
-    """An activity of a rank outside its plan, such as loading data or the optimizer's step, in seconds."""
+    """An activity of a rank outside its plan; times in seconds.
+
+    Attributes:
+        name: such as loading data, or the optimizer's step.
+        start: when it started.
+        end: when it ended.
+
+    Examples:
+        >>> Aside("data", start=0.0, end=0.2).name
+        'data'
+    """
 
     name: Name
     start: Time
@@ -46,7 +64,18 @@ class Aside:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Track:
-    """The recorded actions of ``rank``, which holds ``position``."""
+    """The recorded actions of one rank.
+
+    Attributes:
+        rank: the global rank.
+        position: which it holds.
+        actions: in the order in which they ran.
+        asides: what it did outside the plan.
+
+    Examples:
+        >>> Track(rank=0, position=0, actions=[Recorded(0, 0.0, 0.010)], asides=[Aside("data", 0.010, 0.012)]).rank
+        0
+    """
 
     rank: Index
     position: Index
@@ -60,7 +89,18 @@ def _tracks(value: Iterable[Track]) -> tuple[Track, ...]:
 
 @frozen
 class Recording:
-    """A run of ``plan``: one track for each rank that was recorded, times from one clock common to all."""
+    """A run of a plan.
+
+    Attributes:
+        plan: what ran.
+        tracks: one for each rank that was recorded, times from one clock common to all.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> track = Track(rank=0, position=0, actions=[Recorded(index=0, start=0.0, end=1.0)])
+        >>> Recording(gpipe(1, 1), [track]).plan.num_positions
+        1
+    """
 
     plan: Plan
     tracks: tuple[Track, ...] = field(converter=_tracks)

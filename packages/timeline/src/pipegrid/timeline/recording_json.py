@@ -14,6 +14,12 @@ def recording_to_json(recording: Recording) -> str:
     """``recording`` as a JSON object: ``plan`` as by `to_json`, and ``tracks``, a line for each.
 
     An action is ``[index, start, end, posted, memory]``, an aside ``[name, start, end]``; seconds and bytes.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> recording = Recording(gpipe(1, 1), [Track(0, 0, [Recorded(0, 0.0, 1.0)])])
+        >>> recording_from_json(recording_to_json(recording)) == recording
+        True
     """
     tracks = [
         json.dumps(

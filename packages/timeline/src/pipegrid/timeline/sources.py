@@ -34,6 +34,11 @@ def timeline(
     ``rows`` names the rows (positions, or the recorded ranks), by default after their stages. ``unit`` is the unit of
     a simulation's costs, ``"s"`` for seconds (always, in a recording). A `Timeline` passes through, with ``rows`` and
     ``title`` replaced.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> timeline(one_f_one_b(2, 4)).rows
+        ('stage 0 (position 0)', 'stage 1 (position 1)')
     """
     if isinstance(source, Plan):
         source = simulate(source)
@@ -54,6 +59,11 @@ def position_name(plan: Plan, position: int) -> str:
     """A position by what it holds: ``stages 0, 7 (position 0)``, or ``images, language.0 (position 0)``.
 
     Where replicas differ, an actor: ``stage 1, replica 2 (position 9)``.
+
+    Examples:
+        >>> from pipegrid.plans import interleaved_1f1b
+        >>> position_name(interleaved_1f1b(2, 4), 0)
+        'stages 0, 2 (position 0)'
     """
     stages = plan.stages_at[position]
     if len(plan.graph.modules) == 1:

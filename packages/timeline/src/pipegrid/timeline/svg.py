@@ -261,6 +261,11 @@ def svg(timeline: Timeline | Sequence[Timeline], *, width: Seconds | None = None
 
     Timelines with the same unit share one scale. ``width`` is that of the longest timeline in pixels; by
     default wide enough to read the microbatches, within reason. ``arrows`` draws every flow.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> svg(timeline(gpipe(2, 2)))[:4]
+        '<svg'
     """
     timelines = as_panels(timeline)
     left = PAD + 8 + LETTER * max((len(name) for panel in timelines for name in panel.rows), default=0)
@@ -297,5 +302,10 @@ def write_svg(
     width: float | None = None,
     arrows: bool = False,
 ) -> None:
-    """Write `svg` of ``timeline`` to ``path``."""
+    """Write `svg` of ``timeline`` to ``path``.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> write_svg(timeline(gpipe(2, 2)), "gpipe.svg")
+    """
     Path(path).write_text(svg(timeline, width=width, arrows=arrows), encoding="utf-8")

@@ -33,11 +33,24 @@ Note: TypeAlias = Annotated[str, Rule(str, "a text")]
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Span:
-    """An activity of row ``row`` from ``start`` to ``end``, in the timeline's unit of time.
+    """An activity of a row, in the timeline's unit of time.
 
-    ``kind`` is the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word
-    (``"data"``, ``"optimizer"``), which is drawn in a neutral colour, with ``label``. ``memory``: bytes that it left
-    allocated, as recorded. ``home``: the replica whose microbatch it is, where that is not the row's own.
+    Attributes:
+        row: the index of the row.
+        start: when it starts.
+        end: when it ends.
+        kind: the kind of an action (``"F"``, ``"W"``, ``"SEND_F"``, ``"REDUCE"``, ...) or any other word (``"data"``,
+            ``"optimizer"``), which is drawn in a neutral colour, with ``label``.
+        stage: of the action.
+        microbatch: of the action.
+        label: the text of a span that is no action.
+        slice: of the action.
+        memory: bytes that it left allocated, as recorded.
+        home: the replica whose microbatch it is, where that is not the row's own.
+
+    Examples:
+        >>> Span(row=0, start=0.0, end=1.5, kind="F", stage=2, microbatch=7).name
+        '2F7'
     """
 
     row: Index
@@ -85,7 +98,18 @@ class Span:
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Flow:
-    """A tensor of ``bytes`` that span ``source`` sends and span ``destination`` receives (indices into the spans)."""
+    """A tensor that one span sends and another receives.
+
+    Attributes:
+        source: the index of the span that sends.
+        destination: the index of the span that receives.
+        bytes: of the tensor.
+
+    Examples:
+        >>> spans = [Span(0, 0.0, 1.0, "SEND_F"), Span(1, 0.5, 1.0, "RECV_F")]
+        >>> Timeline(["gpu 0", "gpu 1"], spans, [Flow(0, 1)]).flows[0].bytes is None
+        True
+    """
 
     source: Index
     destination: Index
@@ -98,7 +122,17 @@ def _points(value: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], 
 
 @frozen(field_transformer=checked_fields(TimelineError))
 class Counter:
-    """A quantity of row ``row`` over time, such as its live activations: ``(time, value from then on)``."""
+    """A quantity of a row over time, such as its live activations.
+
+    Attributes:
+        row: the index of the row.
+        name: of the quantity.
+        points: ``(time, value from then on)``.
+
+    Examples:
+        >>> Counter(row=0, name="live", points=[(0.0, 1), (1.0, 2), (3.0, 0)]).peak
+        2
+    """
 
     row: Index
     name: Name
@@ -122,9 +156,20 @@ def _texts(value: Iterable[str]) -> Iterable[str]:
 class Timeline:
     """Named rows, the spans on them, and the flows between spans.
 
-    ``unit`` is the unit of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the
-    costs. ``notes`` holds one short text per row, or nothing. ``title`` heads the picture. ``replicas``: the replica of
-    each row where replicas act apart (a plan with routes), or nothing.
+    Attributes:
+        rows: their names.
+        spans: activities of rows.
+        flows: tensors between spans.
+        counters: quantities of rows over time.
+        notes: one short text per row, or nothing.
+        title: heads the picture.
+        unit: of time, ``"s"`` for a clock's seconds; without one, times are multiples of the unit of the costs.
+        replicas: the replica of each row where replicas act apart (a plan with routes), or nothing.
+
+    Examples:
+        >>> drawn = Timeline(rows=["gpu 0"], spans=[Span(0, 0.0, 1.5, "F"), Span(0, 2.0, 4.0, "B")])
+        >>> drawn.makespan, drawn.bubble
+        (4.0, 0.125)
     """
 
     rows: tuple[Name, ...] = field(converter=_texts)
@@ -200,7 +245,13 @@ class Timeline:
 
 @checked_arguments(TimelineError)
 def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
-    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds."""
+    """``timeline`` from 0 on, with every time multiplied by ``factor``: a plan in measured seconds.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> scaled(timeline(gpipe(2, 2)), 0.010, unit="s").makespan
+        0.09
+    """
     zero = timeline.start
 
     def at(time: float) -> float:
@@ -226,7 +277,12 @@ def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
 
 
 def amount(value: float) -> str:
-    """A number with up to four significant digits and no trailing zeros; of nine digits and more, ``34.63e9``."""
+    """A number with up to four significant digits and no trailing zeros; of nine digits and more, ``34.63e9``.
+
+    Examples:
+        >>> amount(25.50), amount(34_630_000_000)
+        ('25.5', '34.63e9')
+    """
     if 1e8 <= abs(value) < math.inf:
         power = 3 * int(math.log10(abs(value)) / 3 + 1e-12)
         return f"{value / 10**power:.4g}e{power}"
@@ -235,7 +291,12 @@ def amount(value: float) -> str:
 
 
 def time_text(value: float, unit: str, *, like: float | None = None) -> str:
-    """A time with its unit; seconds in the decimal multiple that suits ``like`` (by default: the value)."""
+    """A time with its unit; seconds in the decimal multiple that suits ``like`` (by default: the value).
+
+    Examples:
+        >>> time_text(0.0123, "s"), time_text(25.5, "")
+        ('12.3 ms', '25.5')
+    """
     if value == 0:
         return "0"
     if unit != "s":
@@ -246,7 +307,13 @@ def time_text(value: float, unit: str, *, like: float | None = None) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak; or how much gets stuck."""
+    """The figures of a timeline in one line: makespan, bubble and, where counted, the peak; or how much gets stuck.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> summary(timeline(gpipe(2, 2)))
+        'makespan 9 · bubble 33.3% · peak live microbatches 2'
+    """
     stuck = sum(span.kind in (STUCK, BEHIND) for span in timeline.spans)
     if stuck:
         return f"stuck: {stuck} of {len(timeline.spans)} never end"

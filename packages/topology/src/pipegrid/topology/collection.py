@@ -40,40 +40,47 @@ class ProcessGroupCollection:
 
     Functions that take a collection accept any object with the same attributes, which may be assigned after it was
     made: ``groups = ProcessGroupCollection()``, ``groups.dp = ...``.
+
+    Attributes:
+        tp: tensor parallel.
+        cp: context (sequence) parallel.
+        pp: pipeline stages.
+        dp: data parallel replicas.
+        mp: tp and pp: all ranks that hold one replica's parameters.
+        tp_cp: tp and cp.
+        dp_cp: dp and cp: all ranks that reduce the same dense gradients.
+        tp_dp_cp: tp, dp and cp: all ranks of one stage.
+        ep: experts.
+        expt_tp: tensor parallel inside an expert.
+        expt_dp: replicas of an expert.
+        tp_ep: expt_tp and ep.
+        tp_ep_pp: expt_tp, ep and pp: all ranks that hold one replica's experts.
+        embd: the stages that hold the tied word embedding.
+        pos_embd: the stages that hold the position embedding.
+        grid: of the groups, whose sizes say which groups a job needs; None: made by hand, and not known.
+
+    Examples:
+        >>> groups = ProcessGroupCollection()
+        >>> groups.dp is None
+        True
     """
 
     tp: ProcessGroup | None = None
-    """Tensor parallel."""
     cp: ProcessGroup | None = None
-    """Context (sequence) parallel."""
     pp: ProcessGroup | None = None
-    """Pipeline stages."""
     dp: ProcessGroup | None = None
-    """Data parallel replicas."""
     mp: ProcessGroup | None = None
-    """tp and pp: all ranks that hold one replica's parameters."""
     tp_cp: ProcessGroup | None = None
-    """tp and cp."""
     dp_cp: ProcessGroup | None = None
-    """dp and cp: all ranks that reduce the same dense gradients."""
     tp_dp_cp: ProcessGroup | None = None
-    """tp, dp and cp: all ranks of one stage."""
     ep: ProcessGroup | None = None
-    """Experts."""
     expt_tp: ProcessGroup | None = None
-    """Tensor parallel inside an expert."""
     expt_dp: ProcessGroup | None = None
-    """Replicas of an expert."""
     tp_ep: ProcessGroup | None = None
-    """expt_tp and ep."""
     tp_ep_pp: ProcessGroup | None = None
-    """expt_tp, ep and pp: all ranks that hold one replica's experts."""
     embd: ProcessGroup | None = None
-    """The stages that hold the tied word embedding."""
     pos_embd: ProcessGroup | None = None
-    """The stages that hold the position embedding."""
     grid: HyperCommGrid | None = field(default=None, eq=False, repr=False)
-    """The grid of the groups, whose sizes say which groups a job needs; None: made by hand, and not known."""
 
     @classmethod
     def from_grid(
@@ -130,6 +137,11 @@ class MultiModuleProcessGroupCollection:
 
     Raises:
         PlacementError: a language module without a collection, or an argument under both of its names.
+
+    Examples:
+        >>> groups = MultiModuleProcessGroupCollection({"images": ProcessGroupCollection()}, None)
+        >>> groups.has_language_model(), list(groups.keys())
+        (False, ['images'])
     """
 
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)

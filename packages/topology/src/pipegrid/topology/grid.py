@@ -227,7 +227,12 @@ def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[s
 
 @frozen
 class GroupRequest:
-    """The groups that vary in ``dims`` of a grid or, where ``view`` is given, of that view."""
+    """The groups of a grid that vary in some of its dims.
+
+    Attributes:
+        dims: in which the ranks of a group differ.
+        view: the view that has these dims; None: the grid itself.
+    """
 
     dims: tuple[str, ...] = field(converter=dims_of)
     view: str | None = None

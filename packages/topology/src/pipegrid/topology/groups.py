@@ -35,11 +35,15 @@ def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
 
 @frozen(field_transformer=checked_fields(GridError))
 class GroupSpec:
-    """A process group to create: its global ``ranks`` in group-rank order, and a ``label`` that says what for.
+    """A process group to create.
 
-    Specs with the same ranks (in the same order) share one real group, unless ``shared`` is False: lanes and
-    bridges need traffic that nothing else can delay, so each of those has a group of its own, identified by
-    its label.
+    Specs with the same ranks in the same order share one real group, unless ``shared`` is False: lanes and bridges need
+    traffic that nothing else can delay, so each of those has a group of its own, identified by its label.
+
+    Attributes:
+        ranks: global, in group-rank order.
+        label: what the group is for.
+        shared: whether equal ranks are one group.
     """
 
     ranks: tuple[int, ...] = field(converter=_as_ranks)
@@ -59,13 +63,12 @@ class GroupSpec:
 def creation_order(specs: Iterable[GroupSpec]) -> tuple[GroupSpec, ...]:
     """``specs`` without repetition, in the one order in which every rank creates them.
 
-    Creating a group blocks until all its members do so, and only members take part. Such creation cannot
-    deadlock when every rank creates its groups in an order that is a restriction of one total order:
-    suppose some ranks were stuck for ever, and let ``g`` be the smallest group, in that order, at which any
-    rank is stuck. Some member of ``g`` never comes to it, so it is stuck at another group; it has not
-    passed ``g``, and it creates in ascending order, so that other group is smaller than ``g``. But ``g`` was
-    the smallest. Without a common order there is a deadlock of three ranks and three pairs: rank 0 makes
-    {0,1} then {0,2}, rank 1 makes {1,2} then {0,1}, rank 2 makes {0,2} then {1,2}.
+    Creating a group blocks until all its members do so, and only members take part. Such creation cannot deadlock when
+    every rank creates its groups in an order that is a restriction of one total order: suppose some ranks were stuck
+    for ever, and let ``g`` be the smallest group, in that order, at which any rank is stuck. Some member of ``g`` never
+    comes to it, so it is stuck at another group; it has not passed ``g``, and it creates in ascending order, so that
+    other group is smaller than ``g``. But ``g`` was the smallest. Without a common order there is a deadlock of three
+    ranks and three pairs: rank 0 makes {0,1} then {0,2}, rank 1 makes {1,2} then {0,1}, rank 2 makes {0,2} then {1,2}.
 
     The order compares specs by themselves (ranks, whether shared, label), never by their position in
     ``specs``, so a rank that knows only its own groups agrees with one that knows all of them.

@@ -36,6 +36,11 @@ class HyperCommGrid:
     Raises:
         GridError: sizes and names that are no grid, or ranks that do not ascend or are not as many as its sizes say.
         WorldError: its ranks reach past the world.
+
+    Examples:
+        >>> grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"], world_size=8)
+        >>> grid.get_rank_enum("dp")
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
 
     def __init__(

@@ -57,6 +57,10 @@ def balance_samples(costs: Sequence[float], lanes: int, microbatches: int = 1, *
 
     Raises:
         ValueError: fewer samples than parts, a negative cost, or a number of samples that ``equal`` cannot have.
+
+    Examples:
+        >>> balance_samples([900, 100, 500, 400, 600, 500], lanes=2).replicas
+        (((0, 1, 5),), ((2, 3, 4),))
     """
     checked(lanes, Count, "lanes", ValueError)
     checked(microbatches, Count, "microbatches", ValueError)

@@ -61,6 +61,14 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
             in; a placement with fewer than two stages, or an index that the group does not have.
         P2PMismatchError: the ranks were given different settings.
         P2PTimeoutError: a rank did not come.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> communicator = P2PCommunicator(dist.group.WORLD, P2PConfig(pipeline_dtype=torch.float32))
+        >>> communicator.send_forward_recv_forward(torch.ones(2, 3), True, (2, 3)).shape
+        torch.Size([2, 3])
+        >>> communicator.close()
     """
 
     def __init__(

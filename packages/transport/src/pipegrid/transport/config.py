@@ -86,6 +86,11 @@ class P2PConfig:
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
         staged: payloads travel through host memory over gloo, whatever the group's backend: several ranks per GPU, or
             GPUs without NCCL. On a group whose backend for CUDA is gloo this is always so.
+
+    Examples:
+        >>> import torch
+        >>> P2PConfig(pipeline_dtype=torch.bfloat16, deadline=60.0).deadline
+        60.0
     """
 
     pipeline_dtype: Annotated[Any, Rule(_dtype, "a torch.dtype or None")] | None = None

@@ -30,6 +30,11 @@ class P2PTimeoutError(P2PError, TimeoutError):
         lane: the lane, as text.
         sequence: the number of the message on its lane, from 0.
         seconds: the deadline.
+
+    Examples:
+        >>> error = P2PTimeoutError(rank=0, peer=1, lane="0>1", sequence=3, seconds=60.0, what="a receive")
+        >>> error.lane, error.seconds
+        ('0>1', 60.0)
     """
 
     def __init__(

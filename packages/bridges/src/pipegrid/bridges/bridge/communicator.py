@@ -74,8 +74,7 @@ class BridgeCommunicator(BridgeEnds):
         options: what the edge declares beside that; its own ``dim_mapping``, ``comm_dtype`` and ``tensor_ndim`` stand
             where they are set. Each of the other `EdgeOptions` may be given by its name in place of them.
         directions: those that the plan uses; lanes and groups of the other are not opened. None is all that it has.
-        shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where
-            ``config.variable_seq_lengths``.
+        shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where ``config.variable_seq_lengths``.
         config: of the lanes; see `pipegrid.transport.P2PConfig`.
         backend: of lanes and groups; None is the grids' backend, else the default group's for ``device``.
         device: where tensors live; None is the current GPU where the backend is NCCL, else the CPU.

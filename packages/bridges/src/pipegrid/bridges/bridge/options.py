@@ -49,6 +49,10 @@ class EdgeOptions:
 
     Raises:
         BridgeError: a value of another kind. What depends on the modules is checked by the communicator.
+
+    Examples:
+        >>> EdgeOptions(strategy="auto", backward=False).strategy
+        'auto'
     """
 
     strategy: Strategy = "direct"

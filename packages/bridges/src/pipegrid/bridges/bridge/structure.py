@@ -44,6 +44,10 @@ class Axes:
     Attributes:
         names: of each axis.
         gradient: whether a gradient comes back, for floating-point values; others never have one.
+
+    Examples:
+        >>> Axes("b", "s", "h").names, Axes(("b", "s"), "h").names
+        ((('b',), ('s',), ('h',)), (('b', 's'), ('h',)))
     """
 
     names: AxisNames = field(converter=_as_names)
@@ -67,6 +71,10 @@ class Whole:
 
     Attributes:
         gradient: as of `Axes`.
+
+    Examples:
+        >>> Whole(gradient=False).gradient
+        False
     """
 
     gradient: bool = True
@@ -137,6 +145,11 @@ class Packed:
     Attributes:
         tensor: the rows of this replica's samples, one sample after the other.
         samples: the rows of each.
+
+    Examples:
+        >>> import torch
+        >>> Packed(torch.ones(5, 4), samples=[2, 3]).samples
+        (2, 3)
     """
 
     tensor: Any

@@ -46,6 +46,9 @@ class VTPTopology:
         BridgeError: a size below 1, a ring of one stage, ranks that are missing, given twice or past the world, a
             world that has more ranks than the stages and no ``ranks``, a layout of another length.
         ShapeError: a sequence that a stage cannot cut.
+
+    Examples:
+        >>> VTPTopology([2, 1, 4], dp=2).world_size
     """
 
     tp_sizes: tuple[Count, ...]

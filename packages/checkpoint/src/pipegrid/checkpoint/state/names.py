@@ -71,6 +71,12 @@ def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dic
 
     Raises:
         CheckpointError: a list has another number of layers.
+
+    Examples:
+        >>> from torch import nn
+        >>> stage = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4, bias=False)])})
+        >>> whole_names(stage, layers={"blocks": [4]})
+        {'blocks.0.weight': 'blocks.4.weight'}
     """
     for path, ids in layers.items():
         held = len(list(stage.get_submodule(path).children()))
@@ -185,6 +191,12 @@ class TrainingState:
         layout: of the layers: text, or text by module.
         generators: of this rank beside those of the process, by name. In another layout each gets a seed made of its
             own and the step.
+
+    Examples:
+        >>> import torch
+        >>> stage = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        >>> state = TrainingState(stages={"model": {0: stage}}, optimizers=[optimizer])
     """
 
     stages: Mapping[str, Any] = field()

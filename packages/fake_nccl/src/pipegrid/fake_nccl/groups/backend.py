@@ -19,6 +19,13 @@ def register(device: FakeDevice) -> str:
 
     A new group beside a bound default group is a split of that, as torch makes it of NCCL's: every rank of the world
     takes part, and waits for the others.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice()
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> work = dist.all_reduce(torch.ones(4), async_op=True)
+        >>> device.close()
     """
 
     def make(options: Any, chosen: Any) -> FakeGroup:

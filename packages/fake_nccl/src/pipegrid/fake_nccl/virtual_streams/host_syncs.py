@@ -13,7 +13,17 @@ _NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[
 
 @frozen
 class HostSync:
-    """A point at which the host would wait for the GPU: the call, its source line, and the lines of its callers."""
+    """A point at which the host would wait for the GPU.
+
+    Attributes:
+        what: the call.
+        where: its source line, ``file:line``.
+        stack: the lines of its callers, the innermost first.
+
+    Examples:
+        >>> str(HostSync("aten::item", "train.py:12"))
+        'aten::item at train.py:12'
+    """
 
     what: str
     where: str

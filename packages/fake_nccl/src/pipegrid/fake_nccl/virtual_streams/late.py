@@ -31,6 +31,7 @@ class LateRun:
     """What was seen of the late device.
 
     Attributes:
+        player: what plays the launches of the streams, later than the host makes them.
         live_bytes: of tensors made on the device that the host holds, or that it freed while another stream may use
             them (`Tensor.record_stream`).
         peak_bytes: the most of them.

@@ -30,6 +30,10 @@ class Streams(StreamWork):
 
     Args:
         violations: where races are reported.
+
+    Examples:
+        >>> Streams(violations=[]).current_stream().query()
+        True
     """
 
     def Stream(self, device: Any = None, priority: int = 0) -> VirtualStream:  # noqa: N802 (torch.cuda's name)

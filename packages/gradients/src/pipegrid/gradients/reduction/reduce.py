@@ -71,6 +71,13 @@ def reduce_gradients(
             several modules without ``loss_lanes``, a group that is missing, a tied parameter that no ``REDUCE`` has
             summed. Nothing is sent then.
         CollectiveFailedError: past the deadline; gradients are undefined then, as partial sums may be among them.
+
+    Examples:
+        >>> import torch
+        >>> from pipegrid.topology import ProcessGroupCollection
+        >>> stage = torch.nn.Linear(4, 1)
+        >>> stage(torch.ones(2, 4)).sum().backward()
+        >>> reduce_gradients(stage, ProcessGroupCollection(), num_tokens=2)
     """
     reduction = GradientReduction.of(
         modules, collections, loss_lanes=loss_lanes, job_group=job_group, bucket_bytes=bucket_bytes

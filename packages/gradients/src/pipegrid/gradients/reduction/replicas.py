@@ -130,6 +130,11 @@ def require_equal_replicas(
     Raises:
         ReplicaError: on every rank of the group, with the parameters and by how much they differ.
         GradientError: a group of replicas is missing.
+
+    Examples:
+        >>> import torch
+        >>> from pipegrid.topology import ProcessGroupCollection
+        >>> require_equal_replicas(torch.nn.Linear(4, 1), ProcessGroupCollection())
     """
     layout = GradientLayout.of(modules, collections)
     layout.require_groups()

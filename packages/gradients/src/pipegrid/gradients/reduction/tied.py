@@ -48,6 +48,10 @@ class TiedParameters:
         copies: this rank's; empty on ranks without one of the stages.
         group: the ranks of the sum; None without a copy, or with all copies on this rank.
         contributes: whether this rank's gradient is a term of the sum; False for a tensor-parallel replica of one.
+
+    Examples:
+        >>> TiedParameters("embedding", stages=(0, 3)).copies
+        ()
     """
 
     name: Name
@@ -284,7 +288,12 @@ def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`."""
+    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`.
+
+    Examples:
+        >>> tied_stages([TiedParameters("embedding", stages=(0, 3))])
+        (('embedding', (0, 3)),)
+    """
     pairs = tuple((each.name, each.stages) for each in tied)
     if len(dict(pairs)) != len(pairs):
         raise GradientError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")

@@ -85,6 +85,11 @@ def balance(
     Raises:
         LayoutInfeasibleError: no layout keeps the limit; names the tightest stage.
         LayoutError: the input is malformed, or the order of the layers breaks a position rule.
+
+    Examples:
+        >>> best = balance({"embedding": 0.3, "decoder": [1.0] * 6 + [1.5] * 2, "loss": 1.1}, 4)
+        >>> str(best.layout), best.optimal
+        ('Ett|t*3|tt|tL', True)
     """
     grammar = grammar_of(grammar)
     pp, vpp = sizes_of_pipeline(pp, vpp)

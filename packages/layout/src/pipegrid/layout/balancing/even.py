@@ -34,6 +34,12 @@ def even(
         layer_type: kind of the layers.
         ends: an embedding before and a loss after the layers; False for a module in the middle of a model.
         grammar: the kinds of layer; None is the standard ones.
+
+    Examples:
+        >>> str(even(10, 4))
+        'Et*3|t*3|tt|ttL'
+        >>> str(even(10, 4, account_for_loss=True))
+        'Et*3|t*3|t*3|tL'
     """
     pp, vpp = sizes_of_pipeline(pp, vpp)
     stages = pp * vpp

@@ -31,6 +31,12 @@ class LayerMemory:
     Attributes:
         fixed: weights, gradients, optimizer state.
         per_microbatch: activations, per microbatch in flight.
+
+    Examples:
+        >>> times = {"embedding": 0.3, "decoder": [1.0] * 8, "loss": 1.1}
+        >>> memory = dict.fromkeys(times, LayerMemory(fixed=6, per_microbatch=0.5))
+        >>> str(balance(times, 4, memory=memory, limit=30).layout)
+        'Ett|tt|t*3|tL'
     """
 
     fixed: float = attrs.field(default=0)

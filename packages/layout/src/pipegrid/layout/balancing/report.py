@@ -156,6 +156,11 @@ def report(
         limit: memory of a rank, or one number per pp rank; only shown beside the memory.
         microbatches: as in `balance`.
         in_flight: as in `balance`.
+
+    Examples:
+        >>> found = report(even(8, 2), {"embedding": 0.3, "decoder": 1.0, "loss": 1.1})
+        >>> found.costs
+        (4.3, 5.1)
     """
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     profile = read_profile(layout.flatten_layout, costs, memory, limit, pp=pp, grammar=layout.grammar)

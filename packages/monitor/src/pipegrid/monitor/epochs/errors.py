@@ -14,6 +14,10 @@ class RankLostError(RuntimeError):
     Attributes:
         dead: the lost ranks, with reasons; empty where a rank calls for a vote for another reason.
         where: what this rank did.
+
+    Examples:
+        >>> RankLostError({1: "no heartbeat"}, where="step 7").dead
+        {1: 'no heartbeat'}
     """
 
     def __init__(self, dead: Mapping[int, str], where: str, why: str = "") -> None:

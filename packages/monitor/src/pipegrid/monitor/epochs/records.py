@@ -24,6 +24,10 @@ class Epoch:
         incarnations: of every rank of the job, the last of its processes that was a member: 1 is the first process
             that was started for the rank. So at most one process of a rank is a member.
         joining: members without the state of the job, which they get from another one.
+
+    Examples:
+        >>> Epoch(number=1, members=(0, 2)).members
+        (0, 2)
     """
 
     number: int
@@ -47,6 +51,10 @@ class Verdict:
         keys: how many keys are committed since the start of the job.
         committed: whether the key that this rank voted on is; else it is to be done again.
         joined: ranks whose new process is a member from now on.
+
+    Examples:
+        >>> Verdict(epoch=Epoch(1, (0, 2)), dead={1: "no heartbeat"}, retired=(), keys=7).dead
+        {1: 'no heartbeat'}
     """
 
     epoch: Epoch

@@ -41,10 +41,7 @@ U_SHAPE = "u_shape"
 
 @checked_arguments(PlanError)
 def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
-    """The schedules that train ``num_chunks`` stages of a module on each of its positions, in whole microbatches.
-
-    A U has one on each, and the last stage on the first position besides.
-    """
+    """The schedules that train ``num_chunks`` stages of a module on each position (of a U, one more on the first)."""
     fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
     return tuple(known.name for known in fitting if not known.sliced)
 
@@ -62,8 +59,7 @@ def stage_places(name: str, num_positions: Count, num_chunks: Count | None = Non
     """The pp rank of each stage of a module under schedule ``name``: round and round, forth and back, or a U.
 
     For ``MultiModulePipelineCommunicator(stage_placement={module: ...})`` and ``P2PCommunicator(placement=...)``.
-    ``num_chunks`` is the number of stages on each of ``num_positions`` positions; None is the schedule's own (2 where
-    any will do, 1 in ``1f1b``).
+    ``num_chunks``: stages on each position; None is the schedule's own (2 where any will do, 1 in ``1f1b``).
     """
     known = find_schedule(name)
     if num_chunks is not None and not _fits(known, num_chunks):

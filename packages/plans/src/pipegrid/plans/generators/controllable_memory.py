@@ -1,10 +1,9 @@
 """V-Half and V-Min: schedules made by repeating one block, whose shape bounds the memory.
 
-The block is one microbatch's four passes through the V, as dates on each position in slots of one chunk's
-pass: ``F`` down, ``F`` up, ``I`` down (of the upward chunk) and ``I`` up. A new block starts every 6 slots,
-for 6 is the work of a microbatch on a position (F, I, W of two chunks). How long a block keeps an activation
-live, divided by 6, is how many are live at once: so slower hops between positions hold more, and allow less
-bubble.
+The block is one microbatch's four passes through the V, as dates on each position in slots of one chunk's pass: ``F``
+down, ``F`` up, ``I`` down (of the upward chunk) and ``I`` up. A new block starts every 6 slots, for 6 is the work of a
+microbatch on a position (F, I, W of two chunks). How long a block keeps an activation live, divided by 6, is how many
+are live at once: so slower hops between positions hold more, and allow less bubble.
 
 Source of both: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 (building blocks)
 and 4 (V-Min, V-Half, V-ZB; appendix on squeezing and on placing ``W``).
@@ -28,12 +27,10 @@ from pipegrid.plans.simulate import Costs
 def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
     """Half the memory of 1F1B, and half its bubble.
 
-    At most ``(P+2)//2`` microbatches live on a position (a chunk counts a half). With ``F = I = W`` the
-    bubble is ``(3P-7)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at
-    least 3, and 1/2 for P = 2, for any M of at least P.
-
-    Source: see this file's heading; the hops of the upward forward and of the last pass take two slots, so
-    that a microbatch's two lifetimes on a position have the same sum on every position.
+    At most ``(P+2)//2`` microbatches live on a position (a chunk counts a half). With ``F = I = W`` the bubble is
+    ``(3P-7)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at least 3, and 1/2 for
+    P = 2, for any M of at least P. Source: see this file's heading; the hops of the upward forward and of the last pass
+    take two slots, so that a microbatch's two lifetimes on a position have the same sum on every position.
     """
     if num_positions % 2:
         block = _Block(((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1), ahead=num_positions)
@@ -48,12 +45,10 @@ def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
 def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
     """A third of the memory of 1F1B, and two thirds of its bubble.
 
-    At most ``(P+4)//3`` microbatches live on a position (a chunk counts a half), the least that keeps the
-    steady phase without bubbles. With ``F = I = W`` the bubble is ``2P - x/2`` passes of a whole stage, with
-    ``x`` 7, 5 and 9 for P of 3k, 3k+1 and 3k+2 (P = 2: 1/2), for any M of at least P.
-
-    Source: see this file's heading; every hop takes one slot. Where that would put two passes into the same
-    slot of a position, the hop between the first two positions takes two slots, or three.
+    At most ``(P+4)//3`` microbatches live on a position (a chunk counts a half), the least that keeps the steady phase
+    without bubbles. With ``F = I = W`` the bubble is ``2P - x/2`` passes of a whole stage, with ``x`` 7, 5 and 9 for P
+    of 3k, 3k+1 and 3k+2 (P = 2: 1/2), for any M of at least P. Source: see this file's heading; every hop takes one
+    slot, or the first two or three, where two passes would have the same slot of a position.
     """
     first = (2, 1, 3)[num_positions % 3]
     block = _Block(((first, 1),) * 4, (0, 0, 0), ahead=num_positions // 3)

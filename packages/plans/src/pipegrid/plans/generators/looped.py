@@ -34,9 +34,12 @@ def interleaved_1f1b(
     round then does not reach every position. ``extra_warmup`` forwards more run before the first backward, and as many
     chunks more are live: for models that compute one microbatch while another one's tokens travel between experts.
 
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024,
-    section 3.3.2).
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024, section 3.3.2).
+
+    Examples:
+        >>> interleaved_1f1b(2, 4, num_chunks=2).placement
+        ((0,), (1,), (0,), (1,))
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size
@@ -154,11 +157,7 @@ def looped_bfs(
 def forward_only(
     num_positions: Count, num_microbatches: Count, *, num_chunks: Count = 1, num_stages: Count | None = None
 ) -> Plan:
-    """Forwards alone, for evaluation and inference: groups of P microbatches through the chunks.
-
-    Bubble ``(P-1)F/V`` for M a multiple of P or one chunk. The forwards of `interleaved_1f1b` in their order.
-    ``num_stages`` as there.
-    """
+    """The forwards of `interleaved_1f1b` alone; bubble ``(P-1)F/V`` for M a multiple of P or one chunk."""
     stages = _num_stages(num_positions, num_chunks, num_stages)
 
     def order(position: int) -> Order:

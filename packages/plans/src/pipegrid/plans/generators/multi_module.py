@@ -31,17 +31,18 @@ def multi_module_1f1b(
 ) -> Plan:
     """1F1B over a graph of modules of any depths, with branches, skip edges and colocated modules.
 
-    A stage warms up by its distance to the farthest sink, so branches of different depth neither deadlock
-    nor stall; at most that distance and one microbatches are live. ``placement`` says on which position
-    (or positions, where a module is colocated with several stages of another) each stage lies; by default
-    each stage has a position of its own. ``forward_only`` names modules that run no backward: frozen ones
-    that nothing trained feeds, or all of them in an evaluation.
+    A stage warms up by its distance to the farthest sink, so branches of different depth neither deadlock nor stall; at
+    most that distance and one microbatches are live.
 
-    Source: the 1F1B rule of Narayanan et al. 2021 (section 2.2.1), with the distance to the sink in place of
-    the distance to the last stage. Why it cannot deadlock: give the forward of microbatch ``m`` at a stage
-    with distance ``d`` the date ``2m - d``, and its backward ``2m + d + 1``; every dependency and every order
-    on a position goes from a smaller date to a larger one. A position that holds several stages does their
-    actions by date.
+    Args:
+        graph: the modules.
+        num_microbatches: of a step.
+        placement: the position of each stage, or positions (a module that shares those of another); by default its own.
+        forward_only: modules that run no backward: frozen ones that nothing trained feeds, or all in an evaluation.
+
+    Source: the 1F1B rule of Narayanan et al. 2021, section 2.2.1, by the distance to the sink. It cannot deadlock: give
+    the forward of microbatch ``m`` at a stage with distance ``d`` the date ``2m - d``, and its backward ``2m + d + 1``;
+    every dependency and every order on a position goes from a smaller date to a larger one.
     """
     require_graph(graph)
     without = frozen_stages(graph, forward_only)

@@ -41,9 +41,12 @@ def one_f_one_b(num_positions: Count, num_microbatches: Count) -> Plan:
         1: .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
         2: .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .  .  .
 
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", section 2.2.1 (PipeDream-Flush); the order is that of Narayanan et al. 2019, "PipeDream",
-    section 3.2.
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    section 2.2.1 (PipeDream-Flush); the order is that of Narayanan et al. 2019, "PipeDream", section 3.2.
+
+    Examples:
+        >>> simulate(one_f_one_b(4, 8)).bubble()
+        0.2727272727272727
     """
 
     def order(position: int) -> Order:

@@ -23,10 +23,9 @@ from pipegrid.plans.plan import Plan
 class Schedule:
     """A named schedule of a chain.
 
-    ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is
-    for (of a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``.
-    ``trains``: False for forwards alone. ``sliced``: may cut microbatches along the sequence; the function takes
-    ``num_slices``.
+    ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is for (of
+    a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``. ``trains``:
+    False for forwards alone. ``sliced``: may cut microbatches along the sequence; the function takes ``num_slices``.
     """
 
     name: str
@@ -46,10 +45,9 @@ class Schedule:
         num_stages: int | None = None,
         num_slices: Count | None = None,
     ) -> Plan:
-        """The schedule's plan of computes; ``num_chunks`` is by default its own number (2 where any will do).
+        """The schedule's plan of computes; ``num_chunks`` is by default its own (2 where any will do).
 
-        ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out. ``num_slices``
-        is 1 by default, for stages that run whole microbatches.
+        ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out.
         """
         require_slices(self, num_slices or 1)
         slices = {"num_slices": num_slices or 1} if self.sliced else {}
@@ -110,10 +108,7 @@ _SYNONYMS = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}
 
 @checked_arguments(PlanError)
 def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
-    """The schedule called ``name``; dashes and capitals do not matter, and ``one_f_one_b`` is ``1f1b``.
-
-    With more than one chunk, ``1f1b`` is ``interleaved_1f1b``: 1F1B in chunks.
-    """
+    """The schedule called ``name``, dashes and capitals apart; with more than one chunk, ``1f1b`` is in chunks."""
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:

@@ -23,8 +23,7 @@ def v_placement(num_positions: int) -> tuple[int, ...]:
 class OrderBuilder:
     """Writes an order without arithmetic on indices: each verb takes the next microbatch of a stage.
 
-    A schedule is written for as many microbatches as its phases need; those past ``num_microbatches`` are left
-    out. What is left keeps its order, so it still runs.
+    Microbatches past ``num_microbatches`` are left out; what is left keeps its order, so it still runs.
     """
 
     def __init__(self, num_microbatches: int) -> None:

@@ -36,21 +36,19 @@ def u_shape(
 ) -> Plan:
     """1F1B through a U, with head and tail passes where position 0 would wait for the others.
 
-    Head forwards go on while the first microbatch travels to the tail, and ``2(P-1)//3 + 1`` extra tail passes
-    are done while the first gradient travels back to the head. At unit costs (every position has the same
-    work, so the head and the tail are half a stage each) the bubble is ``3P - 4`` for M of at least 2, one
-    less than 1F1B's; at most ``(P+2)/2`` microbatches live on position 0, ``P + 1 - p`` on position p. The
-    tail in small letters, two columns per unit::
+    Head forwards go on while the first microbatch travels to the tail, and ``2(P-1)//3 + 1`` extra tail passes are done
+    while the first gradient travels back to the head. At unit costs (every position has the same work, so the head and
+    the tail are half a stage each) the bubble is ``3P - 4`` for M of at least 2, one less than 1F1B's; at most
+    ``(P+2)/2`` microbatches live on position 0, ``P + 1 - p`` on position p. The tail in small letters, two columns per
+    unit::
 
         0: F0 F1 F2 f0 b0 -- f1 b1 -- .  B0 -- F3 f2 b2 -- B1 -- f3 b3 -- .  B2 -- .  .  B3 --
         1: .  F0 -- F1 -- .  B0 -- -- -- F2 -- B1 -- -- -- F3 -- B2 -- -- -- B3 -- -- -- .  .
 
-    ``costs`` (per stage, P + 1 of them, and per edge) fits the counts to other stages and to slow links: as
-    many microbatches are then under way as hide the links (see `u_shape_counts`, also for their memory).
-    ``in_flight`` caps that number, at the price of idle time. ``forward_only``: head
-    and tail passes in turn, once the first microbatch is back; bubble ``(P-1)F``.
-
-    Source: see this file's heading.
+    ``costs`` (per stage, P + 1 of them, and per edge) fits the counts to other stages and to slow links: as many
+    microbatches are then under way as hide the links (see `u_shape_counts`, also for their memory). ``in_flight`` caps
+    that number, at the price of idle time. ``forward_only``: head and tail passes in turn, once the first microbatch is
+    back; bubble ``(P-1)F``. Source: see this file's heading.
     """
     counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
     orders = (_order(p, num_microbatches, counts, forward_only=forward_only) for p in range(num_positions))
@@ -62,9 +60,11 @@ def u_shape(
 class UShapeCounts:
     """How far the parts of a U run ahead of each other, if there are as many microbatches.
 
-    ``in_flight``: per position, the microbatches between the forward and the backward of its stage (of the
-    head, on position 0), which is what it holds in memory. ``head_warmup``: head forwards before the first
-    tail pass. ``tail_extra``: tail passes after the first and before the first head backward.
+    Attributes:
+        in_flight: per position, the microbatches between the forward and the backward of its stage (of the head, on
+            position 0), which is what it holds in memory.
+        head_warmup: head forwards before the first tail pass.
+        tail_extra: tail passes after the first and before the first head backward.
     """
 
     in_flight: tuple[int, ...]
@@ -82,11 +82,10 @@ def u_shape_counts(
 ) -> UShapeCounts:
     """The counts of `u_shape` at ``costs``, by default unit costs.
 
-    A *period* is what the slowest position or link needs for a microbatch. A position holds as many
-    microbatches as there are periods in the way from it to the tail and back, rounded up; the head one more,
-    so that the passes of position 0 need not fit like a puzzle. Tail passes come one a period, so the first
-    head backward is due after as many as there are periods in the gradient's way back, rounded down, and the
-    one that was already waiting.
+    A *period* is what the slowest position or link needs for a microbatch. A position holds as many microbatches as
+    there are periods in the way from it to the tail and back, rounded up; the head one more, so that the passes of
+    position 0 need not fit like a puzzle. Tail passes come one a period, so the first head backward is due after as
+    many as there are periods in the gradient's way back, rounded down, and the one that was already waiting.
     """
     way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
     held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]

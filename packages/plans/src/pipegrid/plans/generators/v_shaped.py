@@ -16,11 +16,9 @@ from pipegrid.plans.plan import Plan
 def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
     """No bubble within a position's span, at 1F1B's memory.
 
-    With ``F = I = W`` and M of at least 2P - 1 no position waits between its first action and its last; they
-    start half a forward apart, so the whole takes ``M(F+I+W) + (P-1)F/2``. At most 2P chunks (P microbatches)
-    are live on every position.
-
-    In capitals the way down::
+    With ``F = I = W`` and M of at least 2P - 1 no position waits between its first action and its last; they start half
+    a forward apart, so the whole takes ``M(F+I+W) + (P-1)F/2``. At most 2P chunks (P microbatches) are live on every
+    position. In capitals the way down::
 
         0: F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
         1: .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
@@ -28,6 +26,10 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6 (ZB-V); Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory", section 4 (V-ZB).
+
+    Examples:
+        >>> simulate(zero_bubble_v(4, 8)).bubble(of="span")
+        0.0
     """
     orders = (_zero_bubble_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
     return chain_plan(orders, v_placement(num_positions), num_microbatches)

@@ -16,14 +16,12 @@ from pipegrid.plans.plan import Plan
 def zero_bubble_h1(num_positions: Count, num_microbatches: Count) -> Plan:
     """1F1B's memory and a third of its bubble.
 
-    Bubble ``(P-1)(F+I-W)`` for M of at least P, where ``I + W`` is the whole backward; at most P microbatches
-    live on every position (1F1B has that on the first)::
+    Bubble ``(P-1)(F+I-W)`` for M of at least P, where ``I + W`` is the whole backward; at most P microbatches live on
+    every position (1F1B has that on the first), since position p is p weight halves behind::
 
         0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
         1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
-
-    Position p is p weight halves behind: as many as the microbatches that 1F1B would hold less than P.
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1 (ZB-H1).
     """

@@ -104,10 +104,7 @@ class Network:
 
     @cached_property
     def ordered(self) -> frozenset[tuple[int, int]]:
-        """Pairs of passes of which the second waits for the first, directly or not.
-
-        In a chain, of a ``W`` only the one with its own ``I``.
-        """
+        """Pairs of passes of which the second waits for the first; in a chain, of a ``W`` only its own ``I``."""
         count, stages = self.num_microbatches, self.num_stages
         earlier: list[set[int]] = []  # per pass, all that it waits for
         for number, waits in enumerate(self.waits):
@@ -168,8 +165,7 @@ class Network:
     def timed(self, orders: Orders, objective: Objective = "makespan") -> Timing | None:
         """``orders`` played as soon as possible; None where positions wait for each other in a cycle.
 
-        A search plays 10^4 to 10^6 orders, so this player knows computes and lags alone. What has messages, lanes,
-        collectives or copies is played by `simulate`; the two agree on a plan of computes.
+        It knows computes and lags alone, since a search plays 10^4 to 10^6 orders; `simulate` plays everything.
         """
         count, duration, waits, positions = self.num_microbatches, self.duration, self.waits, self.positions
         wakes = self._wakes
@@ -295,10 +291,7 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
 
 
 def _least_halves(costs: Costs, num_stages: int) -> tuple[list[float], list[float]]:
-    """Per stage, ``I`` and ``W``, or what is left of them where a whole backward takes less.
-
-    A whole backward has one overhead for both; what that spares is taken off its second half.
-    """
+    """Per stage ``I`` and ``W``; the second is less where a whole backward, with one overhead for both, takes less."""
     inputs, weights = costs.per_stage("I", num_stages), costs.per_stage("W", num_stages)
     for stage, time in enumerate(costs.per_stage("B", num_stages)):
         inputs[stage] = min(inputs[stage], time)

@@ -109,8 +109,7 @@ def _proved(
 def orders_on(plan: Plan, numbers: Mapping[Lane, int], model: OrderModel) -> Orders:
     """The orders of a plan whose lanes are on these communicators, for the proof under a model.
 
-    On a device that runs one communication kernel at a time, with a host that waits for each of them, as in strict
-    mode: that has the waits of all models but where peers connect.
+    On a device with one kernel at a time, whose host waits for each: the waits of all models but where peers connect.
     """
     return orders_of_plan(plan, lanes=numbers, holds=model.batched == "rank")
 

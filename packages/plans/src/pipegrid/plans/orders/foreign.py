@@ -130,8 +130,7 @@ def _launches(instructions: Sequence[tuple[str, int, int, str]], rank: int, coun
 def orders_of_hyperparallel(exec_order: Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]]) -> Orders:
     """What the ranks of a schedule of HyperParallel launch, by its ``exec_order``.
 
-    Each message is launched alone and waited for at once. That is its default; its ``overlap_p2p`` waits later. What
-    it sends of shapes, before a message, is left out.
+    Each message alone, waited for at once: the default (``overlap_p2p`` waits later). Messages of shapes are left out.
     """
     rows = [exec_order[rank] for rank in sorted(exec_order)] if isinstance(exec_order, Mapping) else exec_order
     words = [
@@ -252,10 +251,7 @@ def _chunk_launches(calls: Iterable[Any], rank: int, count: int, *, folded: bool
 
 
 def plan_of_jaxpp(tasks: Sequence[Sequence[Any]]) -> Plan:
-    """The plan of computes of JaxPP's task lists, as ``schedule.tasks(num_microbatches)`` makes them.
-
-    Its messages are those that `lower` adds. A fused task is its tasks one after the other.
-    """
+    """The plan of computes of JaxPP's ``schedule.tasks(num_microbatches)``; a fused task is its tasks in turn."""
     rows = [
         ",".join(_task(task, f"jaxpp[{rank}][{number}]") for number, entry in enumerate(own) for task in _fused(entry))
         for rank, own in enumerate(tasks)

@@ -43,8 +43,7 @@ class Wait(NamedTuple):
 def play(programs: Sequence[Program], num_events: int) -> list[int]:
     """How many operations each position completes: the proof that none gets stuck, which knows of no clock.
 
-    An event stays set, so the outcome does not depend on which position runs first; each operation is looked at once,
-    and once more if it has to wait.
+    An event stays set, so the outcome is the same whichever runs first; each operation is looked at at most twice.
     """
     events = bytearray(num_events)
     sleepers: dict[int, list[int]] = {}

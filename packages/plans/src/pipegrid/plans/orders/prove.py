@@ -32,10 +32,15 @@ from pipegrid.plans.orders.programs import Track, tracks_of
 
 @frozen
 class OrderProof:
-    """Orders that end, whatever the interleaving; ``model``, ``buffered`` and ``drains`` are those of the proof.
+    """Orders that end, whatever the interleaving.
 
-    ``num_messages``: with at least one end in the lists. ``num_outside``: of these, the messages whose other end is
-    taken to be launched before the fragment of its rank.
+    Attributes:
+        orders: what was proved.
+        model: the order model of the proof.
+        buffered: the argument of the proof.
+        drains: the argument of the proof.
+        num_messages: with at least one end in the lists.
+        num_outside: of these, those whose other end is taken to be launched before the fragment of its rank.
     """
 
     orders: Orders
@@ -56,11 +61,7 @@ class OrderProof:
 
 
 def model_named(order: OrderModel | str) -> OrderModel:
-    """An order model, by its name in `pipegrid.core.order.ORDER_MODELS` or as it is.
-
-    Raises:
-        PlanError: no model has the name.
-    """
+    """An order model, by its name in `pipegrid.core.order.ORDER_MODELS` or as it is; a `PlanError` for no such name."""
     if isinstance(order, OrderModel):
         return order
     if order not in ORDER_MODELS:

@@ -103,6 +103,10 @@ def lower(
     Raises:
         PlanError: the plan communicates or offloads already, its computes are wrong (every fault is listed, as by
             `verify`), or ``collectives`` or ``tied`` name a part that the plan does not have.
+
+    Examples:
+        >>> [str(step) for step in lower(gpipe(2, 1)).positions[0]]
+        ['0F0', '0SEND_F0>1', '0RECV_B0<1', '0B0']
     """
     require_plan(plan)
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
@@ -200,8 +204,7 @@ def _line(
 def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, end: Times, ahead: int) -> _Dates:
     """The dates, where a frozen stage alone on its positions starts no sooner than its queue has room.
 
-    That is when a consumer starts the microbatch ``ahead`` before. No stage starts later than a consumer of what comes
-    next in its order, so results still come before those who need them.
+    That is when a consumer starts the microbatch ``ahead`` before, so results still come before those who need them.
     """
     starts, ends = list(map(list, start)), list(map(list, end))
     for stage in sorted(plan.forward_only, reverse=True):  # consumers first
@@ -258,8 +261,7 @@ def _events(line: _Line, flows: Sequence[EdgeFlow], receives: Receives) -> list[
 def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
     """Per piece, the last place at which no sender and no receiver waits longer than it has to.
 
-    That is before the sender's next compute, and before any compute of the receiver that would still run when
-    the sender could go on.
+    That is before the sender's next compute, and any of the receiver's that would still run when the sender can go on.
     """
     senders = [(line.at[position], line.start[position], len(line.at[position])) for position in flow.senders]
     receivers = [(line.at[position], line.end[position], len(line.at[position])) for position in flow.receivers]
@@ -365,10 +367,7 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
 def _averages(
     plan: Plan, dataflow: Dataflow, computes: Sequence[Sequence[Action]], line: _Line
 ) -> Iterable[tuple[Action, tuple[int, ...], int]]:
-    """Where replicas differ, the ``REDUCE`` of each trained stage over its replicas: its members, and its place.
-
-    It comes after the last backward of the stage on any of them, before which one that comes to it would wait.
-    """
+    """Where replicas differ, the ``REDUCE`` of each trained stage after its last backward on any: members and place."""
     for stage in range(plan.num_stages if plan.num_replicas > 1 else 0):
         if stage in plan.forward_only:
             continue
@@ -391,9 +390,8 @@ def _exchanges(
 ) -> Iterable[tuple[tuple[int, ...], list[tuple[int, int]]]]:
     """Per exchange its flow, then the number of computes of each party before it; and its transfers (flow, microbatch).
 
-    All that the same positions exchange between the same computes goes together, at the place of the first;
-    a collective is alone. Exchanges come in the order of their places, so those of each position in the order of its
-    computes.
+    All that the same positions exchange between the same computes goes together, at the place of the first; a
+    collective is alone. They come in the order of their places, so those of each position in the order of its computes.
     """
     numbers: dict[tuple[int, ...], int] = {}
     same = [numbers.setdefault(places, number) for number, places in enumerate(members)]

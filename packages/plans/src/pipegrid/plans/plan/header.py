@@ -24,10 +24,7 @@ def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, 
 def check_extent(
     actions: Collection[Action], graph: ModuleGraph, num_microbatches: int, num_slices: int, *, routed: bool = False
 ) -> None:
-    """Check that each stage, microbatch and slice has an action, before anything of their number is made.
-
-    With routes, all units may skip a stage; its placement is written in any case.
-    """
+    """Check that each stage, microbatch and slice has an action (a routed stage may have none) before any is made."""
     for path, count, found in (
         ("modules", graph.num_stages, {action.stage for action in actions}),
         ("microbatches", num_microbatches, {action.microbatch or 0 for action in actions}),

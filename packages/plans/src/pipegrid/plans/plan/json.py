@@ -1,10 +1,9 @@
 """Plans as JSON, for other programs.
 
 An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names), ``placement``
-(positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``:
-per position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``,
-``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`), and a group's ``edges``
-and ``tied``.
+(positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``: per
+position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``, ``forward_only``,
+``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`), and a group's ``edges`` and ``tied``.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def from_json(text: str) -> Plan:
 
     Raises:
         PlanSyntaxError: text that is not JSON: line and column, what was found, what was expected.
-        PlanError: a value that is not what it must be, or parts that contradict each other; with the path to it,
-            such as ``positions[3][2]``.
+        PlanError: a value that is wrong, or parts that contradict each other; with the path, ``positions[3][2]``.
     """
     from cattrs import BaseValidationError
 

@@ -49,10 +49,13 @@ def ascending(value: Any) -> Any:
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Group:
-    """Positions whose ranks communicate collectively, under a name that is unique in the plan.
+    """Positions whose ranks communicate collectively.
 
-    ``edges``: the edges between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place
-    of messages. ``tied``: the stages that share a parameter, whose gradients this group reduces.
+    Attributes:
+        name: unique in the plan.
+        positions: of its ranks.
+        edges: between stages whose data travels by a ``COLLECTIVE`` of this group, both ways, in place of messages.
+        tied: the stages that share a parameter, whose gradients this group reduces.
     """
 
     name: GroupName
@@ -106,10 +109,7 @@ def stages_on(placement: Iterable[Iterable[int]]) -> dict[int, list[int]]:
 
 
 def module_places(graph: ModuleGraph, placement: Sequence[tuple[int, ...]], module: str) -> tuple[int, ...]:
-    """The place in its module's pipeline of each stage of ``module``, numbered as the stages come to them.
-
-    ``placement`` is of all stages of ``graph``.
-    """
+    """The place of each stage of ``module`` in its pipeline, in their order; ``placement`` is of all of ``graph``."""
     first = graph.stage(module, 0)
     held = placement[first : first + graph.depth(module)]
     order = list(dict.fromkeys(held))

@@ -35,20 +35,27 @@ def _unless_alike(routes: Routes | None) -> Routes | None:
 class Plan:
     """The steps of each position, in order, with the graph of modules and the placement of its stages.
 
-    ``positions``: per position, its steps. ``graph``: the modules, and so the stages and their edges.
-    ``placement``: per stage, the position that holds it (or the positions, where a module is colocated with
-    several stages of another). ``num_microbatches``: the microbatches of one training step. ``num_slices``: the slices
-    into which each of them is cut along its sequence; then every action of a microbatch names its slice, of which 0 is
-    the first in the sequence. Slices are for a single module.
-    ``forward_only``: the stages without a backward, because nothing before or in them is trained (all of
-    them in an evaluation); no gradient travels along an edge with such an end. ``groups``: the groups that
-    ``REDUCE`` and ``COLLECTIVE`` actions name.
+    The class checks that the parts fit each other; `verify` proves that the plan can be run.
 
-    ``routes``: which replica computes which stage of each unit, where replicas differ. Then there is one order per
-    *actor*: ``positions`` has the positions of replica 0, then those of replica 1, ...; ``placement`` and ``groups``
-    name positions of each replica; and microbatches are units. Routes by which all replicas act alike are None.
+    Attributes:
+        positions: per position, its steps. With routes, per *actor*: the positions of replica 0, then of replica 1, ...
+        graph: the modules, and so the stages and their edges.
+        placement: per stage, the position that holds it (or the positions, where a module is colocated with several
+            stages of another).
+        num_microbatches: of one training step; with routes, units.
+        forward_only: the stages without a backward, because nothing before or in them is trained (all of them in an
+            evaluation); no gradient travels along an edge with such an end.
+        groups: what ``REDUCE`` and ``COLLECTIVE`` actions name; with routes, of positions of each replica.
+        num_slices: into which the sequence of each microbatch of a single module is cut; then every action of a
+            microbatch names its slice, of which 0 is the first in the sequence.
+        routes: which replica computes which stage of each unit; None where all replicas act alike.
 
-    Whether the plan is *right* is proved by `verify`; the class checks only that its parts fit each other.
+    Examples:
+        >>> plan = one_f_one_b(2, 4)
+        >>> plan.num_positions, plan.num_stages, plan.placement
+        (2, 2, ((0,), (1,)))
+        >>> [str(step) for step in plan.positions[1]][:4]
+        ['1F0', '1B0', '1F1', '1B1']
     """
 
     positions: tuple[tuple[Step, ...], ...] = field(converter=as_positions, repr=_count_steps)
@@ -129,10 +136,7 @@ class Plan:
 
     @cached_property
     def stages_beside(self) -> tuple[int, ...]:
-        """Per stage, the number of stages on its position, itself included; of several positions, the most.
-
-        The stages of a position share it evenly unless costs say otherwise: each is 1/n of one.
-        """
+        """Per stage, the number of stages on its position, itself included; of several positions, the most."""
         held = Counter(place for places in self.placement for place in places)
         return tuple(max(held[place] for place in places) for places in self.placement)
 
@@ -154,10 +158,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> tuple[tuple[Edge, Direction], ...]:
-        """The edges along which its messages and collectives travel, each with the direction, ascending.
-
-        A communicator made with ``traffic=plan.traffic`` opens no other lanes.
-        """
+        """Its edges, each with the directions of messages and collectives, ascending: a communicator's ``traffic``."""
         actions = [action for position in range(self.num_positions) for action in self.actions(position)]
         used = {(a.edge, a.direction) for a in actions if a.edge is not None and a.direction is not None}
         return tuple(sorted(used, key=lambda one: (one[0], one[1] is Direction.BACKWARD)))
@@ -287,11 +288,7 @@ def _check_groups(plan: Plan) -> None:
 
 
 def _check_routed(plan: Plan) -> None:
-    """Raise unless the routes fit graph, placement and number of orders, and the plan has what routes can lead around.
-
-    A collective along an edge has the members of one replica, and a gather those of all replicas in one order: a unit
-    that moves breaks either.
-    """
+    """Raise unless the routes fit the plan, which has no collective along an edge and no gather: a move breaks them."""
     routes = plan.routes
     if routes is None:
         return

@@ -25,7 +25,12 @@ Units: TypeAlias = tuple[Index, ...]
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Actor:
-    """The ranks of one position in one replica; written ``position@replica``."""
+    """The ranks of one position in one replica; written ``position@replica``.
+
+    Attributes:
+        position: its number.
+        replica: its number.
+    """
 
     position: Index
     replica: Index
@@ -36,7 +41,13 @@ class Actor:
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Move:
-    """``replica`` computes ``stage`` of ``unit`` in place of the unit's home."""
+    """A stage of one unit that another replica than the unit's home computes.
+
+    Attributes:
+        stage: which.
+        unit: of which unit.
+        replica: where it is computed.
+    """
 
     stage: Index
     unit: Index
@@ -82,16 +93,23 @@ def _actors(value: Iterable[Actor]) -> tuple[Actor, ...]:
 class Routes:
     """Which replica computes each stage of each unit; equal routes are equal values, and have one digest.
 
-    ``units``: per replica, the number of its microbatches, which may differ. ``moves``: what is not computed at home;
-    also given as a mapping ``{(unit, stage): replica}``. ``skips``: per module, the units that do not pass through it
-    (a microbatch without an image): no forward, no message, no gradient. ``every``: per module, for how many
-    consecutive units of a replica it is called once; its result serves all of them, and their gradients are summed
-    before its one backward. A call has the number of its first unit. (Given per module rather than per edge: an edge's
-    number is the ratio of those of its two ends, so numbers of edges could contradict each other.) ``dead``: actors
-    that do not take part.
+    Attributes:
+        units: per replica, the number of its microbatches, which may differ.
+        moves: what is not computed at home; also given as a mapping ``{(unit, stage): replica}``.
+        skips: per module, the units that do not pass through it (a microbatch without an image): no forward, no
+            message, no gradient.
+        every: per module (an edge's number is the ratio of those of its ends), for how many consecutive units of a
+            replica it is called once. The call has the number of its first unit; its result serves all of them, and
+            their gradients are summed before its one backward.
+        dead: actors that do not take part.
 
     Raises:
         PlanError: a number is out of range.
+
+    Examples:
+        >>> routes = Routes([4, 2], {(3, 0): 1})  # replica 1 computes stage 0 of unit 3, whose home is replica 0
+        >>> routes.num_replicas, routes.num_units, routes.home(3)
+        (2, 6, 0)
     """
 
     units: tuple[Index, ...] = field(converter=tuple[int, ...])
@@ -161,11 +179,7 @@ class Routes:
     # Units
 
     def unit(self, replica: int, microbatch: int) -> int:
-        """The number of ``microbatch`` of home replica ``replica``.
-
-        Raises:
-            PlanError: there is no such replica or microbatch.
-        """
+        """The number of ``microbatch`` of home replica ``replica``; a `PlanError` where there is none."""
         if replica not in range(self.num_replicas) or microbatch not in range(self.units[replica]):
             raise PlanError(f"there is no unit {microbatch}@{replica}; the replicas have {list(self.units)} units")
         return self._ends[replica] - self.units[replica] + microbatch
@@ -175,11 +189,7 @@ class Routes:
         return range(self._ends[replica] - self.units[replica], self._ends[replica])
 
     def home(self, unit: int) -> int:
-        """The replica whose microbatch ``unit`` is.
-
-        Raises:
-            PlanError: there is no such unit.
-        """
+        """The replica whose microbatch ``unit`` is; a `PlanError` where there is no such unit."""
         if unit not in range(self.num_units):
             raise PlanError(f"there is no unit {shown(unit)}; units are 0..{self.num_units - 1}")
         return bisect_right(self._ends, unit)

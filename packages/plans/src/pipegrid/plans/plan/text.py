@@ -43,6 +43,10 @@ def from_text(text: str) -> Plan:
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: the parts contradict each other, such as a placement that misses a stage; the line where known.
+
+    Examples:
+        >>> from_text(to_text(one_f_one_b(2, 4))) == one_f_one_b(2, 4)
+        True
     """
     reader = Reader()
     lines = checked(text, Text, "text", PlanError).splitlines()

@@ -110,25 +110,40 @@ _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "paramete
 class Costs:
     """Times in any one unit (seconds, or multiples of a forward); numbers for all stages or one per stage.
 
-    ``F``, ``I`` and ``W`` are a forward and the two halves of a backward; ``B``, the whole backward, is by
-    default ``I + W``. A message along an edge arrives ``latency + message / bandwidth`` after both ends are
-    posted, and occupies its lane for ``message / bandwidth`` (``message`` in bytes, ``bandwidth`` in bytes
-    per unit of time; a gradient weighs what its activation does). ``REDUCE`` and ``COLLECTIVE`` are the times
-    of those. ``overhead`` is what every action costs its position in addition, compute or communication.
-    ``activation`` is the memory that one microbatch of a stage holds from its forward on; by default 1/n of a
-    microbatch, where ``n`` is the number of stages on its position. ``input_release`` is the share of it, from 0 to
-    1, that ``I`` releases; ``W`` releases the rest. ``UNSHARD`` and ``REDUCE_GRAD`` are the times to gather the
-    parameters of a stage and to reduce-scatter its gradients, beside computes; ``parameters`` is the memory of the
-    gathered parameters (in bytes, say), and that of their gradients until they are reduced. ``offload_bandwidth``: the
-    memory of activations that a position copies to the host in a unit of time, and as much back at the same time.
+    A message arrives ``latency + message / bandwidth`` after both ends are posted; its lane is busy for the second
+    term. Of a plan with slices, all costs are of whole microbatches, and divided among their slices.
 
-    Of a plan with slices, all of these are of whole microbatches, and divided among their slices: ``slice_lengths`` are
-    the lengths of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided, and
-    ``slice_times`` those of ``F``, ``B`` and ``I``, of which the later ones take longer for causal attention
-    (`slice_times`); both are equal by default.
+    Attributes:
+        F: a forward.
+        I: the half of a backward that gives the gradients of inputs.
+        W: the half that gives the gradients of weights.
+        B: a whole backward; by default ``I + W``.
+        latency: of a message along an edge.
+        bandwidth: bytes per unit of time along an edge; infinite is free.
+        message: bytes of an activation along an edge, and of its gradient.
+        REDUCE: a ``REDUCE``.
+        COLLECTIVE: a ``COLLECTIVE``.
+        overhead: what every action, compute or communication, costs its position in addition.
+        activation: memory of one microbatch of a stage from its forward on; by default 1/n of a microbatch, where its
+            position has n stages.
+        input_release: the share of it, from 0 to 1, that ``I`` releases; ``W`` releases the rest.
+        UNSHARD: gathering the parameters of a stage, beside computes.
+        REDUCE_GRAD: reduce-scattering its gradients, beside computes.
+        parameters: memory of the gathered parameters (in bytes, say), and of their gradients until they are reduced.
+        offload_bandwidth: memory of activations copied to the host in a unit of time, and as much back at the same
+            time.
+        slice_lengths: of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided;
+            by default equal.
+        slice_times: of the slices, by which ``F``, ``B`` and ``I`` are divided; later ones take longer for causal
+            attention (`pipegrid.search.slice_times`); by default equal.
 
     Raises:
-        CostsError: a number that is negative or not finite (an infinite ``bandwidth`` is free), by its name.
+        CostsError: a number that is negative or not finite, by its name.
+
+    Examples:
+        >>> costs = Costs(F=0.010, I=0.011, W=[0.007, 0.009], latency=0.0005)  # seconds; two stages
+        >>> simulate(one_f_one_b(2, 4), costs).makespan
+        0.14899999999999997
     """
 
     F: PerStage = 1.0
@@ -213,9 +228,9 @@ class Costs:
     ) -> Costs:
         """The same model cut into ``num_stages`` stages, of equal share or of 1/n each for n in ``beside``.
 
-        A single number is the cost of one of ``slices`` equal slices (one per position, say); numbers per
-        stage are the costs of consecutive slices of the whole. Costs per edge cannot be cut: they must be for
-        the edges of the result, ``edges`` (by default those of a chain).
+        A number is the cost of one of ``slices`` equal slices (one per position, say); numbers per stage are of
+        consecutive slices. Costs per edge cannot be cut: they must be for the ``edges`` of the result (by default those
+        of a chain).
 
         Raises:
             OtherCutError: latency, bandwidth or message is given for other edges.
@@ -299,8 +314,7 @@ def costs_to_json(costs: Costs) -> str:
 def costs_from_json(text: str) -> Costs:
     """Read `Costs` from a JSON object with its fields as keys, all optional.
 
-    A number is for every stage or edge, a list has one for each stage, an object such as ``{"0>1": 0.5}`` for
-    one edge each.
+    A number is for every stage or edge, a list has one for each stage, ``{"0>1": 0.5}`` one for each edge.
 
     Raises:
         CostsError: not a JSON object, an unknown key, or a value that is not a cost.

@@ -38,8 +38,7 @@ class Run(NamedTuple):
 class PlayedPlan(NamedTuple):
     """Start and end of every action, and an order of all computes in which each comes after those it waits for.
 
-    An entry of ``order`` is a run of actions of one position, or, for a compute of a shared stage, one action of
-    each.
+    An entry of ``order`` is a run of actions of one position, or, for a compute of a shared stage, one action of each.
     """
 
     start: Times
@@ -58,10 +57,7 @@ class _Arrival(NamedTuple):
 
 
 class Simulator:
-    """A plan, its costs, and how far each position has come.
-
-    ``durations``: per position, the duration of each action, in place of the costs of computes.
-    """
+    """A plan, its costs, how far each position has come; ``durations``: per position and action, in place of costs."""
 
     def __init__(self, plan: Plan, costs: Costs, durations: Sequence[Sequence[float]] | None = None) -> None:
         self.plan, self.durations = plan, durations
@@ -196,10 +192,7 @@ class Simulator:
         return done
 
     def _meet(self, key: Action | str, places: Sequence[int], arrival: _Arrival) -> tuple[list[_Arrival], float] | None:
-        """All arrivals at what ``places`` do together, and when it is done; None while others are to come.
-
-        It starts with the last of them and takes as long as the longest. The others go on from there.
-        """
+        """All arrivals at what ``places`` do together, and its end, after the last; None while others are to come."""
         arrivals = self.arrivals.setdefault(key, [])
         arrivals.append(arrival)
         if len(arrivals) < len(places):
@@ -293,11 +286,9 @@ class Simulator:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables the cyclic garbage collector inside the block.
+    """Disables the cyclic garbage collector inside the block; visiting a plan's many objects takes a third of the time.
 
-    A plan is hundreds of thousands of objects, which all stay; each collection would visit those made so far, which
-    takes a third of the time. Of several threads inside, the first to leave enables the collector again, which is
-    slower and does no harm.
+    Of several threads inside, the first to leave enables it again, which is slower and does no harm.
     """
     enabled = gc.isenabled()
     gc.disable()

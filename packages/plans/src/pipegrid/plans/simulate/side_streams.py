@@ -48,9 +48,7 @@ class ShardStream:
 class CopyStreams:
     """Copies of activations to the host and back: a stream each way.
 
-    Attributes:
-        seconds: of a copy of a whole microbatch, by stage.
-        reloaded: by stage, when the activations of each piece are back.
+    ``seconds``: of a whole microbatch, by stage; ``reloaded``: by stage, when the activations of each piece are back.
     """
 
     seconds: Sequence[float]

@@ -30,10 +30,14 @@ _F, _B, _I = ActionKind.F, ActionKind.B, ActionKind.I
 
 @frozen(slots=False)
 class Simulation:
-    """``plan`` played through with ``costs``.
+    """A plan played through.
 
-    ``start`` and ``end`` hold, per position, the time of each action in the order of `Plan.actions`, in the
-    unit of the costs. For a message they are those of the transfer, at both ends, not of the posting.
+    Attributes:
+        plan: the plan.
+        costs: of its actions.
+        start: per position, when each action starts, in the order of `Plan.actions` and the unit of the costs; of a
+            message, when its transfer starts, at both ends, not when it is posted.
+        end: likewise, when each ends.
     """
 
     plan: Plan
@@ -73,10 +77,9 @@ class Simulation:
         )
 
     def bubbles(self, *, of: Literal["makespan", "span"] = "makespan") -> tuple[float, ...]:
-        """Per position, the share of time in which it does not compute, between 0 and 1.
+        """Per position, the share of time in which it does not compute: of the ``makespan``, or of its own ``span``.
 
-        ``of="makespan"``: of the whole step. ``of="span"``: of the time between the position's own first
-        start and last end, so that waiting for the pipeline to fill and drain does not count.
+        The span goes from its first start to its last end: waiting for the pipeline to fill and drain does not count.
         """
         return tuple(
             1.0 - busy / length if length > 0 else 0.0
@@ -196,8 +199,7 @@ class Simulation:
 def unit_costs(plan: Plan) -> Costs:
     """F = I = W = 1 and B = 2 for a whole position, whose stages share that evenly. Communication is free.
 
-    So every position has the same work, also where some hold fewer stages: in a U, the head and the tail are
-    half a stage each.
+    So every position has the same work, also in a U, whose head and tail are half a stage each.
     """
     require_plan(plan)
     shares = tuple(1.0 / beside for beside in plan.stages_beside)
@@ -213,6 +215,11 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     Raises:
         PlanError: the plan gets stuck (`verify` says why), or an action is outside of it.
         CostsError: the costs are for another number of stages, or lack an edge of the plan.
+
+    Examples:
+        >>> simulation = simulate(zero_bubble_h1(4, 8), Costs(F=1, I=1, W=1))
+        >>> simulation.makespan, simulation.peaks()
+        (27.0, (4.0, 4.0, 4.0, 4.0))
     """
     require_plan(plan)
     costs = checked(costs, GivenCosts | None, "costs", CostsError) or unit_costs(plan)

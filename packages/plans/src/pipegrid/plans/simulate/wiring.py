@@ -22,8 +22,12 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 class Lane:
     """Messages from one position to another in one direction; the k-th send meets the k-th receive.
 
-    Kept are those of which only one end is posted. A send is (time posted, index of the action, time it
-    occupies the lane, latency); a receive is (time posted, index, where to note the arrival, microbatch).
+    Attributes:
+        source: the position that sends.
+        destination: the position that receives.
+        sends: without receive yet: (time posted, index of the action, time it occupies the lane, latency).
+        receives: without send yet: (time posted, index, where to note the arrival, microbatch).
+        free: when the lane is free again.
     """
 
     source: int
@@ -53,8 +57,7 @@ class Wiring:
     """The computes and messages of a plan at given costs, and the slots in which their times are noted.
 
     ``duration``: by kind and stage. ``routed``: whether computes and messages are looked up per unit, and slots are of
-    one alone, at index 0. ``shard_streams`` and ``copy_streams``: per position, what runs beside its
-    computes.
+    one alone, at index 0. ``shard_streams`` and ``copy_streams``: per position, what runs beside its computes.
     """
 
     def __init__(self, plan: Plan, costs: Costs, actions: Sequence[Sequence[Action]]) -> None:

@@ -16,9 +16,7 @@ _FREES_INPUTS = (B, I, ActionKind.RELEASE)
 class Peaks(NamedTuple):
     """The most microbatches live at once on a position, a stage counted as its share of the position's stages.
 
-    Attributes:
-        live: from ``F`` until ``B`` or ``W``.
-        inputs: from ``F`` until ``B`` or ``I``.
+    ``live``: from ``F`` until ``B`` or ``W``; ``inputs``: until ``B`` or ``I``.
     """
 
     live: float

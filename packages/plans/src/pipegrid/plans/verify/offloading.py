@@ -17,10 +17,7 @@ _GIVES: dict[ActionKind, _State] = {OFFLOAD: "going out", RELEASE: "on the host"
 
 
 def check_offloading(plan: Plan, position: int) -> list[Fault]:
-    """The faults of the ``OFFLOAD``, ``RELEASE`` and ``RELOAD`` actions of ``position``, whose computes are right.
-
-    Of a stage and microbatch each comes once, in this order, between the forward and the first half of the backward.
-    """
+    """The faults of ``OFFLOAD``, ``RELEASE``, ``RELOAD``: once each, in this order, between forward and backward."""
     states: dict[tuple[int, int], _State] = {}
     faults: list[Fault] = []
     for index, step in enumerate(plan.positions[position]):

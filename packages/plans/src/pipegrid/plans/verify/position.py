@@ -110,10 +110,7 @@ class PositionVerifier:
             program.ends.append(len(program.operations))
 
     def _may_run(self, index: int, action: Action, rule: ActionRule, piece: int) -> bool:
-        """Set the action's flag. False for a piece that is unknown or done before; an input that lacks is a fault.
-
-        ``piece``: how far the action is away from that of the rule.
-        """
+        """Set the flag of the action, ``piece`` away from its rule. False: unknown or done; a fault: an input lacks."""
         flags, done = self.flags, rule.done + piece
         if piece >= self.table.num_pieces or flags[done]:
             self._refuse(index, action, rule)
@@ -226,10 +223,9 @@ class PositionVerifier:
             calls.append(GroupCall(same, index))
 
     def _verify_sharding(self, index: int, action: Action) -> None:
-        """Verify the place of an action of `check_sharding`; a stage on several positions is gathered by all of them.
+        """Verify an action of `check_sharding`. It is an event where a stage lies on several positions.
 
-        Otherwise no event: the ranks that gather together are those of one position, on its replicas. They come to
-        it in one order, which is that of a plan that does not deadlock, so on each of them it is the next event.
+        Otherwise the ranks that gather together are one position's on its replicas, which run one proved order.
         """
         ids, stage = self.table.ids, action.stage
         self.shards = True

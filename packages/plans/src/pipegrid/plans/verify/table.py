@@ -51,8 +51,7 @@ class MessageEnd(NamedTuple):
 class ActionRule(NamedTuple):
     """The rule of one kind of action at one position; ``done``, ``needs``, ``also``: flags for piece 0.
 
-    Those of another piece are as far away as its number. With routes, a rule is of one piece, and all numbers are its
-    own.
+    Those of another piece are as far away as its number; with routes, a rule is of one piece.
     """
 
     action: Action

@@ -32,12 +32,19 @@ from pipegrid.plans.verify.table import Batches, Blocking, PositionTable
 class Proof:
     """A plan, and what `verify` has proved of it.
 
-    ``rendezvous``, ``lanes`` and ``batches`` are the arguments of the proof. ``orders``: the names of the order models
-    under which it holds, none for computes alone; ``drains``: whether it holds if computes wait for the whole device.
-    ``peak_live``: per position, the most activations live at once, in microbatches: a stage of n on its position counts
-    1/n of one and is live from its ``F`` to the end of its ``B`` or ``W``; ``peak_live_inputs``: the same, to the end
-    of its ``B`` or ``I``; both without what is on the host, from its ``RELEASE`` to its ``RELOAD``.
-    ``peak_gathered``: the most sharded stages of which the parameters are gathered at once.
+    Attributes:
+        plan: the plan that can be run.
+        num_actions: of all positions.
+        num_messages: between positions.
+        rendezvous: the argument of the proof.
+        lanes: the argument of the proof.
+        batches: the argument of the proof.
+        orders: the names of the order models under which it holds; none for computes alone.
+        drains: whether it holds if computes wait for the whole device.
+        peak_live: per position, the most activations live at once, in microbatches. A stage of n on its position counts
+            1/n, from its ``F`` to the end of its ``B`` or ``W``, less the time on the host (``RELEASE`` to ``RELOAD``).
+        peak_live_inputs: the same, to the end of its ``B`` or ``I``.
+        peak_gathered: per position, the most sharded stages whose parameters are gathered at once.
     """
 
     plan: Plan = field(repr=False)
@@ -124,13 +131,12 @@ def verify(
 ) -> Proof:
     """Prove that ``plan`` can be run, or list all its faults.
 
-    Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``)
-    on each position that holds it; each compute finds its inputs, made before it on its position or received
-    before it; each message is sent once and received once, in the same order on its lane; members name a
-    group's collectives in one order; the positions of a stage that lies on several do its computes in one order, as
-    their ranks may communicate inside it; and no positions wait for each other in a cycle. The slices of a microbatch
-    run forward in the order of the sequence, as each reads the keys and values of those before it, and backward in
-    reverse.
+    Proved: every stage runs each microbatch forward once and backward once (``B``, or ``I`` and later ``W``) on each
+    position that holds it; each compute finds its inputs, made before it on its position or received before it; each
+    message is sent once and received once, in the same order on its lane; members name a group's collectives in one
+    order; the positions of a stage that lies on several do its computes in one order, as their ranks may communicate
+    inside it; and no positions wait for each other in a cycle. The slices of a microbatch run forward in the order of
+    the sequence, as each reads the keys and values of those before it, and backward in reverse.
 
     ``rendezvous``: a position goes on from a message only when its partner has come to the other end of it. This is the
     worst that NCCL may do. Without it a send is buffered, a receive is posted, and only the compute that needs the data
@@ -164,6 +170,10 @@ def verify(
     Raises:
         PlanError: ``faults`` has every fault, with position and step; a cycle is printed action by action. Cycles are
             looked for only where nothing else is wrong.
+
+    Examples:
+        >>> verify(lower(zero_bubble_v(4, 8))).peak_live
+        (4.0, 4.0, 4.0, 4.0)
     """
     require_plan(plan)
     lanes = checked(lanes, Communicators, "lanes", PlanError)
@@ -296,10 +306,7 @@ def as_limit(memory_limit: float | None) -> float:
 
 
 def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
-    """Every fault of the steps: those of each position, and those between positions.
-
-    Cycles come last, as they mean nothing where anything else is wrong.
-    """
+    """Every fault of the steps: of each position, then between positions; cycles last, and only without others."""
     faults = [fault for verifier in verifiers for fault in verifier.faults]
     faults += [*check_lanes(ids, verifiers), *check_calls(ids, verifiers)]
     faults = faults or list(check_exchanges(verifiers))

@@ -135,6 +135,11 @@ class PipelineConfig(P2PConfig):
 
     Raises:
         P2PUsageError: a count outside its range, a value for a function; or as `P2PConfig`.
+
+    Examples:
+        >>> import torch
+        >>> PipelineConfig(pipeline_dtype=torch.bfloat16, deadline=60.0).deadline
+        60.0
     """
 
     hidden_size: Count | None = None

@@ -183,6 +183,10 @@ def step_plan(
 
     Raises:
         PlanError: as `schedule_for` and `lower`.
+
+    Examples:
+        >>> step_plan(chain(2), 4, schedule="zero_bubble_h1").num_microbatches
+        4
     """
     require_graph(graph)
     place = Place(

@@ -43,6 +43,12 @@ def get_forward_backward_func(
         StepArgumentError: no pipeline size, chunks without a pipeline or of a graph of modules, slices without a
             schedule, or ``pg_collection`` under both names.
         PlanError: no schedule has that name, or it has no slices.
+
+    Examples:
+        >>> get_forward_backward_func(pp_size=4).__name__
+        'forward_backward_pipelining_without_interleaving'
+        >>> get_forward_backward_func(pp_size=4, vp_size=2).__name__
+        'forward_backward_pipelining_with_interleaving'
     """
     if schedule_pg_collection is not None:
         if pg_collection is not None:

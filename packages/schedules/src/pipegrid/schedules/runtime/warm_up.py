@@ -39,6 +39,13 @@ def warm_up(modules: nn.Module | Iterable[nn.Module], forward: Callable[[], Any]
         modules: what ``forward`` computes with.
         forward: makes a payload of tensors (or a `Forwarded`), whose tensors with a graph are differentiated.
         backward: False for modules that are only evaluated.
+
+    Examples:
+        >>> import torch
+        >>> stage = torch.nn.Linear(4, 4)
+        >>> warm_up(stage, lambda: stage(torch.ones(2, 4)).sum())
+        >>> stage.weight.grad is None
+        True
     """
     held = [modules] if isinstance(modules, nn.Module) else list(modules)
     with _unchanged(held), torch.set_grad_enabled(backward):

@@ -34,6 +34,13 @@ def least_room(
 
     Raises:
         PlanError: no step so short was found with any memory.
+
+    Examples:
+        >>> from pipegrid.plans import Routes, one_f_one_b
+        >>> plan = one_f_one_b(2, 4)
+        >>> routes = reroute(Routes.identity(2, 4), {0: [1]}, plan=plan)
+        >>> least_room(plan, routes, makespan=30.0)
+        (0.0, 0.0)
     """
     costs = costs or unit_costs(plan)
     problem = routed_problem(plan, routes, costs, speeds=speeds)
@@ -66,11 +73,18 @@ def least_room(
 
 @frozen
 class LostRank:
-    """A step after the death of a rank of ``position`` in one of ``num_replicas``, beside the ``undisturbed`` one.
+    """A step after the death of a rank, beside the undisturbed one.
 
-    ``makespans``: with 0, 1, 2, ... more units of memory on each position than the undisturbed plan, until the step is
-    as short as with any memory. ``bound``: none is shorter. ``whole``: with backwards that are not split, and any
-    memory. ``room``: per position, the units of memory that are enough for the last of ``makespans``.
+    Attributes:
+        plan: the undisturbed one, of one replica.
+        num_replicas: before the death.
+        position: where, in one replica, a rank died.
+        undisturbed: the makespan without a death.
+        makespans: with 0, 1, 2, ... more units of memory on each position than the undisturbed plan, until the step is
+            as short as with any memory.
+        bound: no makespan is shorter.
+        whole: with backwards that are not split, and any memory.
+        room: per position, the units of memory that are enough for the last of ``makespans``.
     """
 
     plan: Plan
@@ -105,6 +119,12 @@ def lost_rank_costs(
 
     Raises:
         PlanError: fewer than two replicas, and what `schedule_routes` raises.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> row = lost_rank_costs(one_f_one_b(2, 4), 2, positions=[0])[0]
+        >>> row.position, row.undisturbed, row.makespans[-1]
+        (0, 15.0, 24.0)
     """
     if checked(num_replicas, Count, "num_replicas", PlanError) < 2:
         raise PlanError(
@@ -138,7 +158,13 @@ def _trade(problem: RoutedProblem, peaks: Sequence[float], shortest: float) -> t
 
 
 def lost_rank_table(rows: Sequence[LostRank]) -> str:
-    """``rows`` of `lost_rank_costs` as a table, a stage each."""
+    """``rows`` of `lost_rank_costs` as a table, a stage each.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> "stage" in lost_rank_table(lost_rank_costs(one_f_one_b(2, 4), 2, positions=[0]))
+        True
+    """
     most = max((len(row.makespans) for row in rows), default=0)
     headings = ["dead at", "whole", *(f"room +{extra}" for extra in range(most)), "bound", "enough room, per position"]
     cells = []

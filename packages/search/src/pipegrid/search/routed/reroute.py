@@ -38,6 +38,13 @@ def reroute(
     Raises:
         PlanError: a stage has no living actor; a speed that is not above 0; routes that skip modules or share calls,
             without the plan that says whose they are.
+
+    Examples:
+        >>> from pipegrid.plans import Routes, one_f_one_b
+        >>> routes = Routes.identity(2, 4)  # 2 replicas of 4 microbatches
+        >>> around = reroute(routes, {0: [1]}, plan=one_f_one_b(2, 4))  # position 0 of replica 1 is dead
+        >>> len(around.moves)
+        4
     """
     named = (Actor(p, r) for p, replicas in dead.items() for r in replicas) if isinstance(dead, Mapping) else dead
     routes = evolve(routes, dead={*routes.dead, *named})

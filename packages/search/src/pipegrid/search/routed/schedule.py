@@ -26,8 +26,11 @@ UNIT = 100_000
 class RoutedStep:
     """A plan of computes for routes, with the figures of its schedule.
 
-    ``bound``: no plan with these actors, whatever its routes, is shorter. ``peaks``: per actor, the most it holds, in
-    the unit of the memory limit.
+    Attributes:
+        plan: the plan.
+        makespan: until its last action ends.
+        bound: no plan with these actors, whatever its routes, is shorter.
+        peaks: per actor, the most it holds, in the unit of the memory limit.
     """
 
     plan: Plan
@@ -67,6 +70,14 @@ def schedule_routes(
     Raises:
         PlanError: routes that do not fit the plan, a stage on several positions, slices, or a limit below the memory of
             one unit.
+
+    Examples:
+        >>> from pipegrid.plans import Routes, one_f_one_b
+        >>> plan = one_f_one_b(2, 4)
+        >>> routes = reroute(Routes.identity(2, 4), {0: [1]}, plan=plan)
+        >>> step = schedule_routes(plan, routes, effort=0.1)
+        >>> step.bound <= step.makespan
+        True
     """
     problem = routed_problem(plan, routes, costs, memory_limit, speeds=speeds, whole=whole)
     bound = routed_bound(problem)

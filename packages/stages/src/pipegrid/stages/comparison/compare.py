@@ -36,6 +36,10 @@ class Compared:
         stages: that hold it.
         error: the norm of the difference, over the norm of the whole model's value.
         norm: of the whole model's value.
+
+    Examples:
+        >>> Compared("gradient of head.weight", stages=(1,), error=0.0, norm=2.5).error
+        0.0
     """
 
     name: str

@@ -43,6 +43,10 @@ class Boundary:
         sent: shape and dtype of each tensor that the stage before sends.
         nbytes: of these.
         crossing: the values that cross it besides.
+
+    Examples:
+        >>> Boundary(stage=1, after="layers.3", sent=("[2, 8] float32",), nbytes=64, crossing=()).after
+        'layers.3'
     """
 
     stage: int

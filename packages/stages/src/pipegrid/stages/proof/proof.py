@@ -55,6 +55,13 @@ def prove_cut(
 
     Raises:
         CutError: layers not found, a layout that does not fit, or a model whose code cannot run on shapes.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> prove_cut(model, "t|t", (torch.ones(2, 4),), names=Names("0"), loss=torch.sum).faults
+        ()
     """
     whole, layout = whole_of(model), as_layout(layout)
     assignment = assign(whole, layout, names)

@@ -36,6 +36,13 @@ def sequence_slices(
 
     Raises:
         CutError: a length below 1. That lengths add up to the tokens of each argument is checked by torch.
+
+    Examples:
+        >>> import torch
+        >>> ids = torch.arange(8).reshape(1, 8)
+        >>> slices = sequence_slices({"input_ids": ids, "labels": ids}, lengths=[5, 3])
+        >>> [list(part["input_ids"].shape) for part in slices]
+        [[1, 5], [1, 3]]
     """
     parts = checked(tuple(lengths), tuple[Count, ...], "lengths", CutError)
     given = {name: value for name, value in batch.items() if value is not None}

@@ -19,6 +19,10 @@ def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: b
         grids: module name to grid, for example from `place`.
         max_rows: a larger world has a row per stretch of ranks with the same modules, with the modules' sizes.
         color: whether to use a terminal's colours; rich only.
+
+    Examples:
+        >>> "pp1" in describe(place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4))
+        True
     """
     world_size = max(grid.world_size for grid in grids.values()) if grids else 0
     if world_size <= max_rows:

@@ -38,6 +38,11 @@ def place(
         PlacementError: a rank without a module (a gap, or left over at the end), modules that overlap in
             part, or more ranks than the world has; with a table of the modules and their ranks.
         GridError: a module's dims are no grid.
+
+    Examples:
+        >>> grids = place({"images": {"dp": 2}, "language": {"tp": 2, "pp": 2}}, world_size=6)
+        >>> grids["language"].ranks
+        range(2, 6)
     """
     world_size = resolve_world_size(world_size)
     if not all(isinstance(dims, Mapping) for dims in modules.values()):

@@ -22,6 +22,10 @@ def replica_of(grid: HyperCommGrid, rank: int | None = None, *, dims: Dims = ("d
 
     ``dims`` are the dims that shard the batch; those that the grid does not have count as size one, and of several the
     first in the grid varies fastest. Ranks that differ in other dims (tp, cp, pp) have the same samples.
+
+    Examples:
+        >>> replica_of(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), rank=2)
+        (1, 2)
     """
     coords = grid.coords(resolve_rank(rank))
     wanted = dims_of(dims)
@@ -58,7 +62,12 @@ def replica_samples(
     sizes: Sequence[int] | None = None,
     dims: Dims = ("dp",),
 ) -> range:
-    """Indices of the samples of the rank's replica, by `replica_bounds` or, where given, by the replicas' ``sizes``."""
+    """Indices of the samples of the rank's replica, by `replica_bounds` or, where given, by the replicas' ``sizes``.
+
+    Examples:
+        >>> replica_samples(10, HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), rank=2)
+        range(5, 10)
+    """
     replica, replicas = replica_of(grid, rank, dims=dims)
     if sizes is None:
         bounds = replica_bounds(num_samples, replicas)

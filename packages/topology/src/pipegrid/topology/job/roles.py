@@ -32,7 +32,12 @@ class ModuleLayout(enum.Enum):
 
 @frozen
 class ModuleStageInfo:
-    """A rank's place in the pipeline of one module."""
+    """A rank's place in the pipeline of one module.
+
+    Attributes:
+        is_first_stage: whether it holds the first stage.
+        is_last_stage: whether it holds the last stage.
+    """
 
     is_first_stage: bool
     is_last_stage: bool
@@ -59,10 +64,15 @@ class RankRole:
     Args:
         modules: stage of each module that this rank is in.
         mode: how the modules lie.
-        sources: modules that read the batch's inputs; None is every modality module of this rank or, where
-            it has none, the language module. A language model that reads text beside image features is a
-            source as well.
+        sources: modules that read the batch's inputs; None is every modality module of this rank or, where it has none,
+            the language module. A language model that reads text beside image features is a source as well.
         sinks: modules that read the batch's labels.
+
+    Examples:
+        >>> grids = place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4)
+        >>> role = RankRole.from_grid_map(grids, ["images"], rank=3)
+        >>> role.has_language_module, role.is_last_stage("language")
+        (True, True)
     """
 
     modules: dict[str, ModuleStageInfo] = field(factory=dict, converter=_copied)

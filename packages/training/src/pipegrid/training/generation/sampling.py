@@ -23,6 +23,10 @@ class Sampling:
         top_k: of each row, tokens below its ``top_k`` greatest are left out.
         top_p: of each row, the least likely tokens that hold less than ``1 - top_p`` together are left out.
         seed: of the first microbatch of the job.
+
+    Examples:
+        >>> Sampling(temperature=0.7, top_p=0.9, seed=1).top_k is None
+        True
     """
 
     temperature: Amount = 1.0

@@ -70,6 +70,13 @@ class Attempt:
         survivors: in place of a monitor, of worlds with a ``job_group``.
         limit: failures at one step after which the run ends.
         timeout: seconds that ranks wait for each other after a step; None is the default process group's.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with Attempt("runs/a") as attempt:
+        ...     first = attempt.begin(0)
+        ...
     """
 
     def __init__(

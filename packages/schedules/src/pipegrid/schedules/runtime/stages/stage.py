@@ -28,6 +28,11 @@ class Forwarded:
         outputs: the payload of each outgoing edge; one payload may go to several.
         loss: the scalar to differentiate, on a stage without outgoing edges; None in a forward-only run. Any other
             stage may have one as well (a balance of experts): the step differentiates the sum of all losses.
+
+    Examples:
+        >>> import torch
+        >>> Forwarded(outputs={}, loss=torch.tensor(0.5)).loss
+        tensor(0.5000)
     """
 
     outputs: Mapping[Edge, Payload]

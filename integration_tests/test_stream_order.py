@@ -1,4 +1,4 @@
-"""Each order between streams that docs/concepts/gpus.md names is there, and without it virtual streams find a race."""
+"""Each order between streams of packages/transport/README.md is there, and without it virtual streams find a race."""
 
 from __future__ import annotations
 

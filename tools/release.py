@@ -62,7 +62,8 @@ def set_version(text: str, version: str) -> str:
 
 def set_changelog(text: str, version: str, day: str) -> str:
     """``text`` of the changelog with its unreleased changes under the version, and an empty heading above."""
-    return text.replace("## [Unreleased]\n", f"## [Unreleased]\n\n## [{version}] - {day}\n", 1)
+    released = text.replace(f"{version} (unreleased)", version)
+    return released.replace("## [Unreleased]\n", f"## [Unreleased]\n\n## [{version}] - {day}\n", 1)
 
 
 def set_versions(version: str) -> None:

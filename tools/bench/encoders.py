@@ -3,7 +3,7 @@
     python tools/bench/encoders.py [--quick] [--effort 1] [--ranks] [--shapes 0.3B:7B,6B:70B:apart,...]
 
 Vision encoders of 0.3B, 2B and 6B parameters before language models of 7B and 70B, at costs from published sizes
-(docs/concepts/encoders.md derives them), with the peak of activations that 1F1B has as the limit. *Over busy*: how
+(packages/search/README.md derives them), with the peak of activations that 1F1B has as the limit. *Over busy*: how
 much longer the step is than the work of the busiest position; *over bound*: than the time that no plan is shorter than.
 *By order*: the gain of the search where backwards stay whole, as those of 1F1B are. With ``--ranks``, the plans are run
 on gloo with stages that sleep, at a scale where 1F1B takes ``--seconds``; measured are medians of the steps after the

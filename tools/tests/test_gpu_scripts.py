@@ -97,13 +97,14 @@ def test_what_is_packed_holds_the_library_under_the_name_that_the_scripts_look_f
     assert (tmp_path / "carried/libnccl.so.2.xz").exists()
 
 
-def test_the_tests_that_the_page_on_gpus_names_exist():
-    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs/concepts/gpus.md").read_text()))
+def test_the_tests_that_the_pages_on_gpus_name_exist():
+    pages = ("docs/concepts/gpus.md", "tools/gpu/README.md")
+    named = {name for page in pages for name in re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / page).read_text())}
     files = [path for folder in TESTS for path in ROOT.glob(f"{folder}/**/test_*.py")]
     known = {path.stem for path in files}
     for path in files:
         known |= set(re.findall(r"def (test_\w+)\(", path.read_text()))
-    assert len(named) > 20
+    assert len(named) > 50
     assert named <= known
 
 

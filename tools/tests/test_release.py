@@ -89,8 +89,9 @@ def test_a_version_is_set_everywhere_it_stands():
     after = release.set_version(before, "1.2.3rc1")
     assert "0.1.0" not in after
     assert after.count("1.2.3rc1") == before.count("0.1.0")
-    log = release.set_changelog("# Changelog\n\n## [Unreleased]\n\n### Added\n", "1.2.3", "2026-12-01")
-    assert log == "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-12-01\n\n### Added\n"
+    log = "# Changelog\n\n## [Unreleased]\n\n1.2.3 (unreleased), the first.\n\n### Added\n"
+    log = release.set_changelog(log, "1.2.3", "2026-12-01")
+    assert log == "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-12-01\n\n1.2.3, the first.\n\n### Added\n"
 
 
 @pytest.mark.parametrize("folder", release.FOLDERS.values(), ids=lambda path: path.name)

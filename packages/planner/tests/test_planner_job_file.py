@@ -11,7 +11,7 @@ from attrs import NOTHING, Factory, fields
 
 from pipegrid.planner import Device, Job, Layers, Measured, ModuleCosts, Network, Training
 
-PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "job_file.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "job_file.md"
 TABLES = re.findall(r"^## (.+)\n+((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8") + "\n", flags=re.MULTILINE)
 CLASSES = {
     "The job": Job,

@@ -60,11 +60,13 @@ class FakeDevice:
         watchdog: of the device, with its settings.
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
         eager_bytes: sends end before their receives have come, up to so many bytes for each peer of a communicator, as
-            NCCL may buffer. 0: none, which is what a proof has to assume.
+            NCCL may buffer: finds code that takes the end of a send for the arrival of its data. 0: none, which is what
+            a proof has to assume.
         connects_in_batches: two ranks of a group connect in the first batch between them, each way, which starts when
-            all batches have started that such messages join to it: the worst case of how NCCL connects.
+            all batches have started that such messages join to it, the worst case of how NCCL connects: finds a first
+            step that hangs.
         drains_at_compute: every operation inside `Streams.watch` first waits for all entries launched so far, as a
-            call that loads a module or frees memory does.
+            call that loads a module or frees memory does: finds receives that are posted too early.
         graph: of the capture that is under way.
         recorder: of the flight recorder; `dump` writes its file.
 
@@ -215,7 +217,10 @@ class FakeDevice:
 
     @contextmanager
     def capture(self) -> Iterator[FakeGraph]:
-        """Record the launches inside the block, which do not run; see `pipegrid.fake_nccl.capture`."""
+        """Record the launches inside the block; they run at each `FakeGraph.replay`.
+
+        A wait inside returns after ordering, with a timeout as well; the graph keeps its tensors.
+        """
         self.graph = FakeGraph()
         try:
             yield self.graph

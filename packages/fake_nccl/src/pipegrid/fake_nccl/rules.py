@@ -7,7 +7,11 @@ from attrs import frozen
 
 @frozen
 class LegacyRules:
-    """Settings of the watchdog and the heartbeat monitor of ``nccl-legacy``; see `watchdog.Watchdog`.
+    """Settings of the watchdog and the heartbeat monitor of ``nccl-legacy``.
+
+    The error of an entry ends the process ``grace`` seconds later, unless its group was aborted by then. The watchdog
+    then sets the key ``exception_dump`` in the store; a process that finds the key, of an earlier attempt of the job as
+    well, ends ``dump_grace`` seconds later. Each of these fails the test.
 
     Attributes:
         grace: seconds from an error to the end of the process.
@@ -26,7 +30,7 @@ class LegacyRules:
 
 @frozen
 class Nccl2Rules:
-    """Settings of the watchdog of nccl2 and nccl-lazy; `groups.nccl2` keeps its rules.
+    """Settings of the watchdog of nccl2 and nccl-lazy, whose rules `Nccl2Group` has.
 
     Attributes:
         tick: seconds between its looks.

@@ -1,11 +1,4 @@
-"""The rules of torch 2.15's ``nccl-lazy`` where they differ from those of nccl2.
-
-A group has a primary, for batches and collectives, and a communicator for each peer, for lone messages: see `pairs`.
-
-The name of a pair's communicator has a count of the pairs of those two *ranks in their groups*, of all groups of the
-process. A rank that has made more pairs of the same ranks than its peer looks for another name, and both wait for each
-other until the timeout.
-"""
+"""The rules of torch 2.15's ``nccl-lazy``: `LazyGroup` says where they differ from those of nccl2."""
 
 from __future__ import annotations
 
@@ -17,7 +10,18 @@ from pipegrid.fake_nccl.groups.pairs import PairsGroup
 
 
 class LazyGroup(PairsGroup, Nccl2Group):
-    """A group of the backend ``fake_nccl`` by the rules of nccl-lazy; its own communicator is the primary."""
+    """A group of the backend ``fake_nccl`` by the rules of nccl-lazy, where they differ from `Nccl2Group`'s.
+
+    Batches and collectives are on the group's own communicator (the primary), lone messages on one of their pair, each
+    with a stream of its own.
+
+    - A pair connects at its first lone message: the host waits until the peer has come to one, for the group's timeout
+      at most; the error names the ranks that did not come.
+    - A batch never meets a lone message, and a lone message may overtake the batch before it.
+    - `abort` waits for lone messages under way, since the primary goes first.
+    - The name of a pair's communicator counts the pairs of those two *ranks in their groups*, of all groups of the
+      process. Ranks with different numbers of such groups look for different names, and both wait until the timeout.
+    """
 
     pair_class: ClassVar[type[FakeGroup]] = Nccl2Group
 

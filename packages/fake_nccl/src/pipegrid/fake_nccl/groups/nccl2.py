@@ -1,19 +1,4 @@
-"""The rules of `ProcessGroupNCCL2` (torch 2.15's ``nccl``) where they differ from those of `FakeGroup`.
-
-- Bindings: no ``_set_default_timeout``. Works of a batch are complete at once; its end alone counts, and an empty batch
-  has one as well.
-- A wait raises an error that is known by then. The error of one entry is that of all unfinished works of its group.
-  ``is_success()`` is true of a work that runs.
-- An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive: the
-  work of a lone one holds its tensor, that of a batch does not; memory that is freed before the end is a violation.
-- The watchdog sees an error a tick after it came. In a group that was not aborted by then it ends the process after a
-  grace, as does a launch on the group or a ``wait(timeout)`` that passes: a violation. An abort in between waits.
-- A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a wait.
-- A shutdown waits for the group's entries, without a bound, and meets the other members. One with an entry under way is
-  a violation: with a member that is gone it would never return.
-- The default group is bound to a device, so a new group is a split of it by all ranks of the world (see `backend`). One
-  with the option ``lazy_init`` is none, and connects at its first use.
-"""
+"""The rules of `ProcessGroupNCCL2` (torch 2.15's ``nccl``): `Nccl2Group` says where they differ from `FakeGroup`'s."""
 
 from __future__ import annotations
 
@@ -90,7 +75,26 @@ def is_lazy(chosen: Any) -> bool:
 
 
 class Nccl2Group(FakeGroup):
-    """A group of the backend ``fake_nccl`` by the rules of nccl2."""
+    """A group of the backend ``fake_nccl`` by the rules of torch 2.15's ``nccl``, where they differ from `FakeGroup`'s.
+
+    - There is no ``_set_default_timeout``. Works of a batch are complete at once; its end alone counts, and an empty
+      batch has one as well.
+    - A wait raises an error that is known by then. The error of one entry is that of all unfinished works of its group.
+      ``is_success()`` is true of a work that runs.
+    - An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive:
+      the work of a lone one holds its tensor, that of a batch does not. Memory that is freed before its entry has ended
+      is a violation.
+    - The watchdog sees an error a tick after it came (see `Nccl2Rules`; no dump key). In a group that was not aborted
+      by then it ends the process after a grace, as does a launch on the group or a ``wait(timeout)`` that passes: a
+      violation. An abort in between waits.
+    - A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a
+      wait.
+    - A shutdown waits for the group's entries, without a bound, and meets the other members. One with an entry under
+      way is a violation: with a member that is gone it would never return.
+    - The default group is bound to a device, so a new group is a split of it by all ranks of the world: one that does
+      not come holds the others until the timeout, as after ``new_group(use_local_synchronization=True)`` by some ranks.
+      A group with the option ``lazy_init`` is no split, and connects at its first use.
+    """
 
     supports_splitting = True
 

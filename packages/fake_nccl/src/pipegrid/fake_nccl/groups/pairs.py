@@ -102,9 +102,11 @@ class PairsGroup(FakeGroup):
 class LegacyGroup(PairsGroup):
     """A group of the backend ``fake_nccl`` by the rules of nccl-legacy.
 
-    It connects at its first use, and a lone message is on a communicator of the pair. A group with a bound device
-    (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator for everything; new
-    groups beside a bound default group are splits of it. An abort ends all communicators of a group together.
+    It connects at its first batch or collective, which holds the host until all members have come to one. A lone
+    message is on a communicator of the pair, with a stream of its own, which both ends make at their first one. A group
+    with a bound device (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator
+    for everything; new groups beside a bound default group are splits of it. An abort ends all communicators of a group
+    together.
     """
 
     supports_splitting = True

@@ -30,6 +30,21 @@ _UNREAD_BYTE = 0xFF
 class LateRun:
     """What was seen of the late device.
 
+    - An operation is queued on the current virtual stream and returns a tensor of the right shape; the host's own bytes
+      are NaN (0xff) and stay so.
+    - Streams are played while the host waits or polls, or has queued nothing for 20 ms (another rank may need this
+      one).
+    - A read by the host returns the right values, after a wait that is listed: the calls of `Streams.watch`, and
+      ``nonzero``, ``masked_select``, ``unique``, a mask as an index (whatever has a shape that depends on values), and
+      polling in a loop.
+    - Entries of the fake NCCL start when the launching stream gets to their launch, and ``Work.wait()`` never holds the
+      host.
+    - ``FakeDevice.timeline`` has launches and marks on the host, starts and ends of entries, and where the streams get
+      to a wait for an entry and to a mark.
+    - The vector clocks of the virtual streams run beside it. Not seen: host threads other than the one that entered,
+      ``.to("cpu")`` (every tensor is on the CPU here; ``.cpu()`` is seen), and copies to the GPU from memory that is
+      not pinned.
+
     Attributes:
         player: what plays the launches of the streams, later than the host makes them.
         live_bytes: of tensors made on the device that the host holds, or that it freed while another stream may use

@@ -28,6 +28,17 @@ from pipegrid.fake_nccl.virtual_streams.work import StreamWork
 class Streams(StreamWork):
     """The streams of one fake GPU, with the face of `torch.cuda`.
 
+    - Inside `watch` every operation of the thread is work on its current stream, those of a backward included. Entries
+      of the fake NCCL are work on their group's stream, after the launching stream's work so far. ``Work.wait()``
+      orders the current stream after the entry, although it also holds the host.
+    - Memory that is freed while another stream than its own may still use it, with no event and no ``record_stream``,
+      is a race.
+    - `watch` yields each point at which the host would wait for the GPU: ``.item()``, ``.tolist()``, ``.cpu()``,
+      ``torch.equal``, a boolean of a tensor, ``synchronize``, a wait with a timeout.
+    - Polling orders nothing, neither ``is_completed()`` nor ``query()``: what a poll happened to find, it might not
+      find next time.
+    - All tensors count as tensors of the GPU; threads other than the watching one are not seen.
+
     Args:
         violations: where races are reported.
 

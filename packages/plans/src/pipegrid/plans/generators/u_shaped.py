@@ -6,7 +6,7 @@ positions 1..P-1 one stage each. Neither data nor labels leave position 0.
 Source: the cut is that of Vepakomma et al. 2018, "Split learning for health: Distributed deep learning without
 sharing raw patient data", there the U-shaped configuration without label sharing; the order on positions
 1..P-1 is 1F1B (see `one_f_one_b`); that on position 0 and its counts are ours, derived in
-docs/concepts/schedules.md.
+docs/examples/edge_cloud/README.md.
 """
 
 from __future__ import annotations

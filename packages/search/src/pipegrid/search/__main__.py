@@ -21,13 +21,13 @@ from pipegrid.plans.orders import (
     orders_from_csv,
     orders_of_plan,
     prove_order,
-    read_schedule,
 )
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Plan, to_torch
 from pipegrid.plans.simulate import Costs, CostsError, Simulation, costs_from_json, simulate
 from pipegrid.plans.verify import as_limit, verify
 from pipegrid.search import COMPARED, Found, Progress, compare, comparison_table, greedy, search
+from pipegrid.search.foreign import read_schedule
 from pipegrid.search.junit import Case, write_junit
 from pipegrid.timeline import (
     Timeline,

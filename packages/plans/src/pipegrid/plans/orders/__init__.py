@@ -6,14 +6,6 @@ from pipegrid.plans.orders.orders import Launch, Message, Orders
 from pipegrid.plans.orders.prove import OrderProof, prove_order
 from pipegrid.plans.orders.read import orders_from_csv, orders_from_json
 from pipegrid.plans.orders.others import orders_of_torch, plan_of_megatron, plan_of_torch
-from pipegrid.plans.orders.foreign import (
-    dualpipe_calls,
-    orders_of_deepspeed,
-    orders_of_dualpipe,
-    orders_of_hyperparallel,
-    plan_of_jaxpp,
-    read_schedule,
-)
 
 __all__ = [
     "Launch",
@@ -21,18 +13,12 @@ __all__ = [
     "OrderProof",
     "Orders",
     "SharedCommunicators",
-    "dualpipe_calls",
     "fewest_communicators",
     "orders_from_csv",
     "orders_from_json",
-    "orders_of_deepspeed",
-    "orders_of_dualpipe",
-    "orders_of_hyperparallel",
     "orders_of_plan",
     "orders_of_torch",
-    "plan_of_jaxpp",
     "plan_of_megatron",
     "plan_of_torch",
     "prove_order",
-    "read_schedule",
 ]

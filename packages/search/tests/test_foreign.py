@@ -14,13 +14,12 @@ from attrs import evolve
 
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans import PlanError, interleaved_1f1b, lower, one_f_one_b, verify
-from pipegrid.plans.orders import (
+from pipegrid.plans.orders import orders_of_plan, prove_order
+from pipegrid.search.foreign import (
     dualpipe_calls,
     orders_of_deepspeed,
     orders_of_hyperparallel,
-    orders_of_plan,
     plan_of_jaxpp,
-    prove_order,
     read_schedule,
 )
 from plan_kit.order_player import OrderPlayer
@@ -30,7 +29,7 @@ NAMES = {"DeepSpeed": "deepspeed", "HyperParallel": "hyperparallel", "DualPipe":
 FILES = {framework: json.loads((DATA / f"{name}.json").read_text()) for framework, name in NAMES.items()}
 DEEPSPEED, JAXPP, DUALPIPE = FILES["DeepSpeed"], FILES["JaxPP"], FILES["DualPipe"]
 EVERY = {name: document for found in FILES.values() for name, document in found.items()}
-PAGE = (Path(__file__).parents[4] / "docs" / "museum" / "index.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "museum" / "index.md").read_text()
 COLUMNS = ("nccl-legacy", "nccl2", "nccl-lazy", "nccl-serial", "nccl-connecting", "gloo")
 
 

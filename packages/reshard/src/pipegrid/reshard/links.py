@@ -89,7 +89,7 @@ class Choice:
     """A strategy, and what ``"auto"`` decides by.
 
     Attributes:
-        strategy: how copies on the destination get the tensor.
+        strategy: how copies are sent (`plan_reshard`).
         leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
         links: speeds, where they are known.
 

@@ -89,7 +89,7 @@ class ReshardPlan:
         dst: the side that receives.
         sizes: of the axes of the tensor.
         backward: whether it moves a gradient.
-        strategy: how copies on ``dst`` get the tensor.
+        strategy: how copies are sent (`plan_reshard`).
         itemsize: bytes of an element.
         leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
         links: speeds, where they are known.

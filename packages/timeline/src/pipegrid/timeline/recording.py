@@ -69,7 +69,7 @@ class Track:
     Attributes:
         rank: the global rank.
         position: which it holds.
-        actions: in the order in which they ran.
+        actions: each with its index in the plan.
         asides: what it did outside the plan.
 
     Examples:

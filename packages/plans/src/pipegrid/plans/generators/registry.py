@@ -108,7 +108,7 @@ _SYNONYMS = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}
 
 @checked_arguments(PlanError)
 def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
-    """The schedule called ``name``, dashes and capitals apart; with more than one chunk, ``1f1b`` is in chunks."""
+    """The schedule called ``name``: ``One-F-One-B`` is ``1f1b``, and with more than one chunk ``interleaved_1f1b``."""
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:

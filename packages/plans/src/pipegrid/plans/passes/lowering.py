@@ -89,10 +89,9 @@ def lower(
     the one that computes, so a position has at most ``prefetch + 1`` of its stages gathered.
 
     ``ahead`` bounds the queue of a frozen module on positions of its own: at most so many of its messages are received,
-    and not used yet, at any time (None: as many as it makes).
-
-    ``duration`` estimates how long a compute takes; it moves receives, and cannot make the result wrong. ``proved``:
-    the computes need no proof of their own: a generator made them, and the result will be verified.
+    and not used yet, at any time (None: as many as it makes). ``duration`` estimates how long a compute takes; it moves
+    receives, and cannot make the result wrong. ``proved``: the computes need no proof of their own: a generator made
+    them, and the result will be verified.
 
     Why it cannot deadlock: the computes get one order for the whole plan (by the date at which each starts in a
     simulation), in which a compute of a stage on several positions is one event of all of them; and each transfer gets

@@ -41,7 +41,7 @@ class Plan:
         positions: per position, its steps. With routes, per *actor*: the positions of replica 0, then of replica 1, ...
         graph: the modules, and so the stages and their edges.
         placement: per stage, the position that holds it (or the positions, where a module is colocated with several
-            stages of another).
+            stages of another); with routes, of each replica.
         num_microbatches: of one training step; with routes, units.
         forward_only: the stages without a backward, because nothing before or in them is trained (all of them in an
             evaluation); no gradient travels along an edge with such an end.

@@ -163,9 +163,7 @@ def verify(
     their ``F``, freed, and on their way back before their backward.
 
     A compute of a stage that lies on several positions starts when all of them have come to it. A plan of computes
-    alone is verified as if data reached other positions at once.
-
-    Time and memory are linear in the number of actions.
+    alone is verified as if data reached other positions at once. Time and memory are linear in the number of actions.
 
     Raises:
         PlanError: ``faults`` has every fault, with position and step; a cycle is printed action by action. Cycles are

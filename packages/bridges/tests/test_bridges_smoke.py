@@ -56,6 +56,10 @@ def test_the_public_names_are_these():
     assert pipegrid.bridges.__all__ == sorted(PUBLIC)
     for name in PUBLIC + FURTHER:
         assert getattr(pipegrid.bridges, name).__name__ == name
+    assert (pipegrid.bridges.Sharded, pipegrid.bridges.Replicated) == (
+        pipegrid.bridges.Shard,
+        pipegrid.bridges.Replicate,
+    )
     with pytest.raises(AttributeError, match="no attribute 'Brigde'"):
         _ = pipegrid.bridges.Brigde
 

@@ -30,6 +30,7 @@ FURTHER = {
     "ModuleLayout",
     "ModuleStageInfo",
     "Relation",
+    "data_lane",
     "replica_bounds",
     "replica_sizes",
     "GroupCreationTimeoutError",

@@ -87,6 +87,8 @@ class Partial(Placement):
         return "sums"
 
 
+Sharded, Replicated = Shard, Replicate  # both pairs of names are used for placements
+
 DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
     "dp": Shard(BATCH),
     "cp": Shard("s"),

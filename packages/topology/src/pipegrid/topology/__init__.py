@@ -33,6 +33,7 @@ from pipegrid.topology.groups import (
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
 from pipegrid.topology.job.placement import place
 from pipegrid.topology.job.replicas import (
+    data_lane as data_lane,
     replica_bounds as replica_bounds,
     replica_of,
     replica_samples,

@@ -246,7 +246,7 @@ class StepGradients:
             forced = {"force_all_reduce": True} if force_all_reduce else {}
             self.config.finalize_model_grads_func(models, own, pg_collection=self.pg_collection, **forced)
         elif self.reduction is not None:
-            self.reduction.finish(self._tokens(counted) if tokens is None else tokens, self.waiting)
+            self.reduction.finish(self._tokens(counted) if tokens is None else None, self.waiting, tokens)
             if getattr(self.config, "check_replicas", False):
                 require_equal_norms(self.reduction.layout, self.waiting)
                 for tie in getattr(self.config, "tied_parameters", ()):

@@ -186,18 +186,25 @@ class GradientReduction:
                 behind.add(id(bucket.first))
 
     @torch.no_grad()
-    def finish(self, num_tokens: torch.Tensor | float | Callable[[], torch.Tensor] | None, waiting: Waiting) -> None:
+    def finish(
+        self,
+        num_tokens: torch.Tensor | float | None,
+        waiting: Waiting,
+        counted: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
         """Start the remaining buckets, wait for all, divide, and store the gradients.
 
-        ``num_tokens``: of this rank; or a function that waits for those of the job, float64 on the gradients' device.
+        ``num_tokens``: of this rank; or ``counted`` waits for those of the job, float64 on the gradients' device.
         The host reads the device at most once: where a parameter of this rank had no gradient.
         """
         for bucket in self._startable():
             bucket.start()
         divisor: Divisor | None = self.loss_lanes
+        total = None if counted is None else counted()
         if num_tokens is not None:
             device = self.layout.device or device_of(self.layout.modules, self.job_group)
-            total = num_tokens() if callable(num_tokens) else global_tokens(num_tokens, device, self.job_group, waiting)
+            total = global_tokens(num_tokens, device, self.job_group, waiting)
+        if total is not None:
             divisor = torch.where(total > 0, total, torch.ones_like(total))
         for bucket in self.buckets:
             bucket.proceed(waiting)

@@ -160,9 +160,9 @@ class PreparedStep:
         models = kind.models(self.place, call.model)
         # Checked here already: before a runtime, and before the first message.
         self.place.by_stage(call.data_iterator, "data_iterator")
-        self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         config = config_of(next(iter(models.values())))
         require_options(config)
+        self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
         rule = Count if routes is None else Index
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)

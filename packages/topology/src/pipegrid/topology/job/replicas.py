@@ -37,6 +37,9 @@ def replica_of(grid: HyperCommGrid, rank: int | None = None, *, dims: Dims = ("d
     return replica, replicas
 
 
+data_lane = replica_of  # as the data contract of a pipeline's lanes calls it
+
+
 def replica_bounds(num_samples: int, replicas: int) -> tuple[int, ...]:
     """The contract: replica ``i`` of ``replicas`` has the samples from ``bounds[i]`` up to ``bounds[i + 1]``.
 

@@ -81,7 +81,7 @@ def test_a_written_script_trains_every_arrangement(schedule):
             main()
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, losses)
-        told = [each for each in found if each]
+        told = [each for each in found[1:] if each]  # the first rank computes those of the compared step as well
         assert told, f"no rank had the loss in {choice.arrangement}"
         assert all(len(each) == STEPS * choice.shape.job.global_batch // choice.microbatch for each in told)
     assert seen

@@ -15,7 +15,7 @@ from pipegrid.gradients.reduction.policy import Models
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import numbered_modules
-from pipegrid.schedules.megatron.kinds import Interleaved, StepKind
+from pipegrid.schedules.megatron.kinds import INTERLEAVED, StepKind
 
 CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
 
@@ -36,7 +36,7 @@ def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
 
 def require_compatible(kind: StepKind, call: StepCall, models: Models, config: Any) -> None:
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
-    if option(config, "overlap_moe_expert_parallel_comm") and not isinstance(kind, Interleaved):
+    if option(config, "overlap_moe_expert_parallel_comm") and kind != INTERLEAVED:
         raise StepArgumentError("config.overlap_moe_expert_parallel_comm is set, which only interleaving has")
     if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
         raise StepArgumentError(

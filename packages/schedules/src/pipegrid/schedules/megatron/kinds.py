@@ -1,11 +1,8 @@
-"""What each step function runs: this rank's stages, their models, and the proved plan.
-
-The kinds are plain values: calls of equal kinds may share a plan.
-"""
+"""What each step function runs: this rank's stages, their models, and the proved plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, frozen
@@ -21,121 +18,104 @@ from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proo
 from pipegrid.schedules.runtime import describe
 
 
+def place_in_job(kind: StepKind, call: StepCall) -> Place:
+    """This rank's stages by the communicator; without a placement, every rank has as many as there are models."""
+    chunks = len(call.model) if isinstance(call.model, (list, tuple)) else 1
+    place = place_of(call.p2p_communicator, several=kind.several, num_chunks=chunks)
+    if call.adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
+        raise StepArgumentError(
+            "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
+            "agree on shapes without it"
+        )
+    return place
+
+
+def place_alone(kind: StepKind, call: StepCall) -> Place:
+    """The only stage."""
+    del kind
+    if call.adjust_tensor_shapes_fn is not None:
+        raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
+    stages = 1 if call.p2p_communicator is None else require_job(call.p2p_communicator).total_stages
+    if stages != 1:
+        raise StepArgumentError(f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them")
+    return Place(one_module(1), (0,))
+
+
+def place_round_robin(kind: StepKind, call: StepCall) -> Place:
+    """Every ``ranks``-th stage of one module, from this rank's on."""
+    del kind
+    job = require_job(call.p2p_communicator)
+    if job.graph is not None:
+        raise StepArgumentError(
+            "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
+            "interleaves them"
+        )
+    chunks = job.num_chunks or (len(call.model) if isinstance(call.model, Sequence) else 1)
+    if chunks < 2:
+        raise StepArgumentError(
+            f"model is {describe(call.model)}; interleaving takes a list of at least two chunks. With one, use "
+            "forward_backward_pipelining_without_interleaving"
+        )
+    ranks = job.total_stages
+    return Place(one_module(ranks * chunks), tuple(range(job.current_stage, ranks * chunks, ranks)))
+
+
+def proof_of_schedule(kind: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
+    """The plan of the schedule over the graph of modules."""
+    del config
+    return step_proof(evolve(place, stages=()), needs, kind.schedule, kind.num_slices)
+
+
+def proof_of_interleaving(kind: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
+    """Interleaved 1F1B with the groups of microbatches, the receives and the warmup of ``config``."""
+    del kind
+    chunks = len(place.stages)
+    ranks = place.graph.num_stages // chunks
+    group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
+    num_microbatches = needs.num_microbatches
+    last = num_microbatches % group_size
+    if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
+        raise StepArgumentError(
+            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
+            "needs ranks <= group size <= microbatches, and a last group that is full or has at least as many "
+            "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
+        )
+    receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
+    extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
+    return interleaved_proof(ranks, chunks, needs, group_size, receives, extra_warmup)
+
+
 @frozen
 class StepKind:
-    """What a step function runs."""
-
-    def place(self, call: StepCall) -> Place:
-        """This rank's stages in the job of the call's communicator."""
-        raise NotImplementedError
-
-    def models(self, place: Place, model: Any) -> Models:
-        """The argument ``model`` of a call by stage; the config is that of the first."""
-        return place.by_stage(model, "model")
-
-    def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
-        """The plan with its proof."""
-        raise NotImplementedError
-
-
-@frozen
-class Scheduled(StepKind):
-    """A named schedule, for one module or a graph of modules.
+    """What a step function runs; calls of equal kinds may share a plan.
 
     Attributes:
         schedule: as in `schedule_for`.
         num_slices: likewise.
         several: a rank may have several stages of a module.
+        place: finds this rank's stages in the job of a call's communicator.
+        proof: makes the plan with its proof.
     """
 
     schedule: str
     num_slices: int = 1
     several: bool = True
-
-    def place(self, call: StepCall) -> Place:
-        """By the communicator; without a placement, every rank has as many stages as there are models."""
-        chunks = len(call.model) if isinstance(call.model, (list, tuple)) else 1
-        place = place_of(call.p2p_communicator, several=self.several, num_chunks=chunks)
-        if call.adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
-            raise StepArgumentError(
-                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
-                "agree on shapes without it"
-            )
-        return place
-
-    def models(self, place: Place, model: Any) -> Models:
-        """By module and stage; all with one config."""
-        if not self.several and len(place.stages) > 1 and not isinstance(model, Mapping):
-            raise StepArgumentError(
-                f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of "
-                "them"
-            )
-        models = super().models(place, model)
-        if not have_one_config(list(models.values())):
-            raise StepArgumentError("the models on this rank have different configs; a step has one")
-        return models
-
-    def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
-        """Of the schedule over the graph of modules."""
-        del config
-        return step_proof(evolve(place, stages=()), needs, self.schedule, self.num_slices)
+    place: Callable[[StepKind, StepCall], Place] = place_in_job
+    proof: Callable[[StepKind, Place, PlanNeeds, Any], Proof] = proof_of_schedule
 
 
-@frozen
-class NoPipeline(Scheduled):
-    """All microbatches in turn, on one stage."""
-
-    schedule: str = "1f1b"
-    several: bool = False
-
-    def place(self, call: StepCall) -> Place:
-        """Of the only stage."""
-        if call.adjust_tensor_shapes_fn is not None:
-            raise StepArgumentError(
-                "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
-            )
-        stages = 1 if call.p2p_communicator is None else require_job(call.p2p_communicator).total_stages
-        if stages != 1:
-            raise StepArgumentError(
-                f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them"
-            )
-        return Place(one_module(1), (0,))
+NO_PIPELINE = StepKind("1f1b", several=False, place=place_alone)
+ONE_STAGE_EACH = StepKind("1f1b", several=False)
+INTERLEAVED = StepKind("interleaved_1f1b", place=place_round_robin, proof=proof_of_interleaving)
 
 
-@frozen
-class Interleaved(StepKind):
-    """Interleaved 1F1B of one module, whose stages are placed round-robin."""
-
-    def place(self, call: StepCall) -> Place:
-        """Every ``ranks``-th stage from this rank's on."""
-        job = require_job(call.p2p_communicator)
-        if job.graph is not None:
-            raise StepArgumentError(
-                "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
-                "interleaves them"
-            )
-        chunks = job.num_chunks or (len(call.model) if isinstance(call.model, Sequence) else 1)
-        if chunks < 2:
-            raise StepArgumentError(
-                f"model is {describe(call.model)}; interleaving takes a list of at least two chunks. With one, use "
-                "forward_backward_pipelining_without_interleaving"
-            )
-        ranks = job.total_stages
-        return Place(one_module(ranks * chunks), tuple(range(job.current_stage, ranks * chunks, ranks)))
-
-    def proof(self, place: Place, needs: PlanNeeds, config: Any) -> Proof:
-        """With the groups of microbatches, the receives and the warmup of ``config``."""
-        chunks = len(place.stages)
-        ranks = place.graph.num_stages // chunks
-        group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
-        num_microbatches = needs.num_microbatches
-        last = num_microbatches % group_size
-        if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
-            raise StepArgumentError(
-                f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
-                "needs ranks <= group size <= microbatches, and a last group that is full or has at least as many "
-                "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
-            )
-        receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
-        extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-        return interleaved_proof(ranks, chunks, needs, group_size, receives, extra_warmup)
+def models_by_stage(kind: StepKind, place: Place, model: Any) -> Models:
+    """The argument ``model`` of a call by stage; those of a schedule have one config, else that of the first counts."""
+    if not kind.several and len(place.stages) > 1 and not isinstance(model, Mapping):
+        raise StepArgumentError(
+            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
+        )
+    models: Models = place.by_stage(model, "model")
+    if kind != INTERLEAVED and not have_one_config(list(models.values())):
+        raise StepArgumentError("the models on this rank have different configs; a step has one")
+    return models

@@ -41,7 +41,7 @@ from pipegrid.schedules.megatron.checks import (
 )
 from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, config_of, option, require_options
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.kinds import StepKind
+from pipegrid.schedules.megatron.kinds import StepKind, models_by_stage
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage
@@ -156,8 +156,8 @@ class PreparedStep:
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
         self.state = state
-        self.place = kind.place(call)
-        models = kind.models(self.place, call.model)
+        self.place = kind.place(kind, call)
+        models = models_by_stage(kind, self.place, call.model)
         # Checked here already: before a runtime, and before the first message.
         self.place.by_stage(call.data_iterator, "data_iterator")
         config = config_of(next(iter(models.values())))
@@ -174,7 +174,7 @@ class PreparedStep:
         self.replica = replica_of(call, self.place)
         planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
-        proof = kind.proof(self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
+        proof = kind.proof(kind, self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
             held = {self.place.module_of(stage): model for stage, model in models.items()}

@@ -15,7 +15,7 @@ from pipegrid.plans.generators import find_schedule, require_slices
 from pipegrid.plans.plan import Routes
 from pipegrid.schedules.megatron.call import LastStep, LossSums, StepCall
 from pipegrid.schedules.megatron.counts import size_of
-from pipegrid.schedules.megatron.kinds import Interleaved, NoPipeline, Scheduled
+from pipegrid.schedules.megatron.kinds import INTERLEAVED, NO_PIPELINE, ONE_STAGE_EACH, StepKind
 from pipegrid.schedules.megatron.step import run_step
 
 ForwardStepFunc = Callable[..., Any]
@@ -109,7 +109,21 @@ def forward_backward_no_pipelining(
         The ``info`` of every microbatch's loss function.
     """
     del seq_length, micro_batch_size, decoder_seq_length
-    return run_step(NoPipeline(), StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+    )
+    return run_step(NO_PIPELINE, call)
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -175,7 +189,24 @@ def forward_backward_pipelining_without_interleaving(
             not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
-    return run_step(Scheduled("1f1b", several=False), StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+    )
+    return run_step(ONE_STAGE_EACH, call)
 
 
 def forward_backward_with_schedule(
@@ -227,9 +258,26 @@ def forward_backward_with_schedule(
         StepArgumentError: no communicator, or lists without an item for each stage.
         PlanError: a graph or a placement that the schedule does not fit.
     """
-    arguments = locals()
-    kind = Scheduled(arguments.pop("schedule"), arguments.pop("num_slices"))
-    return run_step(kind, StepCall(**arguments))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+        batch=batch,
+        sums=sums,
+        last=last,
+    )
+    return run_step(StepKind(schedule, num_slices), call)
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -265,4 +313,21 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-    return run_step(Interleaved(), StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+    )
+    return run_step(INTERLEAVED, call)

@@ -110,17 +110,17 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 @frozen
 class _Graphs:
-    """A region, compiled.
+    """The compiled graphs of a region.
 
     Attributes:
         forward: from the region's arguments to its outputs and what the backward needs.
         input_half: from that and the tangents to the gradients of inputs, and what the weight half needs of it.
         weight_half: from what the two before have left to the gradients of parameters.
         outputs: number of the region's outputs.
-        inputs: which arguments have a gradient at I.
-        parameters: which arguments have a gradient at W.
-        kept: which of what the forward and the tangents have left the weight half needs.
-        differentiable: which outputs have a tangent.
+        inputs: indices of arguments with a gradient at I.
+        parameters: indices of arguments with a gradient at W.
+        kept: indices of the saved values and tangents that the weight half needs.
+        differentiable: indices of outputs with a tangent.
         formats: of each tangent's memory, as traced.
         order: of what the forward has saved, as the backward takes it.
     """
@@ -187,16 +187,16 @@ def _split(
 
 
 def _order(saved: Sequence[str], read: Sequence[str]) -> tuple[int, ...]:
-    """Where the forward's outputs ``saved`` have what the backward takes in, by name.
+    """The indices in ``saved``, the forward's outputs, of the inputs ``read`` of the backward.
 
-    The states of generators, with which a checkpoint draws again, have another name in each, and come in one order.
+    Generator states, with which a checkpoint draws again, have other names in each, and are matched by order.
     """
     states = iter([name for name in saved if name not in read])
     return tuple(saved.index(next(states) if name.startswith(RANDOM_STATE) else name) for name in read)
 
 
 class _Weights(torch.autograd.Function):
-    """The weight half: its result stands for the parameters in the region's graph, and has no value."""
+    """The weight half: its result takes the parameters' place in the region's graph, and has no value."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *parameters: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class SplitRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, weights: Tensor, *inputs: Tensor) -> Any:
-        """The region's outputs; ``weights`` stands for its parameters."""
+        """The region's outputs; ``weights``, the result of `_Weights`, takes the place of its parameters."""
         del inputs
         graphs = call.graphs
         arguments = [each.detach() if isinstance(each, Tensor) else each for each in call.arguments]
@@ -239,7 +239,7 @@ class SplitRegion(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradients of ``inputs``; the rest of what came in stays for the weight half."""
+        """The gradients of ``inputs``; what the weight half needs is kept for it."""
         call, graphs = ctx.call, ctx.call.graphs
         arrived = [gradients[index] for index in graphs.differentiable]
         tangents = [each.contiguous(memory_format=kind) for each, kind in zip(arrived, graphs.formats, strict=True)]

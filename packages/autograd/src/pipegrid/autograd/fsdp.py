@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``) as the runtime and the reduction meet it; its private parts are read here only."""
+"""FSDP2 (``fully_shard``) as the runtime and the reduction use it; its private parts are read here only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fsdp_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def fsdp_among(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Those of ``modules`` that ``fully_shard`` has sharded."""
+    """The modules among ``modules`` that ``fully_shard`` has sharded."""
     return [] if (kind := _kind()) is None else [each for each in modules if isinstance(each, kind)]
 
 
@@ -42,7 +42,7 @@ def _kind() -> type | None:
 
 
 def divide_factor(module: Any) -> float | None:
-    """What an FSDP module divides gradients by (``set_gradient_divide_factor``); None: by the ranks of its mesh."""
+    """The divisor of an FSDP module's gradients (``set_gradient_divide_factor``); None: the ranks of its mesh."""
     state = module._get_fsdp_state()  # noqa: SLF001
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # one group or none, in older versions
@@ -52,7 +52,7 @@ def divide_factor(module: Any) -> float | None:
 
 
 def outermost(modules: Iterable[Any]) -> tuple[Any, ...]:
-    """Those of the sharded ``modules`` that are inside no other one."""
+    """The sharded ``modules`` that are inside no other one."""
     held = list(modules)
     inside = {id(inner) for module in held for inner in module.modules() if inner is not module}
     return tuple(module for module in held if id(module) not in inside)

@@ -49,8 +49,8 @@ class Owner:
     Attributes:
         node: its number.
         outputs: the outputs of the node's forward that were used; a gradient arrives for each.
-        sinks: where the gradients of its own parameters end: their accumulators.
-        height: nodes on the longest way to an input. Owners of one height cannot reach each other.
+        sinks: the accumulators of its own parameters, in which their gradients end.
+        height: nodes on the longest path to an input. Owners of one height cannot reach each other.
     """
 
     node: int
@@ -81,8 +81,8 @@ class Level:
     """Owners of one height, for which W calls the engine once.
 
     Attributes:
-        arrivals: which of the division's ``arrivals`` are theirs.
-        sinks: those of all of them.
+        arrivals: their slice of the division's ``arrivals``.
+        sinks: of all of them.
     """
 
     arrivals: slice
@@ -104,7 +104,7 @@ class Division:
         unsplittable: nodes of the input path that cannot run while others are kept for later.
         reduced: whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there.
         compiled: whether a compiled region is on the input path, so that all of it runs at I.
-        apart: which roots lie off the input path: their whole backward is weight half.
+        apart: indices of roots off the input path: their whole backward is weight half.
         apart_at_i: whether that runs at I, since it shares nodes with others that do.
     """
 
@@ -221,7 +221,7 @@ def input_path_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor])
 
 
 def _heights(outline: Outline) -> dict[int, int]:
-    """Per node its height, those below it first: nodes on the longest way to an input, 0 where none is reached."""
+    """The height of each node, children first: nodes on the longest path to an input, 0 where none is reached."""
     inputs = set(outline.inputs)
     heights: dict[int, int] = {}
     seen: set[int] = set()
@@ -241,7 +241,7 @@ def _heights(outline: Outline) -> dict[int, int]:
 
 
 def _claims(outline: Outline, entries: dict[int, list[int]]) -> tuple[dict[int, list[int]], set[int]]:
-    """Per owner the sinks behind its entries, and those owners of which two reach the same node."""
+    """The sinks behind the entries of each owner, and the owners that share a node with another owner."""
     claimed: dict[int, int] = {}
     sinks: dict[int, list[int]] = {}
     sharing: set[int] = set()

@@ -41,7 +41,7 @@ def keep_recomputed(node: Node) -> None:
 
 
 def saved_tensors(node: Node) -> Iterator[tuple[Any, torch.Tensor]]:
-    """What ``node`` has saved, without those of a saved-tensor hook: the ``SavedTensor``, and its tensor.
+    """The pairs (``SavedTensor``, tensor) that ``node`` has saved without a saved-tensor hook.
 
     Raises:
         RuntimeError: a tensor was modified in place since.

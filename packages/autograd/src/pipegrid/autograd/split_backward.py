@@ -61,9 +61,9 @@ class WeightHalf:
     """The rest of a backward, for W.
 
     Attributes:
-        calls: what is left to run.
+        calls: the calls that are left to run.
         group: the one in which all of the backward runs.
-        roots: where it began: they hold the graph, as edges to nodes of Python functions do not before torch 2.13.
+        roots: of the backward: they hold the graph, as edges to nodes of Python functions do not before torch 2.13.
     """
 
     calls: tuple[Call, ...] = ()
@@ -80,10 +80,10 @@ def backward_inputs(
     on_compiled: Callable[[], None] | None = None,
     whole: bool | None = None,
 ) -> tuple[Sequence[torch.Tensor | None], WeightHalf]:
-    """I: the gradients of ``inputs`` (None for an unused one), and the rest, for W.
+    """Run the input half (I): the gradients of ``inputs`` (None for an unused one), and the weight half left for W.
 
     Args:
-        roots: what the stage made (`torch.autograd.graph.get_gradient_edge`); the tensors may be gone.
+        roots: edges of the stage's outputs (`torch.autograd.graph.get_gradient_edge`); the tensors may be gone.
         gradients: one for each root.
         inputs: leaves that require grad. Nothing is accumulated into their ``grad``.
         on_unsplittable: called before anything runs with the nodes that cannot run in halves; it raises.
@@ -178,7 +178,7 @@ def _level_calls(
 
 
 def backward_weights(half: WeightHalf) -> None:
-    """W: accumulate the weight half into the parameters. Once.
+    """Run a weight half (W), once: accumulate its gradients into the parameters.
 
     Examples:
         >>> import torch

@@ -37,7 +37,7 @@ def own_groups(
     On NCCL they have the options of lanes: a stream of high priority, and at most ``max_ctas`` thread blocks.
 
     Past a group's own timeout gloo fails a collective as if a rank had died, and torch's watchdog ends a process with a
-    device: the error of the deadline must come first.
+    device: the error of the deadline must be earlier.
     """
     own = timeout or timedelta(seconds=deadline + BACKSTOP_SECONDS)
     backend = backend or dist.get_backend_config()
@@ -58,7 +58,7 @@ class CollectiveWaits:
         rank: this rank.
         device: of the tensors.
         deadline: seconds that a wait may take.
-        task: what did not happen where a wait fails, with {} for the other ranks.
+        task: the error's text for a wait that fails, with {} for the other ranks.
         failure: an error beside the collectives that may be the cause; None while there is none.
         ended: why the communicator was ended.
         pending: collectives that a stream was ordered after, with their ranks.
@@ -102,8 +102,8 @@ class CollectiveWaits:
             task: of this collective, where it is another than the communicator's.
 
         Raises:
-            CollectiveFailedError: a rank died or did not come in time, or the communicator was ended. On a device, also
-                where a collective waited for before has failed since.
+            CollectiveFailedError: a rank died or did not join in time, or the communicator was ended. On a device,
+                also where a collective waited for before has failed since.
         """
         if work is None:
             return
@@ -119,7 +119,7 @@ class CollectiveWaits:
     def gather_text(
         self, text: str, ranks: Sequence[int], group: dist.ProcessGroup, *, task: str | None = None
     ) -> dict[int, str]:
-        """What each of ``ranks`` says, by rank; the host waits for it, as in `wait`."""
+        """The ``text`` of each of ``ranks``, by rank; holds the host, as `wait` with ``host=True``."""
         return gather_text(
             text, group, self.device, lambda work, _: self.wait(work, ranks, group, host=True, task=task)
         )

@@ -58,7 +58,7 @@ class SliceInfo:
 
 
 class BridgeDirection(str, enum.Enum):  # noqa: UP042 -- the seed's bases: a member formats as the enum it is
-    """Which side of the bridge has more replicas.
+    """The side of the bridge with more replicas.
 
     FAN_IN: the source has more; forward gathers along the batch, backward keeps this rank's slice.
     FAN_OUT: the destination has more; forward keeps this rank's slice, backward gathers the gradients of all
@@ -202,7 +202,7 @@ class ColocatedBridgeCommunicator:
         scale: int,
         rank_to_pos: dict[int, tuple[int, int]],
     ) -> list[list[int]]:
-        """Per slot of the side with fewer replicas and per tp shard of the other: the ``scale`` ranks in the slot.
+        """The gather groups: ``scale`` ranks per slot of the side with fewer replicas and tp shard of the other.
 
         The order inside of a group is the order of the replicas, which is the order of concatenation.
         """
@@ -246,7 +246,7 @@ class ColocatedBridgeCommunicator:
         return self.direction is BridgeDirection.FAN_OUT
 
     def get_slice_info(self, batch_size: int) -> SliceInfo:
-        """This rank's slice of ``batch_size`` samples on the side that slices.
+        """The slice of this rank, out of ``batch_size`` samples, on the side that slices.
 
         For FAN_OUT that is forward's slice of the source batch; for FAN_IN backward's slice of the gathered
         one; for EQUAL everything.
@@ -280,7 +280,7 @@ class ColocatedBridgeCommunicator:
             ShapeError: too few axes for ``dim_mapping``; a tensor that Megatron's model has marked with the rows of its
                 samples (``_mimo_bridge_split_sizes``), where equal slices cut inside of one; or the ranks' tensors
                 differ in shape or dtype, or their ``dim_mapping``: compared in the first call with each shape.
-            CollectiveFailedError: a rank did not come before the deadline, or died; or the bridge was aborted.
+            CollectiveFailedError: a rank did not join before the deadline, or died; or the bridge was aborted.
             P2PLaneDeadError: after `destroy`.
         """
         self._require_alive()
@@ -378,7 +378,7 @@ class _ColocatedCommunicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, comm: ColocatedBridgeCommunicator) -> torch.Tensor:
-        """Gather on fan-in, slice on fan-out, the plan's way otherwise."""
+        """Gather on fan-in, slice on fan-out, run the plan otherwise."""
         ctx.comm = comm
         if comm._by_slots:  # noqa: SLF001 -- one class in two, as autograd wants it
             return comm._gather(tensor) if comm.is_fan_in() else comm._narrow(tensor)  # noqa: SLF001
@@ -388,7 +388,7 @@ class _ColocatedCommunicate(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # a collective's own gradient would be missing in silence
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The adjoint: slice on fan-in, gather on fan-out, the plan's way back otherwise."""
+        """The adjoint: slice on fan-in, gather on fan-out, run the backward plan otherwise."""
         comm: ColocatedBridgeCommunicator = ctx.comm
         comm._require_alive()  # noqa: SLF001
         (grad,) = grads
@@ -449,7 +449,7 @@ def _all_gather_along_batch_dim(
 
 
 def _positions(box: Grid) -> dict[int, tuple[int, int]]:
-    """(dp, tp) of every rank; where there is cp or pp too, of every rank all the same."""
+    """The coordinates (dp, tp) of every rank, also in a grid with cp or pp."""
     return {rank: (box.place(rank, "dp"), box.place(rank, "tp")) for rank in box.ranks}
 
 

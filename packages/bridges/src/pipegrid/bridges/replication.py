@@ -1,4 +1,4 @@
-"""Compares checksums of tensors that should be equal on several ranks; all of them get the same verdict."""
+"""Compares checksums of tensors that should be equal on several ranks; all of them get the same result."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ReplicationCheck:
     """Compares the copies of each replica of ``side``, and the replicas' rows, in the first call and now and then.
 
     Attributes:
-        side: whose ranks call `look`, all of them each time.
+        side: all of its ranks call `look`, each time.
         every: compare again every so many calls; 0 is never again.
         copies: the group of this rank's copies; None where it is the only one.
-        everyone: the group of the whole side, which hears of what is wrong anywhere: the others would wait for ever.
+        everyone: the group of the whole side; all of it learns of a difference: the others would wait for ever.
         waits: for the collectives; with the deadline of the side's other exchanges.
     """
 
@@ -41,7 +41,7 @@ class ReplicationCheck:
 
         Raises:
             BridgeError: the copies of some replica differ, or replicas have different numbers of rows.
-            CollectiveFailedError: a rank of the side died, or did not come before the deadline.
+            CollectiveFailedError: a rank of the side died, or did not join before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
         self._calls += 1

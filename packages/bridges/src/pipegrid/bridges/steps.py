@@ -70,8 +70,8 @@ class Completing:
     Attributes:
         work: of the collective; None where it was done at once.
         group: of its ranks.
-        buffer: what comes from the others, until it is copied.
-        memory: what the collective reads and writes.
+        buffer: the bytes of the others, until they are copied.
+        memory: the tensors that the collective reads and writes.
     """
 
     def __init__(

@@ -38,13 +38,13 @@ class Checkpoints:
 
     Args:
         directory: of this run; made where it does not exist. Leftovers of saves that did not end are removed.
-        keep: how many of the last checkpoints stay.
+        keep: number of the last checkpoints that stay.
         replicas: ``"equal"`` compares what several ranks hold of one tensor before it is stored once: copies that have
             drifted apart, and plain tensors that are shards, are errors. ``"first"`` stores the lowest rank's copy.
         group: the ranks of the job; None is all ranks, or one process without a process group.
         timeout: for ranks to wait for each other, while the slowest writes its part.
-        deadline: seconds until a call fails in which a rank does not come, or is not heard of any more: it has ended,
-            or is out of reach; the error names it. None leaves that to ``timeout``.
+        deadline: seconds until a call fails in which a rank has not arrived, has ended or is out of reach; the error
+            names it. None leaves that to ``timeout``.
         monitor: of the job, whose failure ends a call as well. A save in the background goes on.
 
     Raises:
@@ -176,7 +176,7 @@ class Checkpoints:
                 self._unlock()
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Through which its ranks save and load: for who ends all connections of a rank after a failure."""
+        """The process groups of saves and loads, for callers that end all connections of a rank after a failure."""
         return self._job.groups
 
     def discard(self) -> None:

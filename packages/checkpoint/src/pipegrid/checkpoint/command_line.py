@@ -71,7 +71,7 @@ def found_at(path: Path) -> Path:
 
 
 def shown(path: Path, found: Manifest) -> str:
-    """What a checkpoint holds, as lines of text."""
+    """Describe the contents of a checkpoint in lines of text."""
     kinds = {"model": "tensors of the model", "optimizer": "entries of optimizer states", "random": "random states"}
     lines = [f"{path.name}: step {found.step}, saved by {len(found.ranks)} ranks"]
     for kind, text in kinds.items():

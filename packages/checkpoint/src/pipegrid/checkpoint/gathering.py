@@ -28,7 +28,7 @@ def gather_plain(
     backend gathers.
 
     Raises:
-        CollectiveFailedError: a rank of the group has ended, or has not come in time.
+        CollectiveFailedError: a rank of the group has ended, or has not joined in time.
         JobFailedError: with a monitor in ``waiting``: another rank failed, or its deadline passed.
     """
     text = json.dumps(cattrs.unstructure(value))
@@ -43,5 +43,5 @@ def wait_for_all(
     *,
     waiting: Waiting,
 ) -> None:
-    """Return when all ranks of the group have come; raises as `gather_plain`."""
+    """Wait at a barrier of the group; raises as `gather_plain`."""
     gather_plain(None, group, device, waiting=waiting)

@@ -1,4 +1,4 @@
-"""What ranks exchange about a checkpoint: plain data, over a gloo group of its own."""
+"""The exchange of plain data among the ranks of a checkpoint, over a gloo group of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
     Args:
         group: the ranks.
         timeout: of a collective, in which all ranks wait for the one that writes longest.
-        deadline: until a rank that is not heard of has failed: one that does not come, or is gone. See `calling`.
+        deadline: seconds of silence after which a rank counts as failed: not arrived, or gone. See `calling`.
         monitor: of the job, which ends a call when the job has failed.
     """
 
@@ -64,18 +64,19 @@ class Job:
 
     @contextmanager
     def calling(self, what: str, *, monitored: bool = True) -> Iterator[None]:
-        """In the block, which all ranks enter for ``what``, a rank that is not heard of for the deadline is an error.
+        """Fail the block, which all ranks enter for ``what``, once a rank has been silent for the deadline.
 
-        A thread meets those of the other ranks until all have left the block. So a rank may write for as long as it
-        takes, and one that has not come, has ended or is out of reach holds the others up no longer than the deadline:
-        the connections of the group are cut then, which ends what this rank waits for, torch's collectives included.
+        A thread repeats a collective with those of the other ranks until all have left the block. So a rank may write
+        for as long as it takes, and one that has not arrived, has ended or is out of reach holds the others up no
+        longer than the deadline: the connections of the group are cut then, which ends all waits of this rank, torch's
+        collectives included.
 
         Args:
             what: the call, for errors.
             monitored: whether the failure of the job ends it as well.
 
         Raises:
-            CheckpointError: some rank was not heard of; the text names it.
+            CheckpointError: some rank was silent; the text names it.
         """
         if self._alive is None or self._deadline is None:
             yield
@@ -110,7 +111,6 @@ class Job:
                 cut_all_connections(self.group)
 
     def _failed(self) -> str:
-        """Why the job has failed; empty while it has not."""
         return "" if self._monitor is None else self._monitor.failure or ""
 
     def gather(self, value: Any) -> list[Any]:
@@ -129,7 +129,7 @@ class Job:
         _require_equal(outcome, self.gather(values), hint)
 
     def tables(self, outcome: str, held: Sequence[Held]) -> list[tuple[Held, ...]]:
-        """What each rank holds; every name is that of one tensor of the whole model, on one stage or tied on several.
+        """The `Held` of each rank; every name is that of one tensor of the whole model, on one stage or tied.
 
         Raises:
             CheckpointMismatchError: names are local to a stage, or shapes differ; on every rank.
@@ -171,18 +171,18 @@ class Job:
         return [value for value, _ in outcomes]
 
     def each(self, what: str, function: Callable[[], _T]) -> _T:
-        """What ``function``, called on every rank, returns here; raises as `together`."""
+        """Call ``function`` on every rank; its result on this one. Raises as `together`."""
         own: list[_T] = []
         self.together(what, lambda: own.append(function()))
         return own[0]
 
     def first(self, what: str, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns on the first rank, which alone calls it; on every rank."""
+        """Call ``function`` on the first rank only; its result, on every rank. Raises as `together`."""
         return self.together(what, lambda: function() if self.rank == 0 else None)[0]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those of its own."""
+        """The process groups that it has created."""
         return [group for group in (self.group, self._alive) if group is not None]
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def _require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: st
 
 @contextmanager
 def reached(what: str = "") -> Iterator[None]:
-    """A rank that is gone, or does not come within the timeout, is an error of the checkpoint; ``what`` begins it."""
+    """Raise a rank that is gone, or late, as an error of the checkpoint, whose text begins with ``what``."""
     try:
         yield
     except RuntimeError as error:

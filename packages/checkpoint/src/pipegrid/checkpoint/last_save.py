@@ -18,7 +18,7 @@ from typing import Any, Final
 from pipegrid.stages.errors import CheckpointError
 
 EXIT_CODE: Final = 120
-"""Of a process whose last save is lost: Python's own for an error in the cleanup at exit."""
+"""The exit code of a process whose last save is lost: Python's own for an error in the cleanup at exit."""
 _SILENT: Final = 5.0  # seconds that a process which ends waits without a word, or after an uncaught exception
 
 
@@ -40,7 +40,7 @@ class Pending:
 
 
 def finish_at_exit(pending: Pending, directory: Path, timeout: timedelta) -> None:
-    """At the end of the process wait for ``pending``, up to ``timeout``, or seconds after an uncaught exception."""
+    """Wait for ``pending`` at process exit, up to ``timeout``; a few seconds after an uncaught exception."""
     atexit.register(_finish, pending, directory, timeout.total_seconds())
 
 

@@ -26,7 +26,7 @@ from pipegrid.stages.generators import derive, of_tensors, restore, seed_of
 
 @frozen(kw_only=True, eq=False)
 class LoadedCheckpoint:
-    """What a load found, besides what it filled.
+    """The result of a load, besides the state that it filled.
 
     Attributes:
         step: of the training.
@@ -57,7 +57,7 @@ class LoadedCheckpoint:
 
 
 def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
-    """As `Checkpoints.load`."""
+    """Load the checkpoint of ``step``, or the newest valid one, into ``state``; None without one."""
     job.require_equal("nothing is loaded", {"the step": step})
     names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.named_in(directory)])
     if step is not None:
@@ -139,7 +139,6 @@ def _fill_rank(
     *,
     same_layout: bool,
 ) -> None:
-    """Fill the state of this rank."""
     prefix = f"random/{rank}/"
     targets, states = optimizers.prepared(state.optimizers, own.owners, found)
     randoms = {

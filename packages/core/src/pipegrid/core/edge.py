@@ -14,7 +14,7 @@ from pipegrid.core.fields import checked_fields, integer
 # The hash is cached: a runtime finds the lane of every message by its edge.
 @frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class Edge:
-    """Activations flow from stage ``source`` to stage ``destination`` (global numbers), gradients the other way.
+    """An edge: activations flow from stage ``source`` to ``destination`` (global numbers), gradients the other way.
 
     Attributes:
         source: the stage that makes the activation.
@@ -51,4 +51,4 @@ class Direction(enum.Enum):
 
 
 Crossing: TypeAlias = tuple[Edge, Direction, int]
-"""A direction of an edge whose other end is in that replica."""
+"""An edge, its direction, and the replica at the other end."""

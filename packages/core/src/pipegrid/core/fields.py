@@ -49,7 +49,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
 
 @attrs.frozen
 class Rule:
-    """What a value must be: `convert` returns it normalized or raises ValueError; `text` completes an error.
+    """The rule of a value: `convert` returns it normalized or raises ValueError; `text` completes an error.
 
     ``choices``: the names that a value may be, for a suggestion.
     """

@@ -180,10 +180,10 @@ class ModuleGraph:
 
     @cached_property
     def distance_to_sink(self) -> tuple[int, ...]:
-        """Per stage, the edges on the longest path from it to a sink's last stage.
+        """Number of edges on the longest path from each stage to a sink's last stage.
 
         This is what a 1F1B warmup counts: a rank that far from the loss has that many microbatches in flight
-        before its first gradient can come back.
+        before its first gradient can return.
         """
         distance = [0] * self.num_stages
         for edge in sorted(self.stage_edges, key=lambda edge: -edge.source):

@@ -1,4 +1,4 @@
-"""Order models: which communications of a rank come one after the other, for each kind of backend. No torch.
+"""Order models: which communications of a rank run one after the other, for each kind of backend. No torch.
 
 A *line* is a queue of launches: the next one starts when all before it have ended. NCCL's lines are the streams of its
 communicators. Facts: torch's `ProcessGroupNCCL` and `ProcessGroupNCCL2`, versions 2.11 to 2.15.
@@ -11,12 +11,12 @@ from typing import Literal, TypeAlias
 from attrs import frozen
 
 Line: TypeAlias = Literal["rank", "group", "pair", "none"]
-"""What shares a line: all that a rank launches, that of one group, of one pair of ranks of a group, or nothing."""
+"""The launches that share a line: all of a rank, those of one group, of one pair of ranks of a group, or none."""
 
 
 @frozen(kw_only=True)
 class OrderModel:
-    """How the launches of a rank wait for each other.
+    """The order in which one backend runs the launches of a rank.
 
     Attributes:
         name: of the model.

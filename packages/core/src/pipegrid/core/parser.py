@@ -1,4 +1,4 @@
-"""A parser of command lines that says which name was meant."""
+"""A parser of command lines that suggests the nearest name for an unknown one."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def pipeline_lanes(
 
     Args:
         ranks: the ranks of the pipeline, in order.
-        placement: the index in ``ranks`` of each stage; None is cyclic, with the way from the last rank to the first.
+        placement: the index in ``ranks`` of each stage; None is cyclic, with lanes from the last rank to the first.
         traffic: the edges and directions that a plan uses; None is all of them.
     """
     count = len(ranks)

@@ -1,4 +1,4 @@
-"""Which lanes share a communicator: by a word, or lane by lane as a proof has found it. No torch."""
+"""The sharing of communicators by lanes: one word for all lanes, or a `LaneSharing` that a proof found. No torch."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class LaneSharing:
 
     @property
     def numbers(self) -> Mapping[PositionLane, int]:
-        """Of each lane the number of its communicator."""
+        """The number of each lane's communicator."""
         return {lane: number for number, lanes in enumerate(self.communicators) for lane in lanes}
 
     @property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """Of each communicator the positions that it joins."""
+        """The positions that each communicator joins, ascending."""
         return tuple(
             tuple(sorted({end for lane in lanes for end in (lane.source, lane.destination)}))
             for lanes in self.communicators
@@ -112,12 +112,12 @@ def communicators_of(
 
     Args:
         specs: all lanes between two ranks; with a `LaneSharing`, also those of other ranks.
-        kind: which of them share.
+        kind: the rule by which they share.
         carried: the lane of the plan that each one carries, for a `LaneSharing`.
 
     Raises:
         P2PUsageError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
-            the plan, whose messages would come in the order of their labels.
+            the plan, whose messages would follow the order of their labels.
     """
     numbers = kind.numbers if isinstance(kind, LaneSharing) else {}
     bundles: dict[object, list[LaneSpec]] = {}

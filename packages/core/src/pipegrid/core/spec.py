@@ -60,8 +60,8 @@ def opening_key(ranks: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
 
     Pairs come by distance, and those of one distance ``d`` in two rounds: ``a // d`` is even for one end of a pair
     and odd for the other, so no rank is in two pairs of a round. A chain of ranks, of any stride, opens in two rounds,
-    and the way from its last rank to its first is a third. Where all ranks of two sides meet, a rank waits for at most
-    two rounds for each distance that occurs.
+    and the way from its last rank to its first is a third. Where all ranks of two sides pair up, a rank waits for at
+    most two rounds for each distance that occurs.
     """
     distance = ranks[-1] - ranks[0]
     return distance, ranks[0] // distance % 2 if distance else 0, ranks

@@ -1,7 +1,7 @@
 """The one reader of JSON documents: plans, costs, recordings, orders, jobs, layouts, manifests of checkpoints.
 
-Two writers who differ must not be read as one of them, so each key of an object stands once. What a document must be is
-said by attrs classes, which cattrs builds; `first_fault` tells where it is not, for users that depend on cattrs.
+A repeated key is an error, since readers differ in which value they keep. The schema of a document is an attrs class,
+which cattrs builds; `first_fault` locates the first deviation, for packages that depend on cattrs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def exactly(value: Any, kind: type) -> Any:
 
 
 def first_fault(error: BaseValidationError, own: type[Exception]) -> tuple[str, str]:
-    """Where a document is not what cattrs was to build of it, such as ``positions[3][2]``, and what is wrong there.
+    """The place of the first fault in a document, such as ``positions[3][2]``, and its text.
 
     ``own``: errors of this type, raised for a value, tell it in their own text. The path of the document is "".
     """

@@ -13,7 +13,7 @@ from attrs import define, field
 
 @define(eq=False)
 class FakeGraph:
-    """What was launched while it was captured, in launch order."""
+    """A captured graph: the launches recorded in it, in launch order."""
 
     _launches: list[Callable[[], object]] = field(factory=list, init=False)
 

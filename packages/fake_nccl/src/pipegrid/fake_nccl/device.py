@@ -44,8 +44,8 @@ class FakeDevice:
 
     Args:
         serial: one stream for all groups, instead of one for each.
-        waits_hold: a work's ``wait()`` holds the host until its entry has ended or was aborted, so that CPU code that
-            follows comes after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
+        waits_hold: a work's ``wait()`` holds the host until its entry has ended or was aborted, so that later CPU code
+            runs after the transfer as GPU work on the waiting stream would. False: ``wait()`` returns at once.
         nccl2: groups keep the rules of torch 2.15's ``nccl``, with these settings; None: those of ``nccl-legacy``.
         lazy: a communicator for each pair of peers beside the group's. With ``nccl2`` by the rules of ``nccl-lazy``,
             else by those of ``nccl-legacy``, whose groups connect at their first use where no device is bound.
@@ -59,9 +59,9 @@ class FakeDevice:
         violations: broken rules, as texts; they fail the test.
         watchdog: of the device, with its settings.
         reports_peer_errors: an entry whose peer is gone ends with an error, instead of running on.
-        eager_bytes: sends end before their receives have come, up to so many bytes for each peer of a communicator, as
-            NCCL may buffer: finds code that takes the end of a send for the arrival of its data. 0: none, which is what
-            a proof has to assume.
+        eager_bytes: sends end before their receives are posted, up to so many bytes for each peer of a communicator,
+            as NCCL may buffer: finds code that takes the end of a send for the arrival of its data. 0: none, which is
+            what a proof has to assume.
         connects_in_batches: two ranks of a group connect in the first batch between them, each way, which starts when
             all batches have started that such messages join to it, the worst case of how NCCL connects: finds a first
             step that hangs.
@@ -126,7 +126,7 @@ class FakeDevice:
         self._lines.open(self._line(group))
 
     def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
-        """Write what was launched so far and how far it has come, in the format of torch's flight recorder.
+        """Write the launches so far and the progress of each, in the format of torch's flight recorder.
 
         The watchdog does so before it ends an entry, where ``TORCH_FR_DUMP_TEMP_FILE`` or
         ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` says where.
@@ -203,7 +203,7 @@ class FakeDevice:
 
     @contextmanager
     def late(self, *, patience: float = PATIENCE_SECONDS) -> Iterator[LateRun]:
-        """Inside, operations of this thread run late; see `pipegrid.fake_nccl.virtual_streams.late`.
+        """Run operations of this thread late inside the block; see `pipegrid.fake_nccl.virtual_streams.late`.
 
         Args:
             patience: seconds without an operation, a wait or a poll by the host after which the device goes on.
@@ -275,7 +275,7 @@ class FakeDevice:
         """End every entry and every thread. For the end of a test."""
         self.closing.set()
         error = RuntimeError("the test ended")
-        # Sends that ended before their receives came may still be on their way.
+        # Sends that ended before their receives were posted may still be on their way.
         groups = set(self._cuts) if self.eager_bytes else {entry.launch.group for entry in self.unfinished()}
         self._cancel_all(self.unfinished(), groups, error)
         self._closed.set()
@@ -339,4 +339,4 @@ class FakeDevice:
 
 
 def _nothing() -> None:
-    """What an entry that has run still has to do."""
+    """Do nothing: an entry that has run has no work left."""

@@ -18,7 +18,7 @@ What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "
 
 
 class MismatchError(RuntimeError):
-    """A send met a receive of another size or dtype."""
+    """A send was matched with a receive of another size or dtype."""
 
 
 @frozen
@@ -82,7 +82,7 @@ class Mark:
 
 @frozen
 class Moment:
-    """Something that happened on the host or on the device.
+    """An event on the host or on the device.
 
     Attributes:
         what: on the host ``launched`` (of a launch) and ``marked`` (of a mark); on the device ``started`` and

@@ -31,7 +31,7 @@ _STATES = {"launched": "scheduled", "started": "started", "ended": "completed"}
 
 @frozen
 class _Told:
-    """What a launch record has not: sizes and dtypes of inputs and outputs, and when."""
+    """The data of a launch that its record lacks: sizes and dtypes of inputs and outputs, time and timeout."""
 
     inputs: tuple[tuple[list[int], str], ...]
     outputs: tuple[tuple[list[int], str], ...]
@@ -41,7 +41,7 @@ class _Told:
 
 @define(eq=False)
 class FlightRecorder:
-    """What a device's dumps have beside its records.
+    """The data of a device's dumps beside its launch records.
 
     Attributes:
         groups: the global ranks of each group, and this rank's place among them.
@@ -64,11 +64,11 @@ class FlightRecorder:
 
     @property
     def rank(self) -> int:
-        """This rank: its number in the groups that it has so far."""
+        """The global rank, from the groups so far; 0 without one."""
         return next((ranks[here] for ranks, here in self.groups.values()), 0)
 
     def dump(self, moments: Sequence[Moment]) -> dict[str, Any]:
-        """What the recorder has, of the moments on a device's timeline."""
+        """The dump of the ``moments`` on a device's timeline, as torch's flight recorder has it."""
         states: dict[int, str] = {}
         launches: list[LaunchRecord] = []
         for moment in moments:

@@ -25,7 +25,7 @@ class Frees:
 
     Attributes:
         unfinished: launched entries that have not ended, of one group or (None) all.
-        violations: where broken rules are reported.
+        violations: the list to which broken rules are added.
     """
 
     unfinished: Callable[[str | None], Sequence[Entry]]

@@ -36,7 +36,7 @@ def name_of(operation: Any) -> str:
 
 
 def is_view(operation: Any) -> bool:
-    """Whether an operation only says which memory a tensor has, and how."""
+    """Whether an operation only gives a tensor its memory or layout, and computes nothing."""
     if name_of(operation) in ("_unsafe_view", "lift_fresh", "resize_", "set_"):  # their schemas say otherwise
         return True
     returns = operation._schema.returns  # noqa: SLF001 (has no public name)

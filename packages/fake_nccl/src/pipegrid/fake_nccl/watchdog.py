@@ -31,7 +31,7 @@ class Watchdog:
         unfinished: launched entries that have not ended.
         is_aborted: whether the abort of a group has begun.
         end: ends an entry with an error.
-        violations: where broken rules are reported.
+        violations: the list to which broken rules are added.
         rules: of ``nccl-legacy``; None where each group has a watchdog of its own, as in nccl2.
         dump: writes the flight recorder's file; called before an entry is ended.
         store: of the job, below all prefixes; None where the monitor has none to look into.
@@ -49,7 +49,7 @@ class Watchdog:
     _found: float | None = field(default=None, init=False)
 
     def look(self) -> None:
-        """Look at everything once."""
+        """Run one round of checks."""
         now = time.monotonic()
         for entry in self.unfinished():
             if now - entry.launched_at > entry.timeout and not entry.cancelled.is_set():

@@ -1,4 +1,4 @@
-"""Which recovery from failures pays, and how often a checkpoint.
+"""Compare policies of recovery from failures, and intervals of checkpoints, by goodput.
 
 ``python -m pipegrid.goodput job.toml --nodes 8 --mtbf 12h --restart 10m --checkpoint 30s --policy all``.
 """

@@ -34,7 +34,7 @@ _checked = checked_fields(JobError)
 
 @frozen(field_transformer=_checked)
 class Outage:
-    """A node that fails and comes back; seconds since the run began, or texts such as ``"6h"``.
+    """A node's outage; seconds since the run began, or texts such as ``"6h"``.
 
     Attributes:
         node: its name.
@@ -78,7 +78,7 @@ class Failures:
 
     @cached_property
     def events(self) -> tuple[tuple[float, bool, int], ...]:
-        """In order of time: the time, False for a failure and True for a return, the node's index in ``nodes``."""
+        """Failures and returns by time: the time, False for a failure and True for a return, the index in ``nodes``."""
         index = {node: at for at, node in enumerate(self.nodes)}
         away: list[list[tuple[float, float]]] = [[] for _ in self.nodes]
         for outage in sorted(self.outages, key=lambda outage: outage.start):
@@ -149,7 +149,7 @@ def random_failures(
 
 @checked_arguments(JobError)
 def read_failures(path: str | Path, *, duration: GivenPositive | None = None) -> Failures:
-    """The failures in a CSV file with the columns ``time``, ``node`` and, where nodes come back, ``back``.
+    """Read failures from a CSV file with the columns ``time``, ``node`` and, where nodes return, ``back``.
 
     Times count from the start of the run: ``6h``, ``1d2h30m``. ``duration``: of the run, by default until the last
     time in the file.

@@ -18,7 +18,7 @@ from pipegrid.plans.plan.routes import Routes
 from pipegrid.search.routed import reroute, schedule_routes
 
 Dead: TypeAlias = tuple[tuple[int, ...], ...]
-"""Per replica with dead actors, their positions; replicas are alike, so the order of a sorted one is no matter."""
+"""The positions of dead actors, by replica that has some; sorted, since replicas are alike."""
 
 
 @checked_arguments(JobError)
@@ -62,7 +62,7 @@ def rerouted_throughput(
 
 
 def _actors(choice: Choice, nodes: int) -> list[frozenset[tuple[int, int]]]:
-    """Per node, its actors: replica and position."""
+    """The actors of each node: replica and position."""
     shape, size = choice.shape, choice.shape.job.links.gpus_per_node
     found: list[set[tuple[int, int]]] = [set() for _ in range(nodes)]
     graph, placement = shape.placed.graph, shape.placed.placement

@@ -16,12 +16,12 @@ from pipegrid.goodput.throughput import Throughput, by_nodes
 from pipegrid.planner.errors import JobError
 
 Policy: TypeAlias = Literal["restart", "re-plan", "spare"]
-"""What a job does when a node fails: restarts with all, plans anew for fewer, or takes a spare one."""
+"""Reactions to the failure of a node: restart with all, plan anew for fewer, or take a spare one."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 """All policies."""
 Cause: TypeAlias = Literal["redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""What time is lost to."""
+"""Causes of lost time."""
 
 
 def _restart(value: Any) -> float | tuple[tuple[int, float], ...]:
@@ -46,9 +46,9 @@ class Scenario:
         write: until the checkpoint can be loaded, while training goes on.
         replan: until the nodes that are left go on with the step.
         promote: until a spare has the place of another node.
-        spares: how many of the job's nodes are spares under the policy ``"spare"``.
-        without_spares: what that policy does where no spare is up: restart with the nodes that are left, or wait for
-            one.
+        spares: number of the job's nodes that are spares under the policy ``"spare"``.
+        without_spares: the reaction of that policy where no spare is up: restart with the nodes that are left, or wait
+            for one.
         replanned: the throughput under ``"re-plan"``, where it is another than that of a restart with as many nodes;
             with fewer nodes than it has, the job restarts.
 
@@ -89,7 +89,7 @@ class Scenario:
         return self.throughput if self.replanned is None else evolve(self.replanned, fewer=self.throughput)
 
     def throughput_of(self, policy: Policy) -> Throughput:
-        """By number of nodes, as the policy has it."""
+        """The throughput, by number of nodes, under ``policy``."""
         return self._replanned if policy == "re-plan" else self.throughput
 
     def restart_seconds(self, up: int) -> float:
@@ -108,7 +108,7 @@ class Outcome:
     """The share of the failure-free work that a policy does.
 
     Attributes:
-        policy: what the job does at a failure.
+        policy: the reaction to a failure.
         every: steps between checkpoints; None: there are none.
         goodput: the share, from 0 to 1; with ``duration`` times it, ``lost`` adds up to ``duration``.
         duration: seconds of the run.

@@ -7,11 +7,11 @@ import math
 from attrs import frozen
 
 EDGE = 1e-6
-"""Of a step: a time this close to the end of a step counts as that end."""
+"""Part of a step: a time this close to the end of a step counts as that end."""
 
 
 def whole(steps: float) -> int:
-    """Steps that are complete."""
+    """Number of complete steps in ``steps``."""
     return math.floor(steps + EDGE)
 
 

@@ -74,7 +74,7 @@ class Throughput:
 
     @property
     def nodes(self) -> int:
-        """Of the job."""
+        """Nodes of the job."""
         return self.table[-1][0]
 
     @property
@@ -84,7 +84,7 @@ class Throughput:
 
     @cached_property
     def best(self) -> tuple[tuple[int, float], ...]:
-        """Per number of nodes that are up, from 0: how many of them train, and samples per second."""
+        """The nodes that train, and samples per second, by the number of nodes that are up, from 0."""
         rates, best = dict(self.table), [(0, 0.0)] * self.least
         for nodes in range(self.least, self.nodes + 1):
             best.append(max(best[-1], (nodes, rates.get(nodes, 0.0)), key=lambda row: row[1]))
@@ -112,7 +112,7 @@ def planned_throughput(
     Each has the best grids, layout and schedule for its own GPUs.
 
     Args:
-        job: what is trained; ``links.gpus_per_node`` GPUs are a node.
+        job: to plan; ``links.gpus_per_node`` GPUs are a node.
         nodes: that the job has.
         memory: as in `plan`.
         limit: as in `plan`, for each number of nodes.

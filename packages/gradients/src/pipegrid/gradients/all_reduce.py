@@ -31,7 +31,7 @@ def all_reduce(
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> Callable[[Waiting], None]:
-    """As `all_reduce`, where rank ``source`` of the world has what all are to have. It waits for none of the others."""
+    """Start a broadcast from rank ``source`` of the world, which waits for no other rank; called, the result waits."""
     group = group or dist.group.WORLD
     work = start(dist.broadcast, tensor, source, group=group) if dist.is_initialized() else None
     if work is not None and has_streams(tensor.device):

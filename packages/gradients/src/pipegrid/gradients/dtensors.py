@@ -75,7 +75,7 @@ def partial_groups(gradient: Any) -> list[dist.ProcessGroup]:
 
 
 def unlike_its_parameter(parameter: Any, gradient: Any) -> str | None:
-    """Why the local parts of a gradient are not, and do not add up to, the parameter's shards; None: they do."""
+    """The reason why the local parts of a gradient neither are nor add up to the parameter's shards; None: they do."""
     if not is_dtensor(gradient) or not is_dtensor(parameter):
         return None if is_dtensor(gradient) == is_dtensor(parameter) else "only one of the two is a DTensor"
     for found, wanted in zip(gradient.placements, parameter.placements, strict=True):
@@ -94,7 +94,7 @@ def summed_like(parameter: Any, gradient: Any, total: torch.Tensor) -> torch.Ten
 
 
 def fsdp_divisors(module: torch.nn.Module) -> dict[int, float | None]:
-    """By id of each parameter of ``fully_shard``: what its gradient was divided by; None for the ranks of its mesh."""
+    """The divisor of each ``fully_shard`` parameter's gradient, by the parameter's id; None: the ranks of its mesh."""
     found: dict[int, float | None] = {}
     for inner in fsdp_among(module.modules()):  # the innermost owns a parameter
         factor = divide_factor(inner)

@@ -42,7 +42,7 @@ class TieMark:
 
 
 class Marks(NamedTuple):
-    """What the attributes of a parameter say of its gradient.
+    """The attributes of a parameter that decide on its gradient.
 
     Attributes:
         tie: ``tied``; None for a parameter that is not tied.
@@ -120,7 +120,7 @@ class ParameterGradient:
 
     @property
     def bucket(self) -> tuple[object, ...]:
-        """What the parameters of one bucket have in common; a tied one is alone."""
+        """The key of the bucket: parameters with equal keys share one; a tied parameter is alone."""
         alone = None if self.marks.tie is None else id(self.parameter)
         form = self.dtype, self.parameter.device, self.marks.expert, self.marks.partial
         return *form, bool(self.alike), self.by_fsdp, self.divided, alone
@@ -150,7 +150,7 @@ class GradientLayout:
 
     @property
     def device(self) -> torch.device | None:
-        """Of the first one; None where there are none."""
+        """The device of the first parameter; None without parameters."""
         return self.gradients[0].parameter.device if self.gradients else None
 
     @property
@@ -160,7 +160,7 @@ class GradientLayout:
 
     @property
     def trained(self) -> Iterator[ParameterGradient]:
-        """Those of parameters that require a gradient."""
+        """The gradients of parameters that require one."""
         return (each for each in self.gradients if each.parameter.requires_grad)
 
     def require_groups(self, dims: Iterable[str] = ()) -> None:

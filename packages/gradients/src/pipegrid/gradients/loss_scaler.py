@@ -99,7 +99,7 @@ class LossScaler:
         return not overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; the same on every rank."""
+        """The state for a checkpoint; the same on every rank."""
         return {**to_state(self.state), "skipped": self.skipped}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

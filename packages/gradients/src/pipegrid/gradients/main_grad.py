@@ -22,7 +22,7 @@ from pipegrid.gradients.errors import GradientError
 Module: TypeAlias = Annotated[torch.nn.Module, instance(torch.nn.Module, "a torch.nn.Module")]
 Stages: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 Modules: TypeAlias = Mapping[str, Stages] | Stages
-"""This rank's stages, as the step functions take them: of one module, or by module; one each, or several."""
+"""Stages of this rank, as the step functions take them: of one module, or by module; one each, or several."""
 
 
 def named_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -47,7 +47,7 @@ def parameters_of(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.float32) -> list[RemovableHandle]:
-    """From now on, let every trained parameter of ``modules`` sum its gradients in ``parameter.main_grad``.
+    """Let every trained parameter of ``modules`` sum its gradients in ``parameter.main_grad`` from now on.
 
     A hook moves each gradient out of ``.grad`` as soon as a backward leaves it there. ``main_grad`` is None until the
     first gradient. Parameters must not be replaced afterwards (moving a module in place is fine).
@@ -83,7 +83,7 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
 
 
 def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
-    """What ``zero_grad`` does for ``.grad``, for ``main_grad``.
+    """Set each ``main_grad`` to None; to zeros with ``set_to_none=False``, or where another library owns the buffer.
 
     Examples:
         >>> import torch

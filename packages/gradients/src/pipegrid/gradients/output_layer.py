@@ -138,7 +138,7 @@ def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[tor
 
 
 def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This rank's shard, along the first axis, of the sum over ranks."""
+    """The shard of this rank, along the first axis, of the sum over ranks."""
     shard = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
     # torch 2.13 renames reduce_scatter_tensor and warns about the old name; 2.11 has the old one only.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -227,7 +227,6 @@ class PipelineParallelLayerLayout:
 
 
 def _listed(layout: object, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:
-    """The stages of a list of lists."""
     if not isinstance(layout, list | tuple) or not layout or not all(isinstance(one, list | tuple) for one in layout):
         raise LayoutError(f"layout must be a string or a list of stages, each a list of kinds, got {layout!r:.80}")
     return tuple(

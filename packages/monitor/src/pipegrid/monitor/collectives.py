@@ -24,7 +24,7 @@ REDUCTION = "a reduction of gradients"
 
 @frozen
 class Waiting:
-    """How the host waits for collectives beside the plan. On CUDA only the current stream waits, not the host.
+    """Settings of waits for collectives beside the plan. On CUDA only the current stream waits, not the host.
 
     Attributes:
         deadline: seconds for each collective; None leaves it to the group's own timeout.
@@ -104,7 +104,7 @@ class Waiting:
 
 
 def texts_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> dict[int, str]:
-    """What each rank of ``group`` says, by rank of the world; the host waits for it."""
+    """The ``text`` of each rank of ``group``, by rank of the world; the host waits for it."""
     return gather_text(text, group, device, lambda work, every: waiting.wait(work, every, group, host=True))
 
 
@@ -113,6 +113,5 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _lost(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> str:
-    """Which ranks of ``group`` are lost, in words."""
     lost = [] if group is None else lost_ranks(group, tensor.device.type)
     return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {lost or _ranks(group)}"

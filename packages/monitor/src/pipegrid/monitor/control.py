@@ -19,7 +19,7 @@ from pipegrid.transport.collectives.differences import by_text, listed
 
 _POLL_SECONDS = 0.02
 _UNHEARD = "nothing was heard of it"
-# In the count of the ranks that have come to a step: one that runs something else than the first to come.
+# In the count of ranks that have arrived at a step: one that runs something else than the first to arrive.
 _DIFFERENT = 1 << 32
 
 
@@ -86,8 +86,8 @@ class Failure:
     """The first failure of the job.
 
     Attributes:
-        rank: whose it is.
-        text: what that rank said.
+        rank: the one that failed.
+        text: the failure, as that rank recorded it.
         disagreement: whether it is that ranks run different steps.
 
     Examples:
@@ -102,7 +102,7 @@ class Failure:
 
 @define
 class Control:
-    """What one rank writes and reads in the control store.
+    """One rank's access to the control store: places, failures and agreement on each step.
 
     Attributes:
         store: shared by all ranks of the job, and by no other job.
@@ -170,9 +170,9 @@ class Control:
     # Agreement
 
     def announce(self, step: int, what: str) -> bool:
-        """Publish what this rank runs as its ``step``-th step; whether the first rank to come runs the same.
+        """Publish what this rank runs as its ``step``-th step; whether the first rank to arrive runs the same.
 
-        Two calls of the store; two more for the last rank to come, which deletes the keys of the step before. Where
+        Two calls of the store; two more for the last rank to arrive, which deletes the keys of the step before. Where
         ranks differ, the last one looks up who runs what, and records it.
         """
         key = f"step/{step}/first"
@@ -184,7 +184,7 @@ class Control:
         if come == len(self.ranks):
             if different:
                 self.record(_difference(step, self._said(step, all_have_come=True)), disagreement=True)
-            # All ranks have come to this step, so none looks at the one before any more.
+            # All ranks have arrived at this step, so none looks at the one before any more.
             self.store.delete_key(f"step/{step - 1}/first")
             self.store.delete_key(f"step/{step - 1}/count")
         return same
@@ -192,10 +192,10 @@ class Control:
     def agree(self, step: int, what: str, *, seconds: float) -> Failure | None:
         """Announce, and wait until all ranks have: the job's first failure, if there is one by then.
 
-        A rank that runs what it ran before, as the first rank to come does, waits for none.
+        A rank that runs the same as before, and the same as the first rank to arrive, waits for none.
 
         Raises:
-            DisagreementError: a rank did not come in time.
+            DisagreementError: a rank did not arrive in time.
         """
         unchanged = what == self._runs
         if self.announce(step, what) and unchanged:
@@ -219,14 +219,14 @@ class Control:
         )
 
     def _come(self, step: int, amount: int) -> tuple[int, int]:
-        """Add to the count of a step: ranks that have come, and those of them that do not run what the first does."""
+        """Add to the count of a step: ranks that have arrived, and those of them that differ from the first one."""
         different, come = divmod(self.store.add(f"step/{step}/count", amount), _DIFFERENT)
         return come, different
 
     def _said(self, step: int, *, all_have_come: bool = False) -> dict[int, str]:
-        """What ranks run as a step, as far as they have said, by rank.
+        """The announced plan of each rank for a step, by rank, as far as ranks have announced one.
 
-        A rank says nothing where it runs what it ran before, as the first rank to come does.
+        A rank announces none where it runs the same as before, and the same as the first rank to arrive.
         """
         first, what = json.loads(self.store.get(f"step/{step}/first"))
         said = {rank: json.loads(value) for rank, value in self._read("runs", self.ranks).items()}
@@ -235,7 +235,6 @@ class Control:
 
 
 def _difference(step: int, said: dict[int, str]) -> str:
-    """In words: who runs what."""
     table = "; ".join(by_text(said))
     return (
         f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
@@ -243,13 +242,13 @@ def _difference(step: int, said: dict[int, str]) -> str:
 
 
 def silent(error: BaseException) -> str:
-    """In words: the store does not answer."""
+    """Describe the ``error`` of a store that does not answer."""
     line = " ".join(str(error).split())[:200] or type(error).__name__
     return f"the control store does not answer: it is out of reach, or its process has stopped or ended ({line})"
 
 
 def where_all_stand(positions: dict[int, str]) -> str:
-    """One line for each position, with the ranks that stand there.
+    """One line for each place, with the ranks that are there.
 
     Examples:
         >>> print(where_all_stand({0: "stage 0, microbatch 3", 1: "stage 0, microbatch 3", 2: "before its first step"}))

@@ -43,10 +43,10 @@ class DeviceProgress:
         self._open: deque[tuple[object, Mark]] = deque()
 
     def before(self, action: object) -> None:
-        """See `Hook`."""
+        """Do nothing: marks are made after actions."""
 
     def after(self, action: object) -> None:
-        """See `Hook`."""
+        """Mark the device's work so far as ``action``."""
         self.mark(action)
 
     def mark(self, what: object) -> None:

@@ -30,7 +30,7 @@ _LONGEST = 2000
 
 @define(eq=False)
 class FirstFailure:
-    """What this rank writes and reads at the key; the store is connected at the first failure.
+    """One rank's access to the key of the first failure; the store is connected at the first failure.
 
     Attributes:
         rank: this rank.
@@ -42,7 +42,7 @@ class FirstFailure:
     _count: int = field(default=0, init=False)
 
     def record(self, text: str, attempt: int = 0) -> str:
-        """Record ``text`` as this rank's failure; that of the rank that failed first, which may be this one.
+        """Record ``text`` as this rank's failure; return that of the rank that failed first, which may be this one.
 
         ``attempt``: that of the communicator.
         ``text`` where the store does not answer within half a second, or its process has ended.

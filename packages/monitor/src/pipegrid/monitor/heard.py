@@ -1,8 +1,8 @@
-"""Which ranks have not been heard of, and whether they are all of one host's. No torch.
+"""Detection of silent ranks, and whether they are all ranks of one host. No torch.
 
 Each rank writes its place again every other second, though it has not changed. A rank that has waited for a quarter of
-its deadline reads those of all ranks, and notes by its own clock when each has changed last: clocks of several hosts
-differ.
+its deadline reads the places of all ranks, and notes by its own clock when each has changed last: clocks of several
+hosts differ.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Host:
 
 @define(eq=False)
 class Heard:
-    """What one rank has heard of the others over the control store, and of the store.
+    """The last signs of life of the other ranks and of the control store, as one rank has read them.
 
     Attributes:
-        control: whose calls end soon.
+        control: the control store, whose calls have a short deadline.
         server: the host of the store, as its clients name it; empty where that is not known.
         clock: in seconds; tests move it.
     """
@@ -51,12 +51,12 @@ class Heard:
     _silent: bool = field(default=False, init=False)  # the store
 
     def introduce(self) -> None:
-        """Write which host this rank is on. Before its first step."""
+        """Publish this rank's host. Called before its first step."""
         own = [socket.gethostname(), address_towards(self.server), is_here(self.server)]
         self.control.store.set(f"host/{self.control.rank}", json.dumps(own))
 
     def answered(self) -> None:
-        """The store has answered; it is asked once for the hosts of all ranks."""
+        """Note that the store has answered; ask it once for the hosts of all ranks."""
         self._answered, self._silent = self.clock(), False
         if not self._hosts:
             said = self.control.read("host")
@@ -64,11 +64,11 @@ class Heard:
                 self._hosts = {rank: _Host(*json.loads(text)) for rank, text in said.items()}
 
     def unanswered(self) -> None:
-        """The store has not answered."""
+        """Note that the store has not answered."""
         self._silent = True
 
     def listen(self, waited: float, deadline: float | None) -> None:
-        """Where this rank has ``waited`` for a part of its ``deadline``, read now and then what all have written."""
+        """Read the places of all ranks now and then, once this rank has ``waited`` for a part of its ``deadline``."""
         now = self.clock()
         if deadline is None or waited < deadline / _PART:
             self._changed.clear()  # what it has not read meanwhile is no silence
@@ -84,7 +84,7 @@ class Heard:
                 self._changed[rank] = text, self.clock()
 
     def silence(self) -> str:
-        """Of which hosts or ranks nothing is heard, and for how long; empty where all are."""
+        """The silent hosts or ranks, and for how long, in words; empty where none is."""
         now = self.clock()
         if self._silent:
             return "" if self._answered is None else self._of_store(now - self._answered)
@@ -110,7 +110,7 @@ class Heard:
         )
 
     def _age(self, rank: int) -> float:
-        """Seconds from the last word of the rank until this one began to listen; 0 where clocks differ by more."""
+        """Seconds from the rank's last publication until this one began to read; 0 where clocks differ by more."""
         text, since = self._changed[rank]
         age = time.time() - float(json.loads(text)[1]) - (self.clock() - since)
         return age if 0 < age < self._before + 2 * BEAT_SECONDS else 0.0

@@ -1,7 +1,7 @@
-"""What ranks wait for in collectives without a monitor, so that an error can name those that have not come.
+"""Long waits in collectives without a monitor, in a control store: so an error can name the ranks that are missing.
 
-No backend says who has joined a collective. A rank that waits for one longer than a moment writes what it is to a
-control store; the ranks of the group that have written nothing, or something else, have not joined it.
+No backend tells who has joined a collective. A rank that waits for one longer than a moment writes the collective's
+name to a control store; the ranks of the group that have written no name, or another one, have not joined it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN = 10.0  # until one that was silent is asked again
 
 @define(eq=False)
 class LongWaits:
-    """What this rank writes and reads; the store is connected at the first long wait."""
+    """One rank's access to the records of long waits; the store is connected at the first one."""
 
     rank: int
     _store: ControlStore | None = None
@@ -36,18 +36,18 @@ class LongWaits:
     _silent_until: float = field(default=0.0, init=False)
 
     def begin(self, what: str) -> None:
-        """This rank waits for ``what``."""
+        """Record that this rank waits for ``what``."""
         self._said = True
         self._ask(self._write, json.dumps(what))
 
     def end(self) -> None:
-        """It does not wait any more."""
+        """Record that the wait has ended."""
         if self._said:
             self._said = False
             self._ask(self._write, "")
 
     def absent(self, what: str, ranks: Sequence[int]) -> str:
-        """Which of ``ranks`` have not joined ``what``, in words; empty where the store does not say."""
+        """The ``ranks`` that have not joined ``what``, in words; empty where the store does not know."""
         said = self._ask(self._read, ranks) or {}
         apart: dict[str, list[int]] = {}
         for rank in ranks:
@@ -88,7 +88,7 @@ _of_job: WeakKeyDictionary[Any, LongWaits] = WeakKeyDictionary()
 
 
 def long_waits() -> LongWaits:
-    """Those of this process, which has a default process group."""
+    """The `LongWaits` of this process, which has a default process group."""
     import torch.distributed as dist
 
     world = dist.group.WORLD

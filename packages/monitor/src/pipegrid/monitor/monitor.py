@@ -47,11 +47,11 @@ _STUCK_SECONDS = 0.05  # the same where the last call has not returned
 
 
 class AnyPlan(Protocol):
-    """What a step runs, as ranks compare it."""
+    """The part of a step's plan that ranks compare."""
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches."""
+        """Number of microbatches."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class JobFailedError(RuntimeError):
 
 @frozen
 class Report:
-    """What a failing rank knows of the job.
+    """A failing rank's knowledge of the job.
 
     Attributes:
         first: the job's first failure.
@@ -83,7 +83,7 @@ class Report:
 
 @define
 class _Watched:
-    """What the thread reads while a step runs."""
+    """The state of a running step that the thread reads."""
 
     where: Callable[[], str]
     abort: Callable[[str], object]
@@ -97,7 +97,7 @@ class _Watched:
     unfinished: str = ""
 
     def stands(self) -> str:
-        """This rank's place now, with what the device had not finished at the last look."""
+        """The place of this rank now, with the work that the device had not finished at the last look."""
         return (self.where() if self.running else self.beside) + self.unfinished
 
 
@@ -169,7 +169,7 @@ class Monitor:
         self._heard = Heard(self._brief, server_of(store))
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
-        self._untold = False  # whether the store has not heard of it
+        self._untold = False  # whether the store does not have it yet
         self._telling = threading.Lock()  # from several threads: the place that is published last was read last
         self._steps = 0
         self._agreed: set[str] = set()  # the plans that all ranks have run
@@ -185,12 +185,12 @@ class Monitor:
     # For the runtime
 
     def begin(self, plan: AnyPlan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
-        """A step of ``plan`` starts. Waits for all ranks, and for the store, if this rank has not run the plan before.
+        """Start a step of ``plan``. Waits for all ranks, and the store, if this rank has not run the plan before.
 
         A plan that all ranks have run is announced beside the step: the last to announce another one fails the job.
 
         Raises:
-            DisagreementError: ranks run different plans, or one did not come; nothing was sent.
+            DisagreementError: ranks run different plans, or one did not arrive; nothing was sent.
             JobFailedError: the job has failed already, or its store does not answer.
             StepArgumentError: the monitor was closed.
         """
@@ -234,7 +234,7 @@ class Monitor:
             self._threads[0].start()
 
     def end(self) -> None:
-        """The step has ended. The device may still be at work; it stays watched.
+        """End the step. The device may still be at work; it stays watched.
 
         Raises:
             DisagreementError, JobFailedError: as `begin`, of what was announced beside the step.
@@ -255,7 +255,7 @@ class Monitor:
         threading.Thread(target=_announce, args=arguments, name="pipegrid-announce", daemon=True).start()
 
     def silent(self, step: int, error: Exception) -> None:
-        """The store has not taken the announcement of a step: this rank's transfers end. From any thread."""
+        """End this rank's transfers, since the store has not taken the announcement of a step. From any thread."""
         text, watched = self._unanswered(error), self._watched
         self._silent = f"before step {step}, {text}. {_REBUILD}"
         if self._failure is None:
@@ -264,15 +264,15 @@ class Monitor:
                 watched.abort(self._failure.text)
 
     def _unanswered(self, error: Exception) -> str:
-        """In words: the store has not answered; where it is on another host, that host is out of reach."""
+        """Describe that the store has not answered, or that its host is out of reach if that is another one."""
         self._heard.unanswered()
         return self._heard.silence() or silent(error)
 
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        The record and this rank's place come before the abort, so that ranks which the abort reaches find them. A store
-        that does not answer meanwhile is asked once more after it.
+        The record and this rank's place are written before the abort, so that ranks which the abort reaches find them.
+        A store that does not answer meanwhile is asked once more after it.
         """
         watched, self._watched = self._watched, None
         first = self._record(text)
@@ -339,17 +339,17 @@ class Monitor:
         look: Callable[[], object] = lambda: None,
         absent: Callable[[], str] = str,
     ) -> NotDone | None:
-        """As `wait`, for a collective of ``group`` (None: the default one); how it failed, if it did.
+        """Wait as `wait` does for a collective of ``group`` (None: the default one); return its failure, if any.
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
         device's progress.
 
         Args:
-            work: see `wait`.
-            group: see above.
-            what: see `wait`.
-            on_device: see `wait`.
-            host: see above.
+            work: as for `wait`.
+            group: of the collective.
+            what: as for `wait`.
+            on_device: as for `wait`.
+            host: hold the host in any case.
             deadline: of a monitor without one.
             look: called several times a second while the host waits.
             absent: once the deadline has passed, which ranks have not joined, in words.

@@ -42,12 +42,12 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.communicators + self.reserved
 
 
 def in_flight(plan: Plan) -> tuple[int, ...]:
-    """Per stage, the most microbatches whose activations it holds at once."""
+    """The most microbatches whose activations each stage holds at once."""
     peaks = [0] * plan.num_stages
     for position in range(plan.num_positions):
         live: Counter[int] = Counter()
@@ -63,7 +63,6 @@ def in_flight(plan: Plan) -> tuple[int, ...]:
 
 @cache
 def _splits(schedule: str) -> bool:
-    """Whether the schedule splits backwards."""
     return any(action.kind is ActionKind.W for action in SCHEDULES[schedule].plan(2, 4).actions(0))
 
 
@@ -104,7 +103,7 @@ class Candidate:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step."""
+        """Microbatches of a step."""
         return self.shape.job.global_batch // self.microbatch
 
     def named_plan(self) -> Plan:
@@ -120,8 +119,8 @@ class Candidate:
     def least_seconds(self) -> float:
         """Lower bound of the seconds of a step, with backwards whole or split as in the schedule.
 
-        A position begins when the forwards before it are done, and does all its work; after its last backward come
-        those of the stages before it. With split backwards, its weight halves may come later.
+        A position begins when the forwards before it are done, and does all its work; after its last backward run
+        those of the stages before it. With split backwards, its weight halves may run later.
         """
         bound, split = 0.0, _splits(self.schedule)
         for first, last, last_inputs, work, inputs in self.shape.position_bounds:
@@ -175,7 +174,7 @@ class Candidate:
         )
 
     def communicators(self, plan: Plan) -> list[float]:
-        """Per position, bytes of a rank's communicators, and of two messages on each of its lanes."""
+        """Bytes of a rank's communicators, and of two messages on each of its lanes, by position."""
         shape, found = self.shape, []
         buffer = shape.job.device.communicator
         for stages in shape.placed.held:
@@ -190,7 +189,7 @@ class Candidate:
         return found
 
     def cost(self, plan: Plan | None = None) -> Choice:
-        """What it costs under ``plan``, by default its schedule's: the plan simulated, and the memory it takes."""
+        """Simulate the candidate under ``plan``, by default its schedule's, and add up the memory that it takes."""
         plan, costs = self.named_plan() if plan is None else plan, self.microbatch_costs()
         simulation, reserved = simulate(plan, costs), self.shape.job.device.reserved
         rows = zip(self.shape.static, simulation.peaks(), self.communicators(plan), strict=True)

@@ -1,4 +1,4 @@
-"""Everything that the ranks of a choice would open, made as data and checked: groups, lanes, boundaries, plans.
+"""The groups, lanes, boundaries and plans that the ranks of a choice would open, made as data and checked.
 
 Pure: the same functions that communicators call on ranks, for all ranks at once.
 """
@@ -26,7 +26,7 @@ _AXES = axis_names(3)
 
 @frozen(slots=False)
 class DryRun:
-    """What the ranks of a job open together. A communicator has a stream of its own on NCCL.
+    """The resources that the ranks of a job open together. A communicator has a stream of its own on NCCL.
 
     Attributes:
         groups: of tp, cp, dp and pp, with more than one rank.
@@ -129,7 +129,7 @@ class _BoundaryTraffic:
 
 
 def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_BoundaryTraffic]:
-    """The boundaries that ``used`` crosses; that of modules that share ranks has groups alone, once for both ways."""
+    """The traffic of the boundaries on edges ``used``; modules that share ranks have groups for both directions."""
     for edge, source, destination in choice.shape.sides():
         collective = edge in choice.shape.collectives
         if collective:

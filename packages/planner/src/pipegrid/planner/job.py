@@ -87,7 +87,7 @@ class Layers:
 
     Attributes:
         kind: the kind of layer.
-        count: how many there are.
+        count: number of layers.
         flops: of the forward.
         attention_flops: the part of them between activations, without weights; its backward is twice itself, all in
             ``I``.
@@ -213,7 +213,7 @@ class Network:
     Attributes:
         inside: to those of its node.
         between: to those of other nodes.
-        gpus_per_node: how many a node has.
+        gpus_per_node: GPUs of a node.
         latency: seconds of any message.
 
     Examples:
@@ -271,7 +271,7 @@ NamedEdge: TypeAlias = Annotated[tuple[str, str], Rule(_pair, "a pair of names: 
 
 @frozen(slots=False, field_transformer=_checked)
 class Job:
-    """What is trained, on what.
+    """A training job: its models, batch and hardware.
 
     Attributes:
         modules: the models of the job.

@@ -1,4 +1,4 @@
-"""What a module costs on a grid: seconds of its layers, its balanced layout, bytes per rank.
+"""Costs of a module on a grid: seconds of its layers, its balanced layout, bytes per rank.
 
 All of it is linear in the samples of a microbatch, so figures are for one sample, and one balanced layout serves every
 dp and every microbatch size.
@@ -93,7 +93,6 @@ class CostModel:
         return sum(map(sum, self.layer_times(name, tp, cp)))
 
     def _layout(self, name: str, tp: int, cp: int, stages: int) -> PipelineParallelLayerLayout:
-        """The balanced layout of ``stages`` stages."""
         costs = [sum(times) for times in self.layer_times(name, tp, cp)]
         return balance(costs, stages, layers=self.job.module(name).kinds).layout
 
@@ -117,7 +116,6 @@ class CostModel:
             return None
 
     def _stages(self, part: Part, layout: PipelineParallelLayerLayout) -> tuple[StageCosts, ...]:
-        """The stages of a layout."""
         module, times = self.job.module(part.module), self.layer_times(part.module, part.tp, part.cp)
         ends = accumulate((len(stage) for stage in layout.stages), initial=0)
         stages = []

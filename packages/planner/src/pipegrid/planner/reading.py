@@ -36,7 +36,7 @@ def read_job(path: str | Path) -> Job:
 
 
 def read_as(path: str | Path, parse: Callable[[str, Form], Read]) -> Read:
-    """What ``parse`` makes of the text of a file; errors begin with the file."""
+    """Parse the text of a file with ``parse``; errors begin with the file."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

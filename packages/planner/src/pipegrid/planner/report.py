@@ -49,7 +49,7 @@ def _schedule(choice: Choice) -> str:
 
 
 def why_slower(winner: Choice, other: Choice) -> str:
-    """Where the step of ``other`` is longer: computes of its busiest position, waiting, sums of gradients."""
+    """The difference of the two steps, in words: computes of the busiest position, waiting, sums of gradients."""
     parts = (
         (other.busy - winner.busy, "computes of the busiest position"),
         ((other.makespan - other.busy) - (winner.makespan - winner.busy), "waiting"),
@@ -84,7 +84,7 @@ def _losers(planned: Planned) -> list[str]:
 
 
 def summary(planned: Planned) -> str:
-    """Why the runner-up lost, and how far the search went."""
+    """The reasons why the runner-up lost, the extent of the search, and the deaths that the winner survives."""
     return "\n".join([*_losers(planned)[:1], _extent(planned), survival(planned.winner, planned.memory)]) + "\n"
 
 
@@ -126,9 +126,9 @@ def survival(choice: Choice, memory: float) -> str:
 
 
 def _rooms(choice: Choice) -> Iterator[tuple[int, int, float]]:
-    """Per position, microbatches of a dead replica that its peers hold beside their own, the position, and their bytes.
+    """The microbatches of a dead replica that a peer holds beside its own, the position, and their bytes, by position.
 
-    Those that the dead held at once, shared by the replicas that are left.
+    The dead replica's microbatches in flight are shared by the replicas that are left.
     """
     live, stages = in_flight(choice.plan), choice.shape.stages
     for position, held in enumerate(choice.shape.placed.held):
@@ -138,7 +138,7 @@ def _rooms(choice: Choice) -> Iterator[tuple[int, int, float]]:
 
 
 def refinement(choice: Choice, better: Choice) -> str:
-    """What a search of the plan has gained."""
+    """The gain of a search of the plan, in words."""
     if better is choice:
         return f"search: no plan shorter than that of {choice.schedule} found"
     gain = f"{100 * (1 - better.step / choice.step):.1f}% shorter than {choice.schedule}"

@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 
 def training_script(choice: Choice) -> str:
-    """A script with the choice's sizes as constants, and stand-ins for the model, the data and the loss."""
+    """A script with the choice's sizes as constants, and placeholders for the model, the data and the loss."""
     shape = choice.shape
     grids = choice.arrangement.grids
     topology: dict[str, list[str]] = {part.module: [] for part in shape.parts}

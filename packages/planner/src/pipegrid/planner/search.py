@@ -42,14 +42,14 @@ class Planned:
     """The best choices of a job, fastest first.
 
     Attributes:
-        job: what was planned.
-        gpus: how many it has.
+        job: that was planned.
+        gpus: of the job, at most.
         memory: of a GPU, in bytes.
         choices: the best, fastest first.
         proof: of the winner, lowered.
-        simulated: how many candidates were.
+        simulated: number of simulated candidates.
         complete: no other candidate is faster than the last of ``choices`` (or there are no others).
-        bound: where the limit ended the search, no candidate is faster than these seconds.
+        bound: seconds; no other candidate is faster, where the limit ended the search.
     """
 
     job: Job = field(repr=False)
@@ -75,7 +75,7 @@ def plan(job: GivenJob, *, gpus: Count, memory: GivenBytes | None = None, limit:
     """The best grids, layout, schedule and microbatch size of ``job`` on at most ``gpus`` GPUs.
 
     Args:
-        job: what is trained.
+        job: to plan.
         gpus: GPUs there are.
         memory: bytes of a GPU, or a text such as ``"80GB"``; by default the job's own.
         limit: candidates that are simulated at most.

@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def job(self) -> Job:
-        """What is trained."""
+        """The job of the cost model."""
         return self.model.job
 
     @property
@@ -83,7 +83,7 @@ class Shape:
 
     @cached_property
     def stage_places(self) -> dict[str, tuple[int, ...]]:
-        """Per module, the pp rank of each stage."""
+        """The pp rank of each stage, by module."""
         return {part.module: tuple(range(part.pp)) for part in self.parts[:-1]} | {self.parts[-1].module: self.places}
 
     @cached_property
@@ -99,12 +99,12 @@ class Shape:
 
     @cached_property
     def trained(self) -> tuple[bool, ...]:
-        """Per stage, whether it runs backwards."""
+        """Whether each stage runs backwards."""
         return tuple(not self.job.module(stage.part.module).frozen for stage in self.stages)
 
     @cached_property
     def spans(self) -> list[range]:
-        """Per stage, its ranks: those of all its positions."""
+        """The ranks of each stage: those of all its positions."""
         spans = []
         for part in self.parts:
             size, start = part.ranks // part.pp, self.arrangement.grids[part.module].rank_offset
@@ -115,7 +115,7 @@ class Shape:
 
     @cached_property
     def times(self) -> list[Times]:
-        """Per stage, seconds of F, I and W for each sample of a microbatch, shared by its ranks.
+        """Seconds of F, I and W of each stage for one sample of a microbatch, shared by its ranks.
 
         A boundary of modules that share ranks belongs to its source.
         """
@@ -189,7 +189,7 @@ class Shape:
 
     @cached_property
     def position_bounds(self) -> list[tuple[float, float, float, float, float]]:
-        """Per position, seconds that the step of any plan takes before, after and in its computes.
+        """Lower bounds of the seconds that any plan takes before, after and in the computes of each position.
 
         For each sample of a microbatch the forwards before its first compute, the backwards after its last, and the I
         of those alone; for the batch F, I and W together, and F and I.
@@ -209,7 +209,7 @@ class Shape:
 
     @cached_property
     def static(self) -> list[tuple[float, float, float]]:
-        """Per position, bytes of parameters, gradients and optimizer states of a rank."""
+        """Bytes of parameters, gradients and optimizer states of a rank, by position."""
         sizes = {part: self.model.parameter_bytes(part) for part in self.parts}
         found = []
         for stages in self.placed.held:

@@ -1,4 +1,4 @@
-"""Deaths that a job survives without a restart, and where the state of the dead comes from."""
+"""Deaths that a job survives without a restart, and where the state of the dead is taken from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipegrid.planner.errors import JobError
 from pipegrid.topology.grid import Grid
 
 Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
-"""What the ranks of a dp x cp group divide among them: nothing, the optimizer's states, or these and the parameters."""
+"""The state that a dp x cp group shards: none, the optimizer's states, or these and the parameters."""
 
 What: TypeAlias = Literal["parameters", "optimizer"]
 PIECES: tuple[What, ...] = get_args(What)
@@ -154,7 +154,7 @@ def _pieces(
 
 @frozen
 class Counts:
-    """How many ranks, or nodes, may die at once.
+    """Numbers of single and double deaths of ranks, or nodes, that a job survives.
 
     Attributes:
         survived: single deaths that the job survives.
@@ -177,7 +177,7 @@ class Counts:
 def count_survivable(
     grids: Mapping[str, Grid], *, unit: int = 1, sharding: Sharding = "none", buddy: bool = False
 ) -> Counts:
-    """How many single deaths and pairs of them modules on ``grids`` survive, by `survivable`.
+    """Count the single deaths, and pairs of deaths, that modules on ``grids`` survive, by `survivable`.
 
     ``unit``: ranks that die together, such as those of a node. Two units that have no position in common survive
     together if each does; of the others, at most half a million pairs are examined.

@@ -1,4 +1,4 @@
-"""Who sends which part of a tensor to whom, between any two grids of ranks, with its proof. Pure; no torch.
+"""Reshard plans: who sends which part of a tensor to whom, between two grids, with its proof. Pure; no torch.
 
 Sides and sizes in, messages and completions out; positions of modules on their grids.
 """

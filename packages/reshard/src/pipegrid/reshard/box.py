@@ -1,4 +1,4 @@
-"""Boxes: a half-open range in every axis of a tensor, and the overlaps of two ways to cut one axis."""
+"""Boxes: a half-open range in every axis of a tensor, and the overlaps of two cuts of one axis."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def overlaps(
     source: Sequence[Sequence[tuple[Point, Point]]],
     destination: Sequence[Sequence[tuple[Point, Point]]],
 ) -> dict[tuple[int, int], list[tuple[Point, Point, Point]]]:
-    """Where the shards of two cuts of one axis meet.
+    """The overlaps of the shards of two cuts of one axis.
 
     Each side lists its shards; a shard lists the ranges of the axis it holds, ascending, and stores them one
     after another. The result maps (source shard, destination shard) to triples (offset in the source's
@@ -128,7 +128,7 @@ def _laid_out(shards: Sequence[Sequence[tuple[Point, Point]]], side: str) -> lis
 
 @lru_cache(maxsize=256)
 def shares(a: int, b: int) -> tuple[tuple[int, int, Fraction, Fraction], ...]:
-    """Who of ``a`` equal senders gives which part of [0, 1) to whom of ``b`` equal receivers.
+    """The parts of [0, 1) that ``a`` equal senders give to ``b`` equal receivers.
 
     (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
     ``a + b - gcd(a, b)``.

@@ -1,4 +1,4 @@
-"""How the two sides of a boundary cut each axis, and which of their shards meet. Pure; no torch.
+"""The cuts of each axis by the two sides of a boundary, and which of their shards overlap. Pure; no torch.
 
 An axis of 6 rows, which the source holds in 2 shards and the destination in 3:
 
@@ -7,8 +7,8 @@ An axis of 6 rows, which the source holds in 2 shards and the destination in 3:
     meetings       (0, 0): [(0, 0, 2)]   (0, 1): [(2, 0, 1)]   (1, 1): [(0, 1, 1)]   (1, 2): [(1, 0, 2)]
 
 ``(0, 1): [(2, 0, 1)]``: from row 2 of source shard 0 to row 0 of destination shard 1 goes 1 row. A class of ranks
-(`Side.classes`) is one shard of every axis. Two classes exchange where their shards meet along all axes, and the boxes
-are the products of these ranges (`pieces`).
+(`Side.classes`) is one shard of every axis. Two classes exchange where their shards overlap along all axes, and the
+boxes are the products of these ranges (`pieces`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipegrid.reshard.side import BATCH, Interval, Side
 from pipegrid.reshard.sizes import AxisNames, Sizes, axis_spans, batch_map, lane_intervals
 
 Triple = tuple[Point, Point, Point]
-"""Where two shards meet: offset in the source's storage, offset in the destination's, length."""
+"""An overlap of two shards: offset in the source's storage, offset in the destination's, length."""
 
 ClassKey = tuple[int, ...]
 """The shard index of a class of ranks along each of `Side.axes`."""
@@ -51,17 +51,17 @@ class Cut(Generic[Point]):
 
     @cached_property
     def meetings(self) -> dict[tuple[int, int], list[Triple[Point]]]:
-        """The ranges in which each pair of shards (source, destination) meets."""
+        """The overlaps of each pair of shards (source, destination)."""
         return overlaps(self.source, self.destination)
 
     @cached_property
     def by_source(self) -> dict[int, list[int]]:
-        """Destination shards that each source shard meets."""
+        """Destination shards that each source shard overlaps."""
         return _grouped(self.meetings)
 
     @cached_property
     def by_destination(self) -> dict[int, list[int]]:
-        """Source shards that each destination shard meets."""
+        """Source shards that each destination shard overlaps."""
         return _grouped((j, i) for i, j in self.meetings)
 
 
@@ -73,7 +73,7 @@ def _grouped(pairs: Iterator[tuple[int, int]] | Mapping[tuple[int, int], object]
 
 
 def row_cuts(src: Side, dst: Side, sizes: Sizes) -> tuple[Cut[int], ...]:
-    """Per axis of the tensor, the rows that each shard of either side holds."""
+    """The rows that each shard of either side holds, per axis of the tensor."""
     check_axes(src, dst, sizes.axes)
     src_lanes, dst_lanes = lane_intervals(src, dst, sizes)
     to_sample = batch_map(src, dst, sizes, src_lanes)
@@ -98,9 +98,9 @@ def row_cuts(src: Side, dst: Side, sizes: Sizes) -> tuple[Cut[int], ...]:
 
 
 def part_cuts(src: Side, dst: Side, axes: AxisNames) -> tuple[Cut[Fraction], ...]:
-    """Per named axis, the parts of [0, 1) that each shard of either side holds: all that is known without sizes.
+    """The parts of [0, 1) that each shard of either side holds, per named axis: all that is known without sizes.
 
-    Rounding parts to rows is monotone, so shards that do not meet here never meet, whatever the sizes.
+    Rounding parts to rows is monotone, so shards that do not overlap here never do, whatever the sizes.
     """
     check_axes(src, dst, axes)
     return tuple(Cut((name,), src.intervals(name), dst.intervals(name)) for names in axes for name in names)
@@ -117,7 +117,7 @@ def check_axes(src: Side, dst: Side, axes: AxisNames) -> None:
 def meeting_classes(
     src: Side, dst: Side, cuts: Sequence[Cut[Point]], rank: int | None = None
 ) -> Iterator[tuple[ClassKey, ClassKey, tuple[tuple[int, int], ...]]]:
-    """Pairs of classes (see `Side.classes`) that meet along every axis, and the shards of each cut that meet.
+    """Pairs of classes (see `Side.classes`) that overlap along every axis, and the overlapping shards of each cut.
 
     With ``rank``, only pairs of which it is in one of the two classes.
     """
@@ -166,7 +166,7 @@ def _class_key(side: Side, indices: Sequence[int], cuts: Sequence[Cut[Point]]) -
 
 
 def pieces(pairs: Sequence[tuple[int, int]], cuts: Sequence[Cut[int]]) -> list[tuple[Box, Box]]:
-    """The boxes (in the source's tensor, in the destination's) in which two shards of every axis meet."""
+    """The boxes (in the source's tensor, in the destination's) in which two shards of every axis overlap."""
     per_axis = [cut.meetings[pair] for pair, cut in zip(pairs, cuts, strict=True)]
     return [
         (

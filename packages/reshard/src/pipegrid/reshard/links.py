@@ -56,9 +56,9 @@ class Links:
         return self._first_of.get(rank, rank)
 
     def seconds(self, messages: Sequence[tuple[int, int, float]]) -> float:
-        """How long the busiest link takes for all messages (sending rank, receiving rank, bytes).
+        """Seconds that the busiest link takes for all messages (sending rank, receiving rank, bytes).
 
-        What a rank gives to itself takes nothing.
+        A message of a rank to itself takes no time.
         """
         busy: dict[tuple[int, bool], float] = {}
         for source, destination, nbytes in messages:
@@ -70,7 +70,7 @@ class Links:
 
 
 Strategy = Literal["direct", "leader", "auto"]
-"""How copies are sent: all share the sending, one sends all to one that passes it on, or what keeps links less busy."""
+"""Sending of copies: all share it, one sends all to one that passes it on, or the one that keeps links less busy."""
 
 AUTO_LEADER_BYTES = 64 * 1024
 """Below this many bytes between two sets of copies, ``"auto"`` uses a leader where no links are given."""
@@ -86,10 +86,10 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Choice:
-    """A strategy, and what ``"auto"`` decides by.
+    """A strategy, and the figures by which ``"auto"`` decides.
 
     Attributes:
-        strategy: how copies are sent (`plan_reshard`).
+        strategy: of sending copies (`plan_reshard`).
         leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
         links: speeds, where they are known.
 
@@ -105,9 +105,9 @@ class Choice:
     def leads(self, givers: Sequence[int], takers: Sequence[int], nbytes: int, *, backward: bool) -> bool:
         """Whether one of ``givers`` sends all ``nbytes`` to one of ``takers``.
 
-        With links, the way that keeps the busiest link busy for less time; where both take the same, all ranks share,
-        since the completion then moves less. The time of the completion is not counted: it moves about the same bytes
-        either way, inside a side.
+        With links, the strategy that keeps the busiest link busy for less time; where both take the same, all ranks
+        share, since the completion then moves less. The time of the completion is not counted: it moves about the same
+        bytes in both, inside a side.
         """
         if self.strategy != "auto":
             return self.strategy == "leader"

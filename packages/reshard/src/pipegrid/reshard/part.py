@@ -13,7 +13,7 @@ from pipegrid.reshard.plan import Completion, ReshardPlan
 
 @frozen(slots=False, eq=False)
 class RankPart:
-    """What one rank sends, receives, sums and completes.
+    """The sends, receives, sums and completions of one rank.
 
     Attributes:
         plan: the plan that the rank runs a part of.
@@ -35,12 +35,12 @@ class RankPart:
 
     @cached_property
     def sends(self) -> dict[int, tuple[Box, ...]]:
-        """Per receiving rank, ascending, the boxes of the rank's tensor that go there."""
+        """The boxes of the rank's tensor that go to each receiving rank, ascending."""
         return {peer: tuple(m.source_box for m in ms) for peer, ms in self.plan.sends(self.rank).items()}
 
     @cached_property
     def receives(self) -> dict[int, tuple[Box, ...]]:
-        """Per sending rank, ascending, the boxes of the rank's tensor that come from there."""
+        """The boxes of the rank's tensor that arrive from each sending rank, ascending."""
         return {peer: tuple(m.destination_box for m in ms) for peer, ms in self.plan.receives(self.rank).items()}
 
     @cached_property
@@ -55,7 +55,7 @@ class RankPart:
     def joined_along(self) -> int | None:
         """The axis along which the pieces, in the order of `receives_in_order`, make up what this rank gets; or None.
 
-        None where copies complete it, or where the pieces lie in another way.
+        None where copies complete it, or where the pieces do not join along one axis.
         """
         shape, boxes = self.destination_shape, [self.receives[peer] for peer in self.receives_in_order]
         if self.completions or len(boxes) < 2 or any(len(own) != 1 for own in boxes):

@@ -38,8 +38,8 @@ class Message:
     Attributes:
         source: the rank that sends.
         destination: the rank that receives.
-        source_box: what it sends of its tensor.
-        destination_box: where it arrives in the other.
+        source_box: the part of the source's tensor that is sent.
+        destination_box: its place in the destination's tensor.
 
     Examples:
         >>> str(Message(0, 3, Box((0, 0), (2, 8)), Box((0, 0), (2, 8))))
@@ -89,7 +89,7 @@ class ReshardPlan:
         dst: the side that receives.
         sizes: of the axes of the tensor.
         backward: whether it moves a gradient.
-        strategy: how copies are sent (`plan_reshard`).
+        strategy: of sending copies (`plan_reshard`).
         itemsize: bytes of an element.
         leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
         links: speeds, where they are known.
@@ -121,24 +121,24 @@ class ReshardPlan:
         return local_shape(self.destination_spans(rank))
 
     def source_spans(self, rank: int) -> tuple[tuple[Span, ...], ...]:
-        """Per axis, the ranges of the whole tensor that ``rank`` gives, in the order it stores them."""
+        """The ranges of the whole tensor that ``rank`` gives, per axis, in the order it stores them."""
         return local_spans(self.src, rank, self.cuts, "source")
 
     def destination_spans(self, rank: int) -> tuple[tuple[Span, ...], ...]:
-        """Per axis, the ranges of the whole tensor that ``rank`` gets, in the order it stores them."""
+        """The ranges of the whole tensor that ``rank`` gets, per axis, in the order it stores them."""
         return local_spans(self.dst, rank, self.cuts, "destination")
 
     def sends(self, rank: int) -> dict[int, tuple[Message, ...]]:
-        """What ``rank`` sends, by destination, ascending. What goes to one rank travels as one transfer."""
+        """The messages that ``rank`` sends, by destination, ascending. Those to one rank travel as one transfer."""
         return self._sends.get(rank, {})
 
     def receives(self, rank: int) -> dict[int, tuple[Message, ...]]:
-        """What ``rank`` receives, by source, ascending; its own copies included."""
+        """The messages that ``rank`` receives, by source, ascending; its own copies included."""
         return self._receives.get(rank, {})
 
     @property
     def transfers(self) -> tuple[Route, ...]:
-        """Pairs of different ranks between which something crosses, ascending."""
+        """Pairs of different ranks (sending, receiving) that exchange a message, ascending."""
         return tuple(sorted({(m.source, m.destination) for m in self.messages if m.source != m.destination}))
 
     def bytes_sent(self, rank: int) -> int:
@@ -193,14 +193,14 @@ def plan_reshard(
         src: the side that makes the activation.
         dst: the side that consumes it.
         sizes: of the activation.
-        backward: plan the gradient's way, from ``dst`` to ``src``.
+        backward: plan the transfer of the gradient, from ``dst`` to ``src``.
         strategy: ``"direct"``: copies share the sending. ``"leader"``: one copy sends all to one copy, which
             broadcasts; the last of the source's copies and the first of the destination's. ``"auto"``: for each
             pair of sets of copies, whichever keeps the ``links`` busy for less time; without links, leader for fewer
             than ``leader_below`` bytes.
         itemsize: bytes of an element on the wire.
         leader_below: the threshold of ``"auto"``, in bytes, where no links are given.
-        links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
+        links: bandwidth, latency and shared links, by which ``"auto"`` decides.
         rank: list only what this rank takes part in; linear in what that is.
 
     Raises:
@@ -268,7 +268,7 @@ def routes(
 
     A pair of one rank with itself is a local copy. This is what lanes are opened for: it depends on the two sides only,
     and holds for all sizes of which each source replica is cut by itself (`Sizes.cut` ``"lane"``, as bridges do), and
-    for batches that divide evenly. Replicas of an uneven batch that is cut as one may meet others.
+    for batches that divide evenly. Replicas of an uneven batch that is cut as one may exchange with others.
 
     Examples:
         >>> from pipegrid.topology import place
@@ -329,7 +329,7 @@ def _completion(ranks: tuple[int, ...], messages: Iterable[Message]) -> Completi
 
 
 def _order(message: Message) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Of two ranks' messages, the one that stands first in the source's tensor comes first."""
+    """Sort key of messages: by source and destination, then by place in the source's tensor."""
     return message.source, message.destination, message.source_box.start, message.destination_box.start
 
 

@@ -21,8 +21,8 @@ class Positions:
     """The positions of a job: classes of ranks that hold the same stages.
 
     Attributes:
-        ranks: per position its ranks, ascending. Positions stand in the order of the stages they hold, so that
-            stages with ranks of their own have their own number.
+        ranks: per position its ranks, ascending. Positions are in the order of the stages they hold, so that stages
+            with ranks of their own have their own number.
         placement: per stage the positions that hold it, ascending.
 
     Examples:
@@ -56,7 +56,7 @@ def check_places(
 def positions_of(
     graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
 ) -> Positions:
-    """The positions of modules on ``grids``, whose stages lie at the places that ``stage_placement`` says.
+    """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``.
 
     Raises:
         BridgeError: as `check_places`.
@@ -130,10 +130,10 @@ def alike(source: Side, destination: Side) -> bool:
 
 
 def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
-    """Whether data crosses this boundary neither by messages between positions nor by staying in place.
+    """Whether this boundary needs a collective: neither messages between positions nor data that stays in place.
 
     It is a collective where some rank is on both sides and the ranks do not need just what they have made; and
-    where copies on different positions complete each other's part, since they must come to that at one time.
+    where copies on different positions complete each other's part, since they must do so at the same time.
     """
     if alike(source, destination):
         return False

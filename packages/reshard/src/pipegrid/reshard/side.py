@@ -1,4 +1,4 @@
-"""A side of a boundary: which rank of a grid holds which part of the tensor that crosses it. No torch."""
+"""A side of a boundary: the part of the transferred tensor that each rank of a grid holds. No torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ REPLICAS = "dp"
 
 Order = Literal["contiguous", "zigzag"]
 End = Literal["source", "destination"]
-"""Which end of an edge a side is of."""
+"""The end of an edge that a side belongs to."""
 Interval = tuple[Fraction, Fraction]
 
 
 class Placement:
-    """What the ranks along a dim of a grid hold: `Replicate`, `Shard` or `Partial`."""
+    """The placement of a tensor on the ranks along a dim of a grid: `Replicate`, `Shard` or `Partial`."""
 
 
 @frozen
@@ -98,7 +98,7 @@ DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
 
 @runtime_checkable
 class GridLike(Protocol):
-    """What a `pipegrid.topology.grid.Grid` is made of: the first dim varies fastest.
+    """The part of `pipegrid.topology.grid.Grid` that a side reads: the first dim varies fastest.
 
     Its ranks are consecutive, or those of an attribute ``ranks``, ascending.
     """
@@ -178,7 +178,7 @@ class Side:
         return tuple(dict.fromkeys(dim.placement.axis for dim in self.dims if isinstance(dim.placement, Shard)))
 
     def num_shards(self, axis: str) -> int:
-        """In how many parts the side holds ``axis``."""
+        """Number of parts in which the side holds ``axis``."""
         return math.prod(size for size, _ in self.sharding(axis))
 
     @property
@@ -187,7 +187,7 @@ class Side:
         return self.num_shards(BATCH)
 
     def shard_of(self, rank: int, axis: str) -> int:
-        """Which part of ``axis`` the rank holds (major first).
+        """Index of the part of ``axis`` that the rank holds (major first).
 
         Raises:
             BridgeError: the rank is not on the side.
@@ -257,7 +257,7 @@ class Side:
         return tuple(sorted(tuple(sorted(ranks)) for ranks in groups.values()))
 
     def intervals(self, axis: str, lane_units: Sequence[int] | None = None) -> tuple[tuple[Interval, ...], ...]:
-        """Per shard of ``axis``, the parts of [0, 1) it holds, in the order in which it stores them.
+        """The parts of [0, 1) that each shard of ``axis`` holds, in the order in which it stores them.
 
         ``lane_units`` replaces `lane_weights` for the batch axis.
         """
@@ -363,7 +363,7 @@ def boundary_side(
 ) -> Side:
     """The side of a boundary that ``grid`` forms: its last stage as a source, its first as a destination.
 
-    ``placements`` says what each dim of the grid does with the tensor; it adds to, and overrides,
+    ``placements`` has the placement of the tensor along each dim of the grid; it adds to, and overrides,
     ``dp: Shard("b")``, ``cp: Shard("s")``, ``tp: Replicate()``. Where several dims shard one axis, the
     one that varies slowest over the ranks is the major one, and ``tp`` always cuts what the others left
     (sequence parallelism inside a context-parallel rank). ``stage`` is the coordinate of the boundary along

@@ -1,4 +1,4 @@
-"""The sizes of what crosses a boundary: from parts of [0, 1) to rows. No torch.
+"""The sizes of the tensor that a boundary transfers: from parts of [0, 1) to rows. No torch.
 
 A side holds parts of each axis (`Side.intervals`). Of ``n`` rows, the part [p, q) is the rows ``floor(n p)`` to
 ``floor(n q)``. Rounding down is monotone, so parts that tile [0, 1) become ranges that tile the axis, divisible or not.
@@ -27,7 +27,7 @@ from pipegrid.reshard.side import BATCH, Interval, Side
 from pipegrid.topology import replica_bounds, replica_sizes
 
 AxisNames = tuple[tuple[str, ...], ...]
-"""Per axis of the tensor the names of what it runs over, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
+"""The names of each axis of the tensor, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
 
 
 _Axes = Annotated[int, integer(1, 64)]  # as torch has it
@@ -86,7 +86,7 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
     """Names of the axes of a tensor of ``ndim`` axes from ``{"s": 1, "b": 0, "h": 2}`` (the default).
 
     For a 2-d tensor, a mapping that names axes past the second means ``[b*s, h]``: the sequence is folded
-    into the batch axis, which comes first.
+    into the batch axis, which is the first.
 
     Raises:
         BridgeError: no batch axis, an axis outside of the tensor, or two names for one axis of which
@@ -108,7 +108,7 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
 
 @frozen(slots=False, field_transformer=checked_fields(ShapeError))
 class Sizes:
-    """How large the whole tensor is, and how its batch is shared out.
+    """The shape of the whole tensor, and the shares of its batch.
 
     Attributes:
         shape: extent of each axis of the whole tensor.
@@ -191,7 +191,7 @@ class BatchMap:
 def lane_intervals(
     src: Side, dst: Side, sizes: Sizes
 ) -> tuple[tuple[tuple[Interval, ...], ...], tuple[tuple[Interval, ...], ...]]:
-    """Per replica of either side, which part of the batch it holds."""
+    """The parts of the batch, within [0, 1), that each replica of either side holds."""
     units = source_units(src, sizes)
     taken = destination_units(src, dst, sizes, units)
     return src.intervals(BATCH, None if taken is None else units), dst.intervals(BATCH, taken)
@@ -228,7 +228,7 @@ _bounds = lru_cache(maxsize=64)(replica_bounds)
 
 
 def cuts_of_lane(units: int, lane: int, lanes: int, parts: int) -> dict[Fraction, int]:
-    """Where replica ``lane`` of ``lanes``, all of ``units`` samples, is cut for ``parts`` replicas on the other side.
+    """The cuts of replica ``lane`` of ``lanes``, all of ``units`` samples, for ``parts`` replicas on the other side.
 
     Maps ``j / parts``, for each boundary of parts inside the replica, to the samples of it before the boundary: those
     of `replica_bounds` for the whole batch, kept within the replica.

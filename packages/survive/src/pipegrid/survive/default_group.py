@@ -13,8 +13,8 @@ def init_process_group(backend: str = "gloo", **options: Any) -> None:
     """Initialise the default process group as `torch.distributed.init_process_group` does, without the other ranks.
 
     A process that takes the place of a dead rank cannot connect to a group that was made before it, and needs not: what
-    ranks exchange goes through the world of an epoch. With gloo, torch's own function waits there for ranks that do not
-    come. Ranks connect here when a script uses the default group, which it should not do once a rank has died.
+    ranks exchange goes through the world of an epoch. With gloo, torch's own function waits there for ranks that never
+    join. Ranks connect here when a script uses the default group, which it should not do once a rank has died.
 
     Args:
         backend: of the groups of each epoch as well.

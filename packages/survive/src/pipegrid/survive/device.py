@@ -13,7 +13,7 @@ from pipegrid.transport.streams import synchronize, used_device
 
 @define(eq=False)
 class DeviceEnd:
-    """Waits for the current device in a thread of its own, as a kernel whose data never comes never ends.
+    """Waits for the current device in a thread of its own, as a kernel whose data never arrives never ends.
 
     Attributes:
         deadline: seconds; at least half an hour where ``first``, in which others may still load and compile.

@@ -18,5 +18,5 @@ class RankRetiredError(SystemExit):
         self.text = text
 
     def __str__(self) -> str:
-        """Why, where `SystemExit` has the exit code."""
+        """The reason, where `SystemExit` has the exit code."""
         return self.text

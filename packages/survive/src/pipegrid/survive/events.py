@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @frozen
 class Survived:
-    """A death that the job has survived, or new processes that have come in.
+    """A death that the job has survived, or new processes that have joined.
 
     Attributes:
         key: of the function that was running here.
-        verdict: who is dead and why, who has come, the epoch since then, and whether the function was done by all that
-            live.
+        verdict: the vote result: who is dead and why, who has joined, the epoch since then, and whether the function
+            was done by all that live.
         seconds: from the first sign of it on this rank until the ranks have agreed.
 
     Examples:

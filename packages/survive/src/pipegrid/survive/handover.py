@@ -1,4 +1,4 @@
-"""The state of a job on a rank between two steps, and its way to a new process that takes the place of a dead one.
+"""The state of a job on a rank between two steps, and its transfer to a new process in place of a dead one.
 
 The two are peers: the same stages in two replicas, so the state of one is that of the other, tensor by tensor, without
 a change of layout. Nothing that arrives is unpickled.
@@ -27,14 +27,14 @@ _PLACES = ("grad", "main_grad")
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler of learning rates, a position in data: what has a state of tensors and plain data."""
+    """An object with a state of tensors and plain data: an optimizer, a learning-rate scheduler, a data position."""
 
     def state_dict(self) -> Any:
-        """The state."""
+        """The state, of tensors and plain data."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state over."""
+        """Restore a state of `state_dict`."""
         ...
 
 
@@ -44,7 +44,7 @@ class JobState:
 
     Attributes:
         modules: this rank's stages.
-        parts: what else has a state, by name.
+        parts: further objects with a state, by name.
     """
 
     modules: Modules

@@ -1,4 +1,4 @@
-"""What a run of a function keeps, so that it can run again: gradients, buffers, loss scales, random generators.
+"""The state kept before a function, so that it can run again: gradients, buffers, loss scales, random generators.
 
 Parameters are not kept: only the optimizer changes them, between two runs.
 """

@@ -89,7 +89,7 @@ class Living:
         return tuple([rank for rank in self.members if rank in self.actors and self.actors[rank] not in dead])
 
     def group(self, dims: Dims, rank: int, module: str | None = None) -> tuple[int, ...]:
-        """Those of the group of ``rank`` over ``dims`` that take part, ascending; ``module``: in whose grid."""
+        """The ranks that take part, of the group of ``rank`` over ``dims``, ascending; ``module``: in whose grid."""
         grid = self.grid[module or ""] if isinstance(self.grid, Mapping) else self.grid
         return tuple([member for member in grid.group_ranks(dims, rank) if member in self.ranks])
 

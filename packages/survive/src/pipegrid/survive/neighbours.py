@@ -26,7 +26,7 @@ class Neighbours:
     """Ranks in a ring: each waits, in a thread, for the last word of the next one.
 
     Every member makes one, together. Groups are of two ranks, so a rank has two connections in a job of any size. Of
-    members that die together, only those after a living one are noticed; `Epochs` hears of the others by their silence.
+    members that die together, only those after a living one are noticed; `Epochs` finds the others by their silence.
 
     Args:
         lost: called once in the thread, with the next rank and why it left, unless it has left in good order; such as
@@ -62,7 +62,7 @@ class Neighbours:
         self._thread.start()
 
     def is_lost(self, *, seconds: float) -> bool:
-        """Whether the next rank has left by a failure, after waiting up to ``seconds`` to hear of it."""
+        """Whether the next rank has left by a failure, after waiting up to ``seconds`` for its message."""
         return self._gone.wait(seconds)
 
     def close(self, *, failure: str = "") -> None:

@@ -57,7 +57,7 @@ def require_redoable(modules: Modules, peers: Collection[int], *, allow: Collect
 
 
 def _of_groups(stage: nn.Module, module: str, peers: set[int]) -> Iterator[str]:
-    """What communicates in groups, or over a store, of its own, which a death ends for good."""
+    """The parts of ``stage`` that communicate in groups, or over a store, of their own, which a death ends for good."""
     for name, inner in stage.named_modules():
         if isinstance(inner, DistributedDataParallel):
             yield f"{_at(module, name)} is a DistributedDataParallel, whose group is made once: use reduce_gradients"

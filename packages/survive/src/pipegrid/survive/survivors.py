@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def _of_state(epoch: Epoch) -> str:
-    """The key of the state on its way to the new processes of an epoch."""
+    """The key under which the new processes of an epoch get the state."""
     return f"the state in epoch {epoch.number}"
 
 
@@ -65,10 +65,10 @@ class Survivors(Generic[W]):
         store: for this attempt of the job alone, in a process that outlives the ranks; see `Epochs`.
         build: makes the world of an epoch, together with its other members; called when the block is entered, and after
             each death. Raises `JobFailedError` where the ranks that live cannot go on.
-        modules: whose state is kept, this rank's stages.
+        modules: this rank's stages, whose state is kept.
         allow: as of `require_redoable`: hooks that may run twice, such as ``["layers.3"]``.
-        state: what else a new process gets, by name: the optimizer, a scheduler of learning rates, anything with
-            ``state_dict`` and ``load_state_dict``. None: new processes do not come in.
+        state: further state for a new process, by name: the optimizer, a scheduler of learning rates, anything with
+            ``state_dict`` and ``load_state_dict``. None: new processes cannot join.
         heartbeat: as of `Epochs`.
         deadline: likewise; and for the device to end what a function has issued, but in the first one of an epoch.
         retire: likewise.
@@ -79,7 +79,7 @@ class Survivors(Generic[W]):
             new process; or torch's watchdog of NCCL would end the ranks that live. Before anything is sent.
 
     Attributes:
-        epochs: who lives, and what is done.
+        epochs: the agreement on living ranks and finished keys.
         events: the deaths so far, and the new processes.
     """
 
@@ -134,7 +134,7 @@ class Survivors(Generic[W]):
         return self
 
     def _take_place(self) -> None:
-        """As a new process of a dead rank: come in, and get the state of the job."""
+        """Join the job in place of a dead rank, and get the state of the job."""
         if self._state is None:
             raise SurviveError(f"rank {self.epochs.rank} has died, and Survivors has no state= for a new process of it")
         self.epochs.join()
@@ -152,7 +152,7 @@ class Survivors(Generic[W]):
     def steps(self, steps: Iterable[int]) -> Iterator[int]:
         """The numbers ``steps``; in a new process of a dead rank, those from the step on at which the others are.
 
-        New processes come in before the first `run` of a step.
+        New processes join before the first `run` of a step.
 
         Raises:
             SurviveError: the step of the others is none of ``steps``.
@@ -257,7 +257,7 @@ class Survivors(Generic[W]):
         return self.epochs.done(key)
 
     def _why_not_wait(self) -> str:
-        """Why other ranks do not come, where this one knows that the epoch ends."""
+        """The reason why other ranks do not arrive, where this one knows that the epoch ends; else empty."""
         try:
             self.epochs.check("it ends")
         except RuntimeError as error:
@@ -265,16 +265,16 @@ class Survivors(Generic[W]):
         return ""
 
     def _lost(self, epoch: Epoch, rank: int, why: str) -> None:
-        """In a thread: the connection to the next rank has ended.
+        """Note, in a thread, that the connection to the next rank has ended.
 
-        That means that its process has, once all have done a function in this epoch. Before, it may be that it could
-        not connect with a third rank, which is dead; then its heartbeat tells.
+        Once all have done a function in this epoch, its process has ended as well. Before, it may be that it could not
+        connect with a third rank, which is dead; then its heartbeat decides.
         """
         if self._watching:
             self.epochs.lost(rank, why, epoch)
 
     def _agree(self, key: str, error: RuntimeError | None, *, edge: bool, asking: Mapping[int, int]) -> bool:
-        """Agree with the others who has died and who has come; whether all that live had done ``key``."""
+        """Agree with the others who has died and who has joined; whether all that live had done ``key``."""
         began = time.monotonic()
         why = f"{key} is not done" if error is None else f"{key}: {type(error).__name__}: {error}".splitlines()[0]
         self._end(why)
@@ -297,7 +297,7 @@ class Survivors(Generic[W]):
         return verdict.committed and not handing
 
     def _alarmed(self, cause: str) -> None:
-        """In a thread: this rank may wait for others that do not come."""
+        """Abort the world, in a thread, since this rank may wait for others that never arrive."""
         world = self._world
         try:
             self.epochs.check("")

@@ -49,11 +49,11 @@ def _paced(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
 
 @define(eq=False, slots=False)
 class PipelineWorld:
-    """What this rank communicates through in one epoch. Further attributes are the script's, such as a runtime.
+    """The groups and the communicator of this rank in one epoch. The script may add attributes, such as a runtime.
 
     Attributes:
         epoch: its number; 0 has all ranks.
-        living: who takes part.
+        living: the ranks that take part.
         actor: the position and the replica of this rank.
         routes: of all units, around the dead actors, and away from slow ones where the job's ``speeds`` say so.
         groups: this rank's, of the ranks that take part; by module, where modules have grids of their own.
@@ -80,7 +80,7 @@ class PipelineWorld:
 
     @property
     def peers(self) -> dist.ProcessGroup:
-        """The ranks of this one's place in other replicas; see `OpenWorld.peers`."""
+        """The ranks of this one's place in all replicas, which hold the same state."""
         groups: Any = next(iter(self.groups.values())) if isinstance(self.groups, Mapping) else self.groups
         group: dist.ProcessGroup = groups.dp
         return group
@@ -97,7 +97,7 @@ class PipelineWorld:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Those of the job's directory, of the ranks that take part.
+        """The checkpoints in the job's directory, of the ranks that take part.
 
         Raises:
             SurviveError: the job has no directory.
@@ -107,10 +107,10 @@ class PipelineWorld:
         return self._checkpoints
 
     def end_step(self) -> tuple[SlowRank, ...]:
-        """Say in a function, after its step, that this has ended; the ranks that were slow in each of the last ten.
+        """Call in the function, once after each step; returns the ranks that were slow in all of the last ten steps.
 
-        Every ten steps, with ``speeds="measured"``, a collective of all ranks: they gather their times, so all find the
-        same. The next step has routes by which units leave those ranks, or are at home again; `proof` is that of them.
+        With ``speeds="measured"``, all ranks gather their times every ten steps, so all find the same. The routes of
+        the next step move units away from those ranks, or back; `proof` is the proof of the plan along these routes.
         """
         if self._times is None:
             return ()
@@ -153,13 +153,13 @@ class PipelineWorld:
         setattr(holder, name, value)
 
     def abort(self, cause: str) -> None:
-        """See `World.abort`."""
+        """End all connections; ranks that wait on one get ``cause`` in their error. From any thread, or twice."""
         self._aborted = True
         self.communicator.abort(cause)
         end_connections([*self._made, *(() if self._checkpoints is None else self._checkpoints.groups())], cause)
 
     def close(self) -> None:
-        """See `World.close`."""
+        """Restore the configs that `configure` set and free everything: with the others, or alone after `abort`."""
         while self._before:
             setattr(*self._before.pop())
         self.communicator.close()
@@ -178,12 +178,12 @@ class PipelineJob:
     Attributes:
         grid: with ``pp`` and ``dp`` among its dims. One for all positions: their ranks have a `P2PCommunicator`. Or one
             per module, all with as many replicas (``dp``): their ranks have a `MultiModulePipelineCommunicator`.
-        plan: what a replica runs while all ranks live, of computes; of one module, or of a graph (`schedule_for`).
+        plan: of a replica while all ranks live, of computes; for one module, or for a graph (`schedule_for`).
         config: of the communicator.
         routes: while all ranks live; None: each replica computes its own microbatches.
         schedule: the plan along routes.
-        timeout: seconds for the ranks to come to each group: how long others wait for one that dies while the world is
-            made.
+        timeout: seconds for the ranks to arrive at each group: how long others wait for one that dies while the world
+            is made.
         options: of the `MultiModulePipelineCommunicator`, by name: ``edges``, ``placements``, ...
         checkpoints: directory of the run's, for `PipelineWorld.checkpoints`; None: the job has none.
         speeds: of `reroute`, by actor; ``"measured"``: of the ranks that `PipelineWorld.end_step` finds to be slow.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class World(Protocol):
-    """What ranks communicate through in one epoch: groups, a communicator, a plan."""
+    """The means of communication in one epoch: groups, a communicator, a plan."""
 
     def abort(self, cause: str) -> None:
         """End all connections, so that no rank waits for this one, nor this one for others. From any thread, or twice.
@@ -36,7 +36,7 @@ class ConfiguringWorld(World, Protocol):
 
 @runtime_checkable
 class OpenWorld(World, Protocol):
-    """A world that new processes come to."""
+    """A world that new processes may join."""
 
     @property
     def peers(self) -> ProcessGroup:

@@ -37,7 +37,7 @@ class _TorchWait:
 
 @define(eq=False)
 class MovedClock:
-    """See `moved_clock`.
+    """The clock of this process inside `moved_clock`.
 
     Attributes:
         passed: seconds that it was moved by.
@@ -88,10 +88,10 @@ _INHERITED = object()
 
 @contextmanager
 def moved_clock() -> Iterator[MovedClock]:
-    """Inside, this process has a clock that `MovedClock.move` moves. Groups and lanes are to be made inside.
+    """Give this process, inside the block, a clock that `MovedClock.move` moves. Make groups and lanes inside.
 
     A wait without a bound of its own has its group's, which is not kept here: moves belong between steps, where only
-    waits for what may never come are under way. Sleeps and waits of Python's own threads take the time that they take.
+    waits without an expected end are under way. Sleeps and waits of Python's own threads take the time that they take.
     """
     clock = MovedClock()
     replaced: list[tuple[Any, str, Any]] = []

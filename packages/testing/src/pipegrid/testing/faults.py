@@ -41,7 +41,7 @@ class Fault:
         at: the point as the test reports it to `Ranks.reach` (compared as text).
         after: seconds from the test's start on that rank, or from the call of `Ranks.plan_fault`.
         seconds: of a ``delay``.
-        nth: which occurrence of the point on that rank, from 0.
+        nth: number of the occurrence of the point on that rank, from 0.
 
     Raises:
         FaultError: an unknown kind, both or neither of ``at`` and ``after``, ``seconds`` missing or out of place.

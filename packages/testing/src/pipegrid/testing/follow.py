@@ -38,7 +38,7 @@ _DUMP_PAUSE = 0.1
 
 
 class ProcessState(Enum):
-    """Where a rank's process is."""
+    """The state of a rank's process."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -94,7 +94,7 @@ class RankRecord:
 
 @define(eq=False)
 class _Timed:
-    """A fault by time, still to come; ``resume`` ends a delay."""
+    """A pending fault by time; ``resume`` ends a delay."""
 
     at: float
     record: RankRecord
@@ -191,7 +191,7 @@ class _Follower:
         run.unfired += [timed.fault for timed in self.timed if not timed.resume]
 
     def clean_up(self) -> list[Worker]:
-        """After a test that passed, have every rank destroy its groups; the workers that left nothing behind."""
+        """Have every rank destroy its groups after a test that passed; the workers that left nothing behind."""
         records = self.run.records
         if any(
             record.fault is not None or record.finished is None or record.finished.outcome != "passed"
@@ -249,7 +249,7 @@ class _Follower:
         for news in self.pool.news():
             for record in self.run.records:
                 if record.worker.pid == news.pid:
-                    self._hear(record)  # messages sent before its end come first
+                    self._hear(record)  # messages sent before its end first
                     self._end(record, news)
 
     def _end(self, record: RankRecord, news: Exited | Stopped) -> None:

@@ -30,12 +30,12 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFMTU = 0x8914, 0x8916, 0x891C, 0x8922
 _IFF_UP = 1
 _MTU = 9000  # fewer packets to carry
-_CHANGES = "wire"  # the socket that changes of the wire come to, in the folder of the hosts
+_CHANGES = "wire"  # the socket that takes changes of the wire, in the folder of the hosts
 _PR_SET_PDEATHSIG = 1
 
 
 class HostsError(RuntimeError):
-    """This machine allows no two hosts: it has no user namespaces or no /dev/net/tun, or is not Linux."""
+    """The machine allows no two hosts: it has no user namespaces or no /dev/net/tun, or is not Linux."""
 
 
 def set_wire(folder: Path, wire: Wire, after: float = 0.0) -> None:
@@ -67,7 +67,7 @@ def serve_hosts(channel: Channel, folder: Path, wire: Wire) -> None:
 
     Args:
         channel: for the answer.
-        folder: where `set_wire` finds them.
+        folder: by which `set_wire` finds them.
         wire: as it is at first.
     """
     try:
@@ -118,7 +118,7 @@ def _open_hosts(folder: Path) -> tuple[tuple[int, int], int]:
 
 
 def _hold_second(link: socket.socket, folder: Path) -> None:
-    """Be host b until the parent ends."""
+    """Act as host b until the parent ends."""
     try:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _check(_libc().unshare(_HOST), "unshare")

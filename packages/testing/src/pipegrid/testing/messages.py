@@ -98,7 +98,7 @@ class HostsOpen:
 
 @frozen
 class HostsRefused:
-    """Why this machine allows no two hosts."""
+    """The reason why this machine allows no two hosts."""
 
     text: str
 

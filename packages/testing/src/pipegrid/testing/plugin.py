@@ -105,7 +105,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 # As wide as a scope gets, so that fixtures of every scope can use it; on a rank each ends with the test.
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """This rank's place among the ranks that run the test: see `pipegrid.testing.Ranks`."""
+    """The place of this rank among the ranks that run the test: see `pipegrid.testing.Ranks`."""
     session = request.config.pluginmanager.get_plugin(_WORKER)
     if session is None:
         raise pytest.UsageError("the `ranks` fixture exists on ranks only: mark the test with @pytest.mark.ranks(n)")

@@ -73,7 +73,7 @@ class Worker:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of the process's socket and files; it kills itself when it sees that, if it still lives."""
+        """Close the process's socket and files; it kills itself when it sees that, if it still lives."""
         self.channel.socket.close()
         self.stacks.close()
         if self.output is not None:
@@ -97,7 +97,7 @@ class _Template:
     ready: bool = False
 
     def printed(self) -> str:
-        """What the process printed, for the end of an error."""
+        """The output of the process, for the end of an error."""
         self.log.seek(0)
         return "; it printed:\n" + self.log.read().decode(errors="replace")
 
@@ -217,7 +217,7 @@ class Pool:
                 self._template.channel.send(SendSignal(pid=worker.pid, signal=number))
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Have ``selector`` wake up for `news`."""
+        """Register with ``selector``, so that it wakes up for `news`."""
         selector.register(self._started.channel.socket, selectors.EVENT_READ, None)
 
     def news(self) -> list[Exited | Stopped]:
@@ -262,7 +262,7 @@ class Pool:
     def _start_worker(self, request: Fork) -> Worker:
         worker = self._fork(request)
         self._workers += 1
-        # Given a base of its own, a rank's tmp_path neither meets another rank's nor counts as a session to keep.
+        # With a base of its own, a rank's tmp_path neither clashes with another rank's nor counts as a session to keep.
         base = {"basetemp": f"{self._started.directory}/worker-{self._workers}"}
         worker.channel.send(evolve(self._hello, options={**self._hello.options, **base}))
         return worker
@@ -289,7 +289,7 @@ class Pool:
         return template
 
     def _receive(self, kind: type[_M], template: _Template) -> _M:
-        """The next message of ``kind`` from the template; what else arrives stays unread for `news`."""
+        """The next message of ``kind`` from the template; other messages are kept for `news`."""
         until = time.monotonic() + START_LIMIT
         while True:
             for message in self._unread:

@@ -32,7 +32,7 @@ class Ranks:
         rank: this process's rank in the default group, from 0.
         world_size: the number of ranks.
         backend: ``gloo``, ``nccl``, ``fake_nccl`` or ``staged`` (CUDA tensors over gloo).
-        device: where this rank's tensors live: ``cpu``, or GPU ``rank % device_count``.
+        device: of this rank's tensors: ``cpu``, or GPU ``rank % device_count``.
         deadline: seconds that the test has.
         strict_sends: the ``--strict-sends`` setting; the code under test waits for each batch of sends before the next
             action, so that a wrong order hangs on gloo as on GPUs.

@@ -97,7 +97,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
             # A fork is answered before the next is asked for, so the three descriptors at hand belong to it.
             try:
                 data, received, _, _ = socket.recv_fds(channel.socket, 1 << 16, 3)
-            except ConnectionResetError:  # pytest is gone, with unread messages
+            except ConnectionResetError:  # pytest is gone, with messages left
                 return
             if not data:
                 return
@@ -113,7 +113,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
 
 
 def _run(request: Fork, work: Callable[[Channel, int], None], channel: Channel, stacks: int) -> None:
-    """What a fork does."""
+    """Run a fork: serve two hosts if the request is for them; else do the work, on the host that it names."""
     if request.hosts:
         order = channel.receive()
         if isinstance(order, OpenHosts):
@@ -144,7 +144,7 @@ def _fork_worker(
 
 
 def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:
-    """In the child: own process group, own output file, then serve tests until the end."""
+    """Set up the child, with its own process group and output file, then serve tests until the end."""
     code = 1
     try:
         _own_group(0)

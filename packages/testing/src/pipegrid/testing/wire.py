@@ -1,4 +1,4 @@
-"""The wire between two hosts: what it does with packets, and the loop that carries them."""
+"""The wire between two hosts: its delay, loss and rate, and the loop that carries packets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from attrs import define, field, frozen
 
 _PACKET = 1 << 16
-_BUFFER_SECONDS = 0.2  # what a link with a rate holds; what comes beyond is lost
+_BUFFER_SECONDS = 0.2  # of packets that a link with a rate holds; further ones are lost
 _AT_ONCE = 64  # packets of one end before the other has its turn
 
 
 @frozen
 class Wire:
-    """What the wire between two hosts does with packets.
+    """The settings of the wire between two hosts.
 
     Attributes:
         delay: seconds that a packet takes, one way.
@@ -54,7 +54,7 @@ CUT = Wire(to_a=False, to_b=False)
 
 @define(eq=False)
 class Carrier:
-    """Carries packets between two descriptors, each a TUN device, as a `Wire` says.
+    """The loop that carries packets between two TUN devices, given as descriptors, under the settings of a `Wire`.
 
     Attributes:
         ends: of host a and of host b.
@@ -69,7 +69,7 @@ class Carrier:
     _count: int = field(default=0, init=False)
 
     def plan(self, wire: Wire, after: float) -> None:
-        """Be ``wire``, ``after`` seconds from now."""
+        """Apply the settings ``wire``, ``after`` seconds from now."""
         self._count += 1
         heapq.heappush(self._planned, (time.monotonic() + after, self._count, wire))
         self._change()

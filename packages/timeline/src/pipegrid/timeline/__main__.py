@@ -20,7 +20,7 @@ USAGE = 2
 
 
 def explain_dumps(arguments: argparse.Namespace) -> int:
-    """Print the roots of a hang, what each rank waits for and, with a plan, where it stands."""
+    """Print the roots of a hang, the waits of each rank and, with a plan, its place there."""
     if arguments.svg and arguments.plan is None:
         raise PlanError("--svg draws the plan with the actions at which ranks stand; give it with --plan")
     plan = None if arguments.plan is None else read_plan(arguments.plan)

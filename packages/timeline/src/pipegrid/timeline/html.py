@@ -23,7 +23,7 @@ from pipegrid.timeline.kinds import COLOURS, COMPUTE_KINDS, HATCHED, MEANING, OT
 from pipegrid.timeline.timeline import Timeline, as_panels, summary
 
 NONE = -(2**31)
-"""In a column of integers: none."""
+"""The value of None in a column of integers."""
 
 SCRIPTS = ("data.js", "model.js", "view.js", "page.js")
 _CODES = {"f64": "d", "i32": "i", "u32": "I"}

@@ -1,4 +1,4 @@
-"""Kinds of spans: which are work, which are on their way, what each means and its colour."""
+"""Kinds of spans: work, transfers and waits, each with its meaning and colour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRANSFER_KINDS = (
 """Kinds that travel beside the work of a row, and are drawn beside it."""
 
 STUCK, BEHIND = "STUCK", "BEHIND"
-"""Kinds of what never ends where ranks wait for each other, and of what never starts behind it."""
+"""Kinds of spans in a deadlock: those that never end, and those behind them that never start."""
 
 HATCHED = ("REDUCE", "COLLECTIVE")
 """Kinds in which a whole group takes part: hatched, so that no shade of a compute is taken for them."""

@@ -22,7 +22,7 @@ _TIMED = (_F, _B, _I, _W, ActionKind.REDUCE)
 
 
 def recorded_costs(recording: Recording, *, input_share: float = 0.5) -> Costs:
-    """What a recorded step took on ranks: seconds, and bytes where the recorder measured memory.
+    """Costs of a step as ranks recorded it: seconds, and bytes where the recorder measured memory.
 
     Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver waited
     for it; ``overhead``, the host's time for an action. A collective takes from the arrival of its last rank on: the
@@ -101,7 +101,7 @@ def _entries(recording: Recording, track: Track) -> Iterator[tuple[Action, Recor
 
 
 def _overhead(recording: Recording) -> float:
-    """What an action costs its position beside its compute: from the end of the last action to that of a posting."""
+    """Mean host seconds of an action beside its compute: from the end of the last action to the end of a posting."""
     found = [
         max(0.0, entry.posted - free)
         for track in recording.tracks
@@ -112,14 +112,14 @@ def _overhead(recording: Recording) -> float:
 
 
 def _free(entry: Recorded, action: Action) -> float:
-    """When the host went on; a message without the end of its posting takes no time."""
+    """The time at which the host went on; a message without the end of its posting takes no time."""
     if entry.posted is not None:
         return entry.posted
     return entry.start if action.kind.is_message else entry.end
 
 
 def _collectives(recording: Recording) -> dict[int, list[float]]:
-    """Per stage, seconds of each ``COLLECTIVE`` from the arrival of its last rank until all of them go on."""
+    """Seconds of each ``COLLECTIVE``, by stage, from the arrival of its last rank until all of them go on."""
     calls: dict[tuple[Edge | None, Direction | None, int | None], list[tuple[int, float, float]]] = defaultdict(list)
     for track in recording.tracks:
         for action, entry, _ in _entries(recording, track):
@@ -135,7 +135,7 @@ def _collectives(recording: Recording) -> dict[int, list[float]]:
 
 
 def _hops(recording: Recording, overhead: float) -> dict[Edge, list[float]]:
-    """Per edge, seconds from a send's posting to the compute that waited for it, less what an action costs.
+    """Seconds from a send's posting to the compute that waited for it, less ``overhead``, by edge.
 
     Of several ranks that hold a position, the k-th sender's message is the k-th receiver's, round and round.
     """

@@ -27,8 +27,8 @@ def order_timeline(
 ) -> Timeline:
     """A row for the compute stream and for each line of every rank, under an order model; arguments as `prove_order`.
 
-    Where ranks wait for each other, what is under way lasts to the end of the picture, what is behind it follows, and
-    the flows lead along the cycle, from each wait to what it waits for.
+    In a deadlock, spans under way last to the end of the picture, those behind them follow, and the flows lead along
+    the cycle, from each wait to the span that it waits for.
 
     Raises:
         PlanError: what is wrong with the orders apart from a cycle.
@@ -73,7 +73,7 @@ _Step: TypeAlias = tuple[int, int]
 
 
 def _times(tracks: Sequence[Track]) -> tuple[dict[_Step, float], dict[_Step, float]]:
-    """When the steps of all tracks start and end, as far as they do.
+    """Start and end times of the steps of all tracks, as far as they have them.
 
     Each event is set by one track, at a time that follows from the events it waited for: the outcome is the same
     whichever track runs first.

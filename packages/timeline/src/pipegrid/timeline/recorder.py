@@ -53,19 +53,19 @@ class Recorder:
         return self._clock() - self._zero
 
     def before(self, action: Action) -> None:
-        """See `Hook`."""
+        """Note the start of an action, and the memory in use."""
         del action
         if self._memory is not None:
             self._held = self._memory()
         self._since = self.now
 
     def after(self, action: Action) -> None:
-        """See `Hook`."""
+        """Record the span of an action (of a message: its posting) and the memory that it added."""
         end = self.now
         self._spans.append((action, self._since, end, None if self._memory is None else self._memory() - self._held))
 
     def completed(self, action: Action) -> None:
-        """See `Hook`."""
+        """Note the time at which the message of ``action`` arrived, or left."""
         self._completed[action] = self.now
 
     @contextlib.contextmanager

@@ -68,9 +68,9 @@ class Track:
 
     Attributes:
         rank: the global rank.
-        position: which it holds.
+        position: of the rank.
         actions: each with its index in the plan.
-        asides: what it did outside the plan.
+        asides: its activities outside the plan.
 
     Examples:
         >>> Track(rank=0, position=0, actions=[Recorded(0, 0.0, 0.010)], asides=[Aside("data", 0.010, 0.012)]).rank
@@ -92,7 +92,7 @@ class Recording:
     """A run of a plan.
 
     Attributes:
-        plan: what ran.
+        plan: that ran.
         tracks: one for each rank that was recorded, times from one clock common to all.
 
     Examples:

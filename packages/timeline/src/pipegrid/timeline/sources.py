@@ -176,7 +176,7 @@ def _flows(
     """Arrows from each send to its receive; in a plan of computes alone, from producer to consumer.
 
     ``rows`` holds (position, (index of the span, action) ...). Where a position has several rows (replicas),
-    the k-th row of the sender meets the k-th of the receiver, round and round. ``costs`` has the bytes of the messages.
+    the k-th row of the sender sends to the k-th of the receiver, cyclically. ``costs`` has the bytes of the messages.
     """
     messages = {} if costs is None else costs.per_edge("message", plan.graph.stage_edges)
     shares = (1.0,) if costs is None else costs.per_slice("slice_lengths", plan.num_slices)
@@ -211,4 +211,4 @@ def _flows(
 
 
 _COMPUTES = {Direction.FORWARD: (ActionKind.F,), Direction.BACKWARD: (ActionKind.B, ActionKind.I)}
-"""Per direction, the kinds of compute that make the data of a flow, and that need it."""
+"""The kinds of compute that make and need the data of a flow, by direction."""

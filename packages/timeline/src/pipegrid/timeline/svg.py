@@ -94,7 +94,7 @@ class _Panel:
         return self.rows_top + row * self.pitch
 
     def shade(self, span: Span) -> float:
-        """How much white: 0 for the first stage of the row, up to 0.6 for the last of many."""
+        """The share of white: 0 for the first stage of the row, up to 0.6 for the last of many."""
         stages = self.timeline.stages[span.row]
         if span.stage not in stages or self.most_stages < 2 or span.kind in HATCHED:
             return 0.0
@@ -104,7 +104,7 @@ class _Panel:
         return tint(COLOURS.get(span.kind, OTHER), self.shade(span))
 
     def middle(self, span: Span) -> tuple[float, float]:
-        """Where an arrow to or from ``span`` ends."""
+        """The end point of an arrow to or from ``span``."""
         inset = ROW + self.strip / 2 if span.is_transfer and self.strip else ROW / 2
         return self.x(span.start if span.is_transfer else span.end), self.y(span.row) + inset
 

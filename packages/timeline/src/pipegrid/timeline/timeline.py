@@ -1,7 +1,7 @@
 """Timelines: rows, spans on them, and flows between spans; the data that every writer draws.
 
-The same data is drawn by `write_svg`, `write_html`, `write_perfetto` and `ascii_timeline`, whether it comes from a
-plan, a simulation or the clock of a real run.
+`write_svg`, `write_html`, `write_perfetto` and `ascii_timeline` draw the same data, of a plan, of a simulation or of
+the clock of a real run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Span:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the span is a tensor or parameters on their way, which overlaps with work."""
+        """Whether the span is a transfer of a tensor or of parameters, which overlaps with work."""
         return self.kind in TRANSFER_KINDS
 
     @property
@@ -198,12 +198,12 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """When the first span starts; 0 without spans."""
+        """Start of the first span; 0 without spans."""
         return min((span.start for span in self.spans), default=0.0)
 
     @cached_property
     def end(self) -> float:
-        """When the last span ends; 0 without spans."""
+        """End of the last span; 0 without spans."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
@@ -213,7 +213,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per row, the time in which it computes (overlapping work counts once)."""
+        """The time in which each row computes (overlapping work counts once)."""
         covered = [0.0] * len(self.rows)
         until = [-math.inf] * len(self.rows)
         for span in sorted((span for span in self.spans if span.is_compute), key=lambda span: span.start):
@@ -229,7 +229,7 @@ class Timeline:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Per row, the stages that work on it, ascending."""
+        """The stages that work on each row, ascending."""
         found: list[set[int]] = [set() for _ in self.rows]
         for span in self.spans:
             if span.stage is not None and span.is_compute:

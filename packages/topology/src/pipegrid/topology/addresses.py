@@ -1,4 +1,4 @@
-"""This host's addresses, as other hosts reach them, and the interface over which gloo shall connect. No torch.
+"""Addresses of this host, as other hosts reach them, and the interface over which gloo connects. No torch.
 
 Left alone, gloo listens on the address of the host's own name, which is 127.0.1.1 on many machines: no other host
 reaches it, while NCCL, which looks at interfaces, works there.
@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 from pipegrid.topology.errors import GroupConnectionError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable by which gloo is told an interface."""
+"""The environment variable from which gloo reads its interface."""
 _NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
 _ANY_PORT = 9  # nothing is sent
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def address_towards(host: str) -> str:
-    """This host's address from which packets to ``host`` leave; empty where no way leads there, or without a name."""
+    """The address from which packets to ``host`` leave this host; empty without a route to it, or without a name."""
     for family, kind, protocol, _, peer in _found(host):
         with socket.socket(family, kind, protocol) as probe:
             try:

@@ -28,7 +28,7 @@ _here = threading.local()
 
 @contextmanager
 def giving_up(why: Callable[[], str]) -> Iterator[None]:
-    """In the block, this thread gives up the groups that it creates once ``why()`` is a text.
+    """Let this thread, in the block, give up the groups that it creates once ``why()`` is a text.
 
     So a rank that knows of a death does not wait out the timeout of the dead one. ``why`` is asked several times a
     second, in other threads as well.
@@ -98,7 +98,7 @@ class BoundedCalls:
             function: to call.
             arguments: of ``function``.
             seconds: the deadline.
-            given_up: asked every 0.1 s; once it is true the deadline has come.
+            given_up: asked every 0.1 s; once it is true, the call ends as at the deadline.
 
         Raises:
             SilentStoreError: it did not return in time, or the thread was closed.

@@ -1,4 +1,4 @@
-"""This rank's process groups of one module, and of several, as schedules take them. No torch."""
+"""Process groups of this rank for one module, and for several, as schedules take them. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EXPERT_DIMS: dict[str, tuple[str, ...]] = {
 
 @define(slots=False)
 class ProcessGroupCollection:
-    """This rank's groups of one module by purpose; None where there is none.
+    """Process groups of this rank for one module, by purpose; None where there is none.
 
     Functions that take a collection accept any object with the same attributes, which may be assigned after it was
     made: ``groups = ProcessGroupCollection()``, ``groups.dp = ...``.
@@ -201,12 +201,12 @@ class MultiModuleProcessGroupCollection:
 
     @property
     def module_pgs(self) -> Mapping[str, ProcessGroupCollection]:
-        """`modules`."""
+        """The same as `modules`, under Megatron's name."""
         return self.modules
 
     @property
     def language_model_module_name(self) -> str | None:
-        """`language_module_name`."""
+        """The same as `language_module_name`, under Megatron's name."""
         return self.language_module_name
 
     def has_language_model(self) -> bool:
@@ -231,7 +231,7 @@ class MultiModuleProcessGroupCollection:
         return self.modules.keys()
 
     def values(self) -> ValuesView[ProcessGroupCollection]:
-        """Their collections."""
+        """The collections of the modules that this rank is in."""
         return self.modules.values()
 
     def items(self) -> ItemsView[str, ProcessGroupCollection]:

@@ -30,7 +30,7 @@ def destroy_groups(
 
     Args:
         groups: in the order of their creation.
-        seconds: until groups whose other members have not come to destroy them are aborted.
+        seconds: until groups that some other member has not begun to destroy are aborted.
     """
     import torch.distributed as dist
 

@@ -20,15 +20,15 @@ class GridKeyError(KeyError):
 
 
 class GroupCreationTimeoutError(RuntimeError):
-    """Members of a group did not come to create it or to connect before the deadline, or their store is silent."""
+    """Members of a group did not arrive to create or to connect it before the deadline, or their store is silent."""
 
 
 class GroupStoreError(GroupCreationTimeoutError):
-    """The store at which the members of a group meet did not answer; no member is known to be missing."""
+    """The store of a group's creation barrier did not answer; no member is known to be missing."""
 
 
 class GroupConnectionError(RuntimeError):
-    """The backend did not connect the members of a group, or the store at which they meet has failed."""
+    """The backend did not connect the members of a group, or the store of their barrier failed."""
 
 
 class PlacementError(ValueError):

@@ -36,7 +36,7 @@ def _as_names(dim_names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _as_members(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
-    """Checked to ascend."""
+    """The ranks of a grid, checked to ascend; None for consecutive ones."""
     if ranks is None:
         return None
     members: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", GridError)

@@ -33,7 +33,7 @@ class SharedGroup:
 
 @define(eq=False)
 class GridGroups:
-    """This rank's groups of one grid, by canonical request; None for a rank outside the grid."""
+    """Process groups of this rank in one grid, by canonical request; None for a rank outside the grid."""
 
     _groups: dict[GroupRequest, SharedGroup | None] = field(factory=dict)
     _users: dict[GroupRequest, int] = field(factory=dict, init=False)  # of groups that go with the last of them

@@ -42,7 +42,7 @@ class GroupSpec:
 
     Attributes:
         ranks: global, in group-rank order.
-        label: what the group is for.
+        label: the group's purpose.
         shared: whether equal ranks are one group.
     """
 
@@ -66,7 +66,7 @@ def creation_order(specs: Iterable[GroupSpec]) -> tuple[GroupSpec, ...]:
     Creating a group blocks until all its members do so, and only members take part. Such creation cannot deadlock when
     every rank creates its groups in an order that is a restriction of one total order: suppose some ranks were stuck
     for ever, and let ``g`` be the smallest group, in that order, at which any rank is stuck. Some member of ``g`` never
-    comes to it, so it is stuck at another group; it has not passed ``g``, and it creates in ascending order, so that
+    reaches it, so it is stuck at another group; it has not passed ``g``, and it creates in ascending order, so that
     other group is smaller than ``g``. But ``g`` was the smallest. Without a common order there is a deadlock of three
     ranks and three pairs: rank 0 makes {0,1} then {0,2}, rank 1 makes {1,2} then {0,1}, rank 2 makes {0,2} then {1,2}.
 
@@ -92,7 +92,7 @@ class GroupOptions:
     Attributes:
         backend: of the group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         timeout: of the group's operations.
-        creation_timeout: for all members to come and, again, for all of them to connect.
+        creation_timeout: for all members to arrive and, again, for all of them to connect.
         pg_options: the backend's options.
         group_desc: description in torch's logs; None is the group's label.
     """
@@ -150,7 +150,7 @@ def create_groups(
         specs: groups, in any order.
         backend: as for `torch.distributed.new_group`; None is the default group's.
         timeout: of the group's operations; None is the backend's default.
-        creation_timeout: for all members to come and, again, for all of them to connect; None is ``timeout``.
+        creation_timeout: for all members to arrive and, again, for all of them to connect; None is ``timeout``.
         pg_options: the backend's options; one object serves many groups.
         group_desc: description in torch's logs; None is each group's label.
 
@@ -160,7 +160,7 @@ def create_groups(
     Raises:
         WorldError: there is no default process group.
         GridError: a rank past the world, or no such backend.
-        GroupCreationTimeoutError: some members did not come, or did not connect, before the deadline. The groups
+        GroupCreationTimeoutError: some members did not arrive, or did not connect, before the deadline. The groups
             that this call had created are gone again.
         GroupConnectionError: the backend did not connect the members, or the store failed; likewise.
     """
@@ -214,7 +214,7 @@ def create_each(
 def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
     """A group of ``ranks`` that this one makes without the others, some of which may be dead.
 
-    It says which rank has which place. It connects to none of them until something is sent, which nothing should be.
+    It maps places to ranks. It connects to none of them until something is sent, which should never happen.
     """
     from pipegrid.topology import torch_compat as compat
 
@@ -245,7 +245,7 @@ def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
 
 
 def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> ProcessGroup:
-    """Meet the other members, connect, and return when all of them are connected."""
+    """Wait at a barrier for the other members, connect, and return when all of them are connected."""
     from pipegrid.topology import torch_compat as compat
 
     alone = compat.is_fake(options.backend)  # a fake group has no peers, and its store cannot count

@@ -196,7 +196,7 @@ class HyperCommGrid:
 
         Raises:
             GridKeyError: the grid has these groups already.
-            GroupCreationTimeoutError: some members did not come before the deadline.
+            GroupCreationTimeoutError: some members did not arrive before the deadline.
         """
         made = self.create_pgs([dims], view=view, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
         return made[0]
@@ -221,7 +221,7 @@ class HyperCommGrid:
     def create_places(self, dims: Dims) -> None:
         """Create this rank's group that varies in ``dims`` alone, without the other members, unless it is there.
 
-        `get_pg` finds it. It says which rank is at which place, of ranks that may be dead, and carries no messages.
+        `get_pg` finds it. It maps places to ranks, some of which may be dead, and carries no messages.
         """
         request = self.canonical(dims)
         if request not in self._groups:
@@ -230,7 +230,7 @@ class HyperCommGrid:
             self._groups.hold(request, SharedGroup(group, ranks, "places"))
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
-        """This rank's group that varies in ``dims``; None for a rank outside the grid.
+        """The group of this rank that varies in ``dims``; None for a rank outside the grid.
 
         Raises:
             GridKeyError: it has not been created.
@@ -330,7 +330,7 @@ def create_grid_groups(
     Raises:
         GridKeyError: a grid has one of the groups already, or a request occurs twice.
         GridError, GridKeyError: a grid has no such dim or view.
-        GroupCreationTimeoutError: some members did not come before the deadline; no grid has changed then.
+        GroupCreationTimeoutError: some members did not arrive before the deadline; no grid has changed then.
     """
     wanted = {}
     here, _ = require_default_group()

@@ -1,9 +1,9 @@
-"""All members of a group meet at a store before they create it, or all of them learn that some did not come.
+"""A barrier of a group's members, at a store, before they create it: all pass, or all learn who is missing.
 
 Backends disagree about a missing member (gloo waits and then names a store key; NCCL notices at the first
-collective), hence a meeting of our own. It also agrees on the group's sequence number: the store counts how
-often exactly these members have met, so ranks with different histories agree, and the count ends with the world
-whose store it is. No torch.
+collective), hence a barrier of our own. It also agrees on the group's sequence number: the store counts how
+often exactly these members have passed it, so ranks with different histories agree, and the count ends with the
+world whose store it is. No torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a
 
 @frozen
 class Rendezvous:
-    """The members of a group, which meet at a store, as one of them sees them.
+    """One rank's end of the barrier of a group's members.
 
     Attributes:
         store: of the world.
         ranks: of the group.
         rank: this one.
         label: of the group, for errors.
-        timeout: deadline of each meeting.
+        timeout: deadline of each barrier.
     """
 
     store: Store
@@ -55,11 +55,11 @@ class Rendezvous:
 
     @property
     def own(self) -> str:
-        """What this rank says of itself when it comes: the name of its host, and its address towards the store's."""
+        """The arrival record of this rank: the name of its host, and its address towards the store's host."""
         return json.dumps([socket.gethostname(), address_towards(self.server)])
 
     def hosts(self, key: str, sequence: int) -> Iterator[tuple[str, str]]:
-        """The names and addresses of the hosts of the other members, which met under ``key``."""
+        """The names and addresses of the other members' hosts, from their arrival records under ``key``."""
         for other in self.ranks:
             if other != self.rank:
                 text = bounded(
@@ -88,18 +88,18 @@ class Rendezvous:
             ) from error
 
     def meet(self, key: str, *, step: str = "come") -> int:
-        """Return, when all members have come, how often they had met under ``key`` before.
+        """Wait until all members have arrived; return how often they had passed the barrier ``key`` before.
 
         Four short store operations per member, whatever the size of the group. They run in a thread of their own: a
         store whose host has stopped answers no operation, and torch's timeouts do not end the call then.
 
         Args:
-            key: of the meeting.
+            key: of the barrier.
             step: the verb of the error: what the missing ranks did not do.
 
         Raises:
-            GroupCreationTimeoutError: some members did not come in time, which it names, or `giving_up` has a reason;
-                the meeting is withdrawn from then, so the same members can try again.
+            GroupCreationTimeoutError: some members did not arrive in time, which it names, or `giving_up` has a
+                reason; this rank has withdrawn from the barrier then, so the same members can try again.
             GroupStoreError: the store did not answer.
         """
         limit = self.timeout.total_seconds() + _GRACE
@@ -124,7 +124,7 @@ class Rendezvous:
         arrived = f"{here}/arrived/{self.rank}"
         store.set(arrived, self.own)
         if store.add(f"{here}/count", 1) == len(ranks):
-            # Before any member goes on: the next meeting of these members must find the new number.
+            # Before any member goes on: the next barrier of these members must find the new number.
             store.add(f"{key}/sequence", 1)
             store.set(f"{here}/complete", "1")
             return sequence
@@ -160,7 +160,7 @@ class Rendezvous:
         return sequence
 
     def not_connected(self, key: str) -> GroupCreationTimeoutError:
-        """The error where all members came and did not all connect; those that did have met under ``key``."""
+        """The error where all members arrived and not all connected; those that did are recorded under ``key``."""
 
         def look() -> list[int]:
             return [other for other in self.ranks if self.store.check([f"{key}/0/arrived/{other}"])]

@@ -94,7 +94,7 @@ def living_groups() -> list[ProcessGroup]:
 
 
 def aborts_of(groups: Iterable[ProcessGroup], host_backends: Collection[str]) -> dict[ProcessGroup, Callable[[], None]]:
-    """Of each living group of ``groups`` with a backend beside ``host_backends``: what aborts those backends.
+    """The functions that abort the backends other than ``host_backends``, by living group that has one.
 
     A group of several backends, such as ``cpu:gloo,cuda:nccl``, keeps those of the host.
     """
@@ -243,12 +243,12 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def unconnected() -> AbstractContextManager[None]:
-    """Inside, a group of gloo is made by this rank alone: two ranks connect when they first exchange something."""
+    """Let this rank create gloo groups alone in the block: two ranks connect at their first exchange."""
     return _variable(_LAZY, "1")
 
 
 def over(interface: str) -> AbstractContextManager[None]:
-    """Inside, groups of gloo listen on the interface; an empty one leaves it to gloo."""
+    """Let gloo groups created in the block listen on ``interface``; empty leaves the choice to gloo."""
     return _variable(GLOO_INTERFACE, interface) if interface else nullcontext()
 
 

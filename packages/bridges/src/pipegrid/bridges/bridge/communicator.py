@@ -1,6 +1,6 @@
 """The bridge between two modules: a tensor leaves one grid's last stage and arrives at another grid's first.
 
-The way of a message, file by file: `BridgeCommunicator.send_forward` here; `Exchange.isend_forward` (exchange), the
+The path of a message, file by file: `BridgeCommunicator.send_forward` here; `Exchange.isend_forward` (exchange), the
 plans for its shape; `EdgeTraffic.send` (traffic), a packed piece for each peer; `Lane.isend` (transport), the backend.
 On the other side: `Lane.irecv`; `BridgeReceive` (receive), which is filled when all pieces are there;
 `EdgeTraffic.fill`, pieces in their places and the completion among copies.
@@ -60,7 +60,7 @@ class BridgeCommunicator(BridgeEnds):
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
 
     Attributes (beside those of `BridgeEnds`):
-        exchange: what the verbs do on a rank of the boundary.
+        exchange: the implementation of the verbs on a rank of the boundary.
 
     Args:
         src_grid: grid of the module that makes the tensor.
@@ -71,18 +71,18 @@ class BridgeCommunicator(BridgeEnds):
         src_module_name: for labels and messages.
         dest_module_name: for labels and messages.
         tensor_ndim: axes of the tensor.
-        options: what the edge declares beside that; its own ``dim_mapping``, ``comm_dtype`` and ``tensor_ndim`` stand
-            where they are set. Each of the other `EdgeOptions` may be given by its name in place of them.
+        options: of the edge; its ``dim_mapping``, ``comm_dtype`` and ``tensor_ndim`` take precedence where they are
+            set. Each of the other `EdgeOptions` may be given by its name in place of them.
         directions: those that the plan uses; lanes and groups of the other are not opened. None is all that it has.
         shapes: ``"fixed"`` or ``"variable"``, see above; None is ``"variable"`` where ``config.variable_seq_lengths``.
         config: of the lanes; see `pipegrid.transport.P2PConfig`.
         backend: of lanes and groups; None is the grids' backend, else the default group's for ``device``.
-        device: where tensors live; None is the current GPU where the backend is NCCL, else the CPU.
+        device: of the tensors; None is the current GPU where the backend is NCCL, else the CPU.
         label: tells apart bridges between the same modules.
         stage_dim: the grids' pipeline dim.
         src_stage: place of the source's last stage along ``stage_dim``; None is the last.
         dest_stage: place of the destination's first stage along ``stage_dim``; None is the first.
-        replicas: of the source and of the destination (``dp``): from the one to the other alone goes what crosses. None
+        replicas: of the source and of the destination (``dp``): the bridge leads from the one to the other alone. None
             is from all to all.
         open: False leaves the lanes to the caller, who opens ``lane_specs`` with ``lane_config`` together with
             others, so that one batch can span them, and gives them to `attach`.
@@ -184,7 +184,7 @@ class BridgeCommunicator(BridgeEnds):
         return self._traffic.groups[group_spec(ranks, self.label, what)]
 
     def verb(self, direction: Direction, *, sends: bool) -> Callable[[Any], Any] | None:
-        """What starts a send, or a receive, of this rank; None where it has none on the boundary."""
+        """The function that starts a send (or a receive) in ``direction``; None where this rank has none."""
         at_end = self.is_source if (direction is _FORWARD) is sends else self.is_destination
         if not at_end or direction not in self._wiring.directions:
             return None
@@ -224,7 +224,7 @@ class BridgeCommunicator(BridgeEnds):
         return self.exchange.irecv_forward(shape)
 
     def isend_backward(self, grad: Any) -> Handle | None:
-        """Start sending the gradient of the oldest activation that has none yet; None stands for zeros.
+        """Start sending the gradient of the oldest activation that has none yet; None means zeros.
 
         Of a payload, a tree of gradients, with None for leaves without.
 
@@ -282,7 +282,7 @@ class BridgeCommunicator(BridgeEnds):
     # -- the blocking verbs -----------------------------------------------------------------------------
 
     def send_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> None:
-        """Send an activation from the source side, and wait until it is on its way."""
+        """Send an activation from the source side, and wait for the send."""
         _waited(self.isend_forward(tensor, samples=samples))
 
     def recv_forward(self) -> Any:
@@ -328,7 +328,7 @@ def _result(receiving: ReceiveHandle | None) -> Any:
 
 
 def _exchanged(sending: Handle | None, receiving: ReceiveHandle | None) -> Any:
-    """What is received, once all is sent; None on a rank that does neither."""
+    """The received tensor, after the send has ended; None on a rank without both."""
     if sending is None or receiving is None:
         return None
     received = receiving.result()
@@ -350,7 +350,7 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
 
     Raises:
         P2PUsageError: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a
-            receive after its batch, when the sizes have come; the proof knows neither.
+            receive after its batch, when the sizes have arrived; the proof knows neither.
     """
     if isinstance(settings.communicators, LaneSharing):
         raise P2PUsageError(

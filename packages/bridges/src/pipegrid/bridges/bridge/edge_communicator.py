@@ -1,4 +1,4 @@
-"""The base class of communicators whose messages cross edges."""
+"""The base class of communicators over several edges."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Way: TypeAlias = tuple[Edge, Direction]
 
 
 class EdgeCommunicator(LaneCommunicator, ABC):
-    """A communicator over several edges: what crosses one is a lane's message, or an `Exchange` over many lanes.
+    """A communicator over several edges: each is one lane, or an `Exchange` over many lanes.
 
     The lanes of all edges are opened together. Each exchange has groups of its own, which end with them.
 
     Attributes:
         crossings: the exchanges of this rank.
-        _sends: what starts a send, by edge and direction: looked up once in a message.
-        _receives: what starts a receive.
+        _sends: the functions that start a send, by edge and direction.
+        _receives: the functions that start a receive, likewise.
         _inside: the lanes of edges between ranks of one module.
         _neighbours: the ranks at the other ends of each edge.
     """
@@ -56,7 +56,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         return send(payload)
 
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
-        """Start receiving what comes next along ``edge`` in that direction, of that one shape if ``shapes`` is given.
+        """Start receiving the next message along ``edge`` in that direction, of that one shape if ``shapes`` is given.
 
         Raises:
             BridgeError: this rank receives nothing there.
@@ -109,7 +109,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
             exchange.forget()
 
     def check(self) -> None:
-        """See `BridgeCommunicator.check`: of all edges of this rank."""
+        """Raise `CollectiveFailedError` if a completion of any edge, waited for on a device, has failed since."""
         for exchange in self.crossings:
             exchange.traffic.waits.check()
 

@@ -27,13 +27,13 @@ class BridgeEnds:
         src: the side of the source's last stage.
         dst: the side of the destination's first stage.
         axes: names of the tensor's axes.
-        options: what the edge declares.
+        options: of the edge.
         rank: this rank.
         is_source: whether this rank gives activations.
         is_destination: whether this rank gets activations.
         carries_gradients: whether there are lanes for gradients: the edge has a backward, and its plan uses it.
         lane_specs: the lanes of this rank.
-        declared: what both ends of each lane have alike, in words.
+        declared: the text on which both ends of each lane must agree.
     """
 
     _destroyed = False

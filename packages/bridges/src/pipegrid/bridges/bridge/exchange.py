@@ -1,4 +1,4 @@
-"""What crosses one edge on a rank of its boundary: activations one way, the gradients of the oldest one back.
+"""The traffic of one edge on a rank of its boundary: activations one way, the gradients of the oldest one back.
 
 A source announces the shape of each leaf, and the plans of both directions follow from it. All leaves of a microbatch
 travel in one message per lane. Where shapes are fixed the first message alone announces; an edge of one tensor then has
@@ -33,14 +33,14 @@ Sent = TypeVar("Sent")
 
 @define(eq=False)
 class PendingGradients(Generic[Sent]):
-    """Activations that were sent, or received, and whose gradients are still to come.
+    """Activations that were sent, or received, and whose gradients are still due.
 
     Attributes:
         call: the call that answers them, for errors: edge, verb and rank.
-        what: what is pending, for errors, such as ``"activation that was sent"``.
+        what: the name of the pending object, for errors, such as ``"activation that was sent"``.
         variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
             nothing to count.
-        first: where they do not, the one that stands for all; None before the first.
+        first: the activation that represents all where they do not differ; None before the first.
     """
 
     call: str
@@ -50,7 +50,7 @@ class PendingGradients(Generic[Sent]):
     _waiting: deque[Sent] = field(factory=deque, init=False)
 
     def add(self, activation: Sent, *, has_gradient: bool) -> None:
-        """Add an activation; ``has_gradient``: its gradient will come."""
+        """Add an activation; ``has_gradient``: its gradient will follow."""
         if self.first is None and not self.variable:
             self.first = activation
         if self.variable and has_gradient:
@@ -69,14 +69,14 @@ class PendingGradients(Generic[Sent]):
         return found
 
     def answer(self) -> None:
-        """Remove the oldest activation: its gradient is on its way."""
+        """Remove the oldest activation: the send, or the receive, of its gradient has started."""
         if self.variable:
             self._waiting.popleft()
 
 
 @define(eq=False)
 class Incoming:
-    """A microbatch on its way here: None until its messages, which announce it, are in their places."""
+    """A microbatch that is being received: ``leaves`` is None until its messages, which announce it, are there."""
 
     leaves: Microbatch | None = None
     receive: BridgeReceive | None = None
@@ -92,7 +92,7 @@ class Incoming:
 
 @frozen
 class _Steady:
-    """What a message after the first needs on an edge of one tensor of fixed shape, in one direction.
+    """The values that later messages reuse, on an edge of one tensor of fixed shape, in one direction.
 
     Attributes:
         shape: of the tensor.
@@ -100,7 +100,7 @@ class _Steady:
         view: the shape with which it travels; None is its own.
         part: this rank's in the plan.
         wire_dtype: of the message.
-        peers: who gets a message; None is every rank with a lane.
+        peers: the ranks that get a message; None is every rank with a lane.
     """
 
     shape: torch.Size
@@ -112,7 +112,7 @@ class _Steady:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, leaf: LeafTransfer, direction: Direction, *, every: bool) -> _Steady | None:
-        """From a message of ``tensor``; ``every``: to every rank with a lane. None where nothing travels."""
+        """The values for messages like ``tensor`` (``every``: to every rank with a lane); None where none travels."""
         part = leaf.part(direction)
         if part is None or leaf.plans is None:
             return None
@@ -125,13 +125,13 @@ class Exchange:
 
     Args:
         traffic: of the edge.
-        leaves: what crosses.
+        leaves: of the payload.
         variable: whether shapes and numbers may change from message to message.
         skips_empty: lanes that carry nothing are left out from the second activation on: sizes are fixed by then. Only
             where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer elements
             than ranks, costs less than waiting for the first one before a second receive is posted.
-        tied: whether gradients come back on this edge, each of an activation that went before. Where they do not, what
-            crosses is one way's alone, and the other way, if there is one, an exchange of its own.
+        tied: whether gradients return on this edge, each for an earlier activation. If not, this exchange carries one
+            direction, and the other direction, if there is one, has an exchange of its own.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Exchange:
     # -- activations: send ---------------------------------------------------------------------------------------
 
     def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
-        """See `BridgeCommunicator.isend_forward`."""
+        """Start sending this rank's part of an activation; ``samples``: rows of each sample of a packed one."""
         steady = self._steady
         unpacked = samples is None and isinstance(payload, torch.Tensor) and not hasattr(payload, SPLIT_SIZES)
         if (
@@ -182,9 +182,9 @@ class Exchange:
         if self.variable or self._announced is None:
             self.traffic.compare_announced(announced, ", ".join(map(str, notes)))
         leaves = self._leaves.outgoing(notes)
-        # Every rank that may get something must hear of the sizes; gradients need no such message.
+        # Every rank that may get something must know the sizes; gradients need no such message.
         sending = self._send(leaves, [tensor_of(value) for value in values], _FORWARD, note=announced)
-        # Only now: after a lane's error nothing was sent, and no gradient of it will come.
+        # Only now: after a lane's error nothing was sent, and no gradient of it will follow.
         self._announced = notes
         if self._is_tensor and unpacked and not self.variable:
             self._steady = _Steady.of(payload, leaves[0], _FORWARD, every=not self._skips_empty)
@@ -194,7 +194,7 @@ class Exchange:
     # -- activations: receive ------------------------------------------------------------------------------------
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
-        """See `BridgeCommunicator.irecv_forward`."""
+        """Start receiving the next activation, of ``shape`` if given."""
         expected = None if shape is None else self._leaves.expected(shape)
         if self._arriving is not None:
             whole = self._receive_whole(self._arriving, _FORWARD, expected)
@@ -203,7 +203,7 @@ class Exchange:
         return self._receive_forward(expected)
 
     def irecv_into(self, tensor: torch.Tensor) -> BridgeReceive:
-        """As `irecv_forward`, of the shape and dtype of ``tensor``, which is filled."""
+        """Start receiving the next activation into ``tensor``, of its shape and dtype."""
         return self._receive_forward(self._leaves.expected(tensor.shape), tensor)
 
     def _receive_forward(self, expected: tuple[int, ...] | None, into: torch.Tensor | None = None) -> BridgeReceive:
@@ -254,7 +254,7 @@ class Exchange:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def isend_backward(self, gradients: Any) -> Handle:
-        """See `BridgeCommunicator.isend_backward`."""
+        """Start sending the gradient of the oldest activation that has none yet."""
         steady = self._steady_gradient
         if (
             steady is not None
@@ -275,7 +275,7 @@ class Exchange:
         return handle
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
-        """See `BridgeCommunicator.irecv_backward`."""
+        """Start receiving the gradient of the oldest activation that was sent and has none yet."""
         leaves = self._sent.oldest
         expected = None if shape is None else self._leaves.expected(shape)
         receive = self._receive_whole(leaves, _BACKWARD, expected)
@@ -320,7 +320,7 @@ class Exchange:
     def _receive_whole(
         self, leaves: Microbatch, direction: Direction, expected: tuple[int, ...] | None
     ) -> ReceiveHandle | None:
-        """A receive that is its lane's alone, where one tensor comes and its sizes are known; None else."""
+        """The receive of one tensor of known sizes straight from its lane; None where that is not possible."""
         if not self._is_tensor:
             return None
         (leaf,) = leaves

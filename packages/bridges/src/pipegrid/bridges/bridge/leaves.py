@@ -1,4 +1,4 @@
-"""The leaves of a payload that crosses an edge: how a source announces each, how it travels, and what arrives.
+"""The leaves of an edge's payload: the announcement of each by its source, its transfer, and its arrival.
 
 Pure but for new tensors: nothing is sent or received here.
 """
@@ -33,7 +33,7 @@ class LeafTransfer:
         shape: of this rank's tensor, as the stage has it; None for a number.
         value: the number.
         dtype: of the tensor.
-        gradient: whether a gradient comes back.
+        gradient: whether a gradient returns.
     """
 
     plans: PlanPair | None
@@ -43,7 +43,7 @@ class LeafTransfer:
     gradient: bool
 
     def part(self, direction: Direction) -> RankPart | None:
-        """This rank's part in the plan of a direction; None where nothing of the leaf travels from or to it."""
+        """The part of this rank in the plan of a direction; None where nothing of the leaf travels from or to it."""
         if self.plans is None or (direction is _BACKWARD and not self.gradient):
             return None
         return self.plans.forward_part if direction is _FORWARD else self.plans.backward_part
@@ -63,15 +63,15 @@ def peers_of(leaves: Microbatch, direction: Direction, *, sends: bool) -> Iterab
 
 @frozen
 class Leaves:
-    """What one rank knows of the leaves of an edge before any message: the structure, and how each leaf is planned.
+    """The leaves of an edge as one rank knows them before any message: their structure, and the plans of each.
 
     Attributes:
         name: of the edge, for errors.
         rank: this rank.
-        device: where tensors live.
-        structure: what crosses: one tensor, or a payload.
+        device: of the tensors.
+        structure: of the edge: one tensor, or a payload.
         plans: the plans of each leaf.
-        backward: whether gradients come back.
+        backward: whether gradients return.
         comm_dtype: of floating-point tensors on the wire; None is their own.
     """
 
@@ -92,7 +92,7 @@ class Leaves:
         return self.structure.values(payload, name=self.name)
 
     def notes(self, values: Sequence[Any]) -> list[LeafNote]:
-        """What this rank announces of the leaves with these values."""
+        """The announcement of each leaf, given the leaves' values on this rank."""
         return [self._note(leaf, value) for leaf, value in zip(self.structure.leaves, values, strict=True)]
 
     def _note(self, leaf: Leaf, value: Any) -> LeafNote:
@@ -136,7 +136,7 @@ class Leaves:
                 )
 
     def outgoing(self, notes: Sequence[LeafNote]) -> Microbatch:
-        """How the leaves that this rank announces travel."""
+        """The transfers of the leaves, from the announcements of this rank."""
         return tuple(map(self._outgoing, range(len(notes)), notes))
 
     def _outgoing(self, index: int, note: LeafNote) -> LeafTransfer:
@@ -153,7 +153,7 @@ class Leaves:
         return self.backward and leaf.declared.gradient and can
 
     def incoming(self, notes: Mapping[int, Sequence[LeafNote]]) -> Microbatch:
-        """How the leaves that the source ranks announce travel, by rank."""
+        """The transfers of the leaves, from the announcements of the source ranks, by rank."""
         count = len(self.structure.leaves)
         return tuple(self._incoming(index, {peer: one[index] for peer, one in notes.items()}) for index in range(count))
 
@@ -199,7 +199,7 @@ class Leaves:
         raise ShapeError(f"{self.name}: {of} is {in_words(gradient)}, {whose} {due}")
 
     def activations(self, leaves: Microbatch, tensors: Sequence[torch.Tensor]) -> Any:
-        """What arrived as the payload of the stage."""
+        """The payload of the stage from the tensors that arrived."""
         arrived, values = iter(tensors), []
         for one in leaves:
             value = one.value if one.shape is None else _shaped(next(arrived), one.shape)
@@ -224,7 +224,7 @@ class Leaves:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
 
     def expected(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that the caller of a receive expects: `ShapeError` where more than one tensor crosses."""
+        """The shape that the caller of a receive expects: `ShapeError` on an edge with a payload."""
         if not self.structure.is_tensor:
             raise ShapeError(f"{self.name} carries a payload, whose tensors have a shape each; leave the shape out")
         expected: tuple[int, ...] = checked(shape, tuple[Index, ...], "the expected shape", ShapeError)

@@ -1,4 +1,4 @@
-"""What an edge between two modules may declare: one record, for a bridge and for a pipeline of modules. No torch."""
+"""The options of an edge between two modules: one record, for a bridge and for a pipeline of modules. No torch."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def _as_shape(value: Any) -> tuple[int | None, ...] | None:
 
 @frozen(kw_only=True, field_transformer=checked_fields(BridgeError))
 class EdgeOptions:
-    """How one edge between modules differs from the default. A `BridgeCommunicator` takes each by its name as well.
+    """Options of one edge between modules. A `BridgeCommunicator` takes each by its name as well.
 
     Attributes:
         strategy: see `plan_reshard`.
         leader_below: bytes below which ``"auto"`` uses a leader, where no links are given.
-        links: what ``"auto"`` decides by: bandwidth, latency, and which ranks share a link.
+        links: bandwidth, latency and shared links, by which ``"auto"`` decides.
         backward: False declares an edge without gradients (a frozen source).
         comm_dtype: dtype on the wire; what arrives has the dtype of what was sent. None is the tensor's own.
         tensor_ndim: axes of the tensor; None is that of the source module.
         shape: extents of the whole tensor, over all ranks of the source; None for extents that may change:
             ``(None, 16, 64)``.
-        payload: what crosses in place of one tensor: `Axes` and `Whole` in dicts, lists and tuples. ``tensor_ndim``,
+        payload: `Axes` and `Whole` in dicts, lists and tuples, sent in place of one tensor. ``tensor_ndim``,
             ``dim_mapping`` and ``shape`` describe one tensor and have no effect then.
         dim_mapping: axis of ``"b"``, ``"s"`` and ``"h"``; None is that of the source module.
-        src_placements: what each dim of the source grid does with the tensor, see `boundary_side`; adds to those of the
+        src_placements: of the tensor along each dim of the source grid, see `boundary_side`; adds to those of the
             module.
         dest_placements: the same for the destination.
         src_lanes: samples of each source replica per microbatch, where they are not equal.
@@ -88,7 +88,7 @@ class EdgeOptions:
 
     @property
     def structure(self) -> Structure | None:
-        """The structure of the payload; None where one tensor crosses.
+        """The structure of the payload; None on an edge of one tensor.
 
         Raises:
             BridgeError: the strategy or the shape is that of an edge of one tensor; or as `Structure`.
@@ -103,7 +103,7 @@ class EdgeOptions:
 
 
 class EdgeArguments(TypedDict, total=False):
-    """`EdgeOptions` as keyword arguments of a `BridgeCommunicator`, but for those that stand by their own there."""
+    """`EdgeOptions` as keyword arguments of a `BridgeCommunicator`, but for those with an argument of their own."""
 
     strategy: Strategy
     leader_below: int

@@ -19,12 +19,12 @@ from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.topology import replica_bounds, replica_sizes
 
-_MOST_KNOWN = 256  # plans kept for sizes that come back
+_MOST_KNOWN = 256  # plans kept for sizes that recur
 
 
 @frozen(field_transformer=checked_fields(ShapeError))
 class Announcement:
-    """What a source rank says of its tensor: shape, dtype by name, and the rows of its replica's samples if packed."""
+    """A source rank's announcement of its tensor: shape, dtype by name, and the rows of each sample if packed."""
 
     shape: tuple[Index, ...]
     dtype: str
@@ -54,17 +54,17 @@ class Number:
 
 
 LeafNote: TypeAlias = Announcement | Number
-"""What a source rank announces of one leaf, in the note of a message."""
+"""A source rank's announcement of one leaf, in the note of a message."""
 
 
 def encode(notes: Iterable[LeafNote]) -> str:
-    """What is announced of each leaf as text; equal announcements have equal texts."""
+    """Encode the announcements of all leaves as text; equal announcements have equal texts."""
     forms = [(one.shape, one.dtype, one.samples) if isinstance(one, Announcement) else one.value for one in notes]
     return json.dumps(forms, separators=(",", ":"))
 
 
 def decode(text: str) -> list[LeafNote]:
-    """What `encode` wrote."""
+    """Decode a text of `encode`."""
     return [Announcement(*form) if isinstance(form, list) else Number(form) for form in json.loads(text)]
 
 
@@ -75,7 +75,7 @@ class LaneSize:
     units: int
     samples: tuple[int, ...] | None
     extents: tuple[int, ...]
-    """Of the whole tensor; 0 for the batch."""
+    """Extents of the whole tensor; 0 for the batch."""
 
     def __str__(self) -> str:
         shape = ", ".join(str(extent or "batch") for extent in self.extents)
@@ -159,12 +159,12 @@ class PlanPair:
 
     @cached_property
     def forward_part(self) -> RankPart:
-        """This rank's part in the forward plan."""
+        """The part of this rank in the forward plan."""
         return RankPart(self.plan(backward=False), self.rank)
 
     @cached_property
     def backward_part(self) -> RankPart:
-        """This rank's part in the backward plan."""
+        """The part of this rank in the backward plan."""
         return RankPart(self.plan(backward=True), self.rank)
 
 

@@ -43,7 +43,7 @@ class Filled:
     Attributes:
         tensors: with the messages.
         completing: the completions that fill the rest of them.
-        build: what the caller of the receive gets, once they have.
+        build: makes the result of the receive, once the completions have ended.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -105,7 +105,7 @@ class ReceiveQueue:
     Attributes:
         copies: the ranks that complete each other; empty where there is nothing to complete.
         unasked: receives are filled without a wait.
-        stream: where receives are filled, beside the stream that computes; None is the current one.
+        stream: of the filling, beside the stream that computes; None is the current one.
         waiting: receives that are not filled.
     """
 
@@ -146,7 +146,7 @@ class ReceiveQueue:
         """Wait for completions and write their data.
 
         Raises:
-            CollectiveFailedError: a copy died or did not come before the deadline, or the communicator was ended.
+            CollectiveFailedError: a copy died or did not join before the deadline, or the communicator was ended.
         """
         end = time.monotonic() + (self.waits.deadline if seconds is None else seconds)
         for step in completing:
@@ -183,7 +183,7 @@ def with_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BridgeReceive:
-    """A tensor, or a payload, on its way to this rank: messages of several lanes, then the completion among copies.
+    """The receive of a tensor, or a payload: messages of several lanes, then the completion among copies.
 
     Where there is nothing to complete, a receive keeps no order with others and is filled when it is waited for.
     One thread makes the receives of a queue; any may wait for them. On CUDA the thread that waits may do so on one
@@ -193,11 +193,11 @@ class BridgeReceive:
         queue: of the edge and direction.
         post: posts the receives on the lanes, by peer; None where the lanes to use are not known yet.
         fill: puts the messages that have arrived in their places.
-        into: what is received into, where that is known; see ``value``.
+        into: the tensor to receive into, where it is known; see ``value``.
         blocks: filling may have to wait for other ranks.
 
     Attributes:
-        value: what `result` returns; before that, ``into``, without data.
+        value: the result of `result`; before that, ``into``, without data.
     """
 
     __slots__ = (
@@ -271,7 +271,7 @@ class BridgeReceive:
         """Return when the tensor is whole (on CUDA: when the current stream is ordered after it).
 
         May be called any number of times, from any thread. ``timeout`` is in seconds, for lanes and completion
-        together; None is the deadline, and a second more for a completion whose messages came at its very end.
+        together; None is the deadline, and a second more for a completion whose messages arrived at its very end.
 
         Raises:
             P2PError: as of the lanes.
@@ -330,7 +330,7 @@ class BridgeReceive:
     # -- filling --------------------------------------------------------------------------------------------
 
     def fill_posted(self) -> None:
-        """On a device: fill this receive and those before it, as far as the backend has their messages."""
+        """Fill this receive and those before it on a device, as far as the backend has their messages."""
         if not self._alone:
             self._queue.fill_posted()
         elif self.is_posted():

@@ -1,4 +1,4 @@
-"""The structure of what crosses an edge: a tree of tensors, each with its axes; declared alike on every rank. No torch.
+"""The structure of an edge's payload: a tree of tensors, each with its axes; declared alike on every rank. No torch.
 
     EdgeOptions(payload={
         "features": Axes("b", "s", "h"),
@@ -43,7 +43,7 @@ class Axes:
 
     Attributes:
         names: of each axis.
-        gradient: whether a gradient comes back, for floating-point values; others never have one.
+        gradient: whether a gradient returns, for floating-point values; others never have one.
 
     Examples:
         >>> Axes("b", "s", "h").names, Axes(("b", "s"), "h").names
@@ -167,7 +167,7 @@ class Leaf:
 
     Attributes:
         path: to the leaf, as Python writes it: ``['deepstack'][0]``.
-        declared: what it is.
+        declared: its declaration.
     """
 
     path: str
@@ -225,11 +225,11 @@ class Leaf:
 
 
 class Structure:
-    """What crosses an edge as a tree of leaves: a declared payload, or one tensor.
+    """The structure of an edge's messages as a tree of leaves: a declared payload, or one tensor.
 
     Attributes:
         leaves: in the order in which they travel.
-        is_tensor: whether it is one tensor, which crosses as it is; see `of_tensor`.
+        is_tensor: whether it is one tensor, which is sent as it is; see `of_tensor`.
 
     Raises:
         BridgeError: a part of the declaration is of another kind, or it has no leaves.

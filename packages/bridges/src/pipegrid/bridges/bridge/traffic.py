@@ -32,7 +32,7 @@ _FORWARD = Direction.FORWARD
 
 @frozen
 class Share:
-    """This rank's share of one leaf of a message.
+    """The share of this rank in one leaf of a message.
 
     Attributes:
         part: the rank's in the plan.
@@ -51,7 +51,7 @@ class EdgeTraffic:
     """Sends and receives along the edge ``name``, both directions.
 
     Attributes:
-        wiring: which lanes and groups it has.
+        wiring: its lanes and groups.
         waits: for its completions; ended with its communicator.
         device: of the tensors.
         lanes: this rank's of the edge among them; None before `attach`.
@@ -173,7 +173,7 @@ class EdgeTraffic:
             return [lanes[peer].isend(pieces, note=note) for peer, pieces in messages.items()]
 
     def compare_announced(self, announced: str, said: object) -> None:
-        """Compare what ranks that hold partial sums of an activation announce of it; ``said`` is it in words.
+        """Compare the announcements of the ranks that hold partial sums of an activation; ``said``: this one, in words.
 
         A sum of tensors of unlike sizes ends the process over gloo, and never ends over NCCL. The host waits for the
         others' announcements.
@@ -247,7 +247,7 @@ class EdgeTraffic:
         wire_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Sequence[Completing]]:
-        """This rank's tensor with the pieces of its peers in their places, and its completions under way.
+        """The tensor of this rank with the pieces of its peers in place, and its completions under way.
 
         ``wire_dtype`` is that of the pieces; None is ``dtype``. ``out`` is filled; None is a new tensor of shape
         ``part.destination_shape``, or the only piece where that is all.

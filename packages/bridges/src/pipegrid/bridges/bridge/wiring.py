@@ -31,7 +31,7 @@ class BridgeWiring:
         axes: names of the tensor's axes.
         strategy: see `plan_reshard`.
         directions: in which something travels.
-        rank: whose lanes and groups.
+        rank: the rank that has the lanes and groups.
     """
 
     label: str
@@ -49,7 +49,7 @@ class BridgeWiring:
 
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
-        """Per direction the pairs (sending rank, receiving rank) of which this rank is one, ascending."""
+        """The pairs (sending rank, receiving rank) of which this rank is one, ascending, by direction."""
         return {
             direction: routes(
                 self.src,
@@ -83,7 +83,7 @@ class BridgeWiring:
 
     @property
     def declaration(self) -> str:
-        """What both ends of a lane have alike, in words: what crosses, how either side holds it, and who sends."""
+        """The text on which both ends of a lane must agree: axes of the tensor, both sides, and the strategy."""
         axes = ", ".join("*".join(names) for names in self.axes)
         return f"[{axes}]: {self.src} > {self.dst}; {self.strategy}"
 
@@ -117,7 +117,7 @@ class BridgeWiring:
 
     @cached_property
     def sizes_from(self) -> int | None:
-        """With strategy "leader", the copy that passes the source's sizes on to this rank; None if each has a lane."""
+        """The copy that passes the source's sizes on to this rank (strategy "leader"); None if each has a lane."""
         if self.strategy != "leader" or self.rank not in self.dst.coords_of:
             return None
         copies = self.copies(Direction.FORWARD)
@@ -144,7 +144,7 @@ class PayloadWiring(BridgeWiring):
 
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
-        """Per direction the pairs of ranks between which some leaf may travel."""
+        """The pairs of ranks between which some leaf may travel, by direction."""
         return {
             direction: tuple(sorted({route for leaf in self.leaves for route in leaf.routes[direction]}))
             for direction in self.directions
@@ -152,7 +152,7 @@ class PayloadWiring(BridgeWiring):
 
     @property
     def declaration(self) -> str:
-        """As of a `BridgeWiring`; what crosses is the payload."""
+        """The text on which both ends of a lane must agree: payload and both sides."""
         return f"{self.structure}: {self.src} > {self.dst}"
 
     @property

@@ -47,11 +47,11 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     Satisfies `pipegrid.transport.PipelineCommunicator` in two ways. `isend` and `irecv` take an edge of global
     stage numbers (``graph.stage(module, index)``): with them a runtime executes any plan over the graph. The
     six blocking verbs exchange dicts keyed by module: a first stage of a module gets one entry per incoming
-    edge, named after the source module; any other stage gets one entry under its own name. What a module sends
-    stands under its own name; with several destinations it goes to each, and the gradients that come back are
+    edge, named after the source module; any other stage gets one entry under its own name. A module sends under
+    its own name; with several destinations the payload goes to each, and the gradients that return are
     summed. The verbs need one stage of each module per rank, and no rank on both ends of an edge.
 
-    Modules may share ranks. `positions` says which ranks then act alike; along `collective_edges` a plan has a
+    Modules may share ranks. `positions` has the ranks that then act alike; along `collective_edges` a plan has a
     ``COLLECTIVE`` in place of messages, which `collective` executes.
 
     Every rank constructs this with equal arguments. Lanes inside modules and bridges between them are opened
@@ -71,7 +71,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         traffic: the edges and directions that the plan uses (`Plan.traffic`), the same on every rank; other lanes are
             not opened. None opens all.
         replicas: units may move between replicas (``dp``) by the routes of a plan. Each module has as many, each of
-            them its own bridges and ``traffic``; ways between them open when a plan first needs them.
+            them its own bridges and ``traffic``; channels between them open when a plan first needs them.
         backend: as for `BridgeCommunicator`.
         device: as for `BridgeCommunicator`.
 
@@ -314,7 +314,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _exchange(
         self, send: _Send | None = None, receive: _Receive | None = None, *, first: bool = False, last: bool = False
     ) -> Tensors:
-        """What `receive` starts, by module, once what `send` starts is on its way."""
+        """Run `exchanged` on this rank; `BridgeError` if ``first`` or ``last`` is claimed without such a stage."""
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:

@@ -27,7 +27,7 @@ class DictExchange:
     Attributes:
         rank: this one.
         ends: the edges of each of its modules, in the order of the graph.
-        with_backward: the edges of the job along which gradients come back.
+        with_backward: the edges of the job along which gradients return.
         isend: of the communicator, by edge and direction.
         irecv: of the communicator.
     """
@@ -93,7 +93,7 @@ def exchanged(
     send: Callable[[], list[Handle]] | None,
     receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] | None,
 ) -> Tensors:
-    """The payloads that ``receive`` starts to receive, by name, once what ``send`` starts is on its way, too.
+    """The payloads that ``receive`` starts to receive, by name, once the sends of ``send`` are posted, too.
 
     Several gradients of one output are summed.
     """

@@ -42,7 +42,10 @@ def total_pipeline_stages(
     rank: int | None = None,
     module_name: str | None = None,
 ) -> int:
-    """See `MultiModulePipelineCommunicator.compute_total_pipeline_stages`."""
+    """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
+
+    A rank of several modules has its place in ``module_name``; by default the largest of its places counts.
+    """
     if not grids:
         raise ModuleGraphError("the topology has no terminal node: it has no modules")
     graph = module_graph(topology, grids)

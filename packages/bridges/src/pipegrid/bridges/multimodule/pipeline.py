@@ -158,7 +158,7 @@ class ModulePipeline:
     def _is_sink_module(self, module_name: str) -> bool:
         return module_name in self.graph.sinks
 
-    # -- where this rank stands -----------------------------------------------------------------------------
+    # -- this rank's place ----------------------------------------------------------------------------------
 
     def is_current_rank_in_grid(self, grid: GridLike) -> bool:
         """Whether this rank is in ``grid``."""
@@ -178,7 +178,7 @@ class ModulePipeline:
 
     @property
     def current_stage(self) -> int:
-        """This rank's place on the longest path that leads to it, from 0."""
+        """The place of this rank on the longest path that leads to it, from 0."""
         return self.compute_total_pipeline_stages(self.topology, self.module_to_grid_map, rank=self.rank) - 1
 
     @property

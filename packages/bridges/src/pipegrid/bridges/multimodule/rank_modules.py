@@ -20,7 +20,7 @@ from pipegrid.transport.errors import P2PUsageError
 class ModuleChain(NeighbourVerbs):
     """The lanes between the stages of one module, the first of which is stage ``first`` of the graph, on one rank.
 
-    ``directions`` says for each edge inside the module which ways have lanes. The blocking verbs are those of a
+    ``directions`` has the directions with lanes, for each edge inside the module. The blocking verbs are those of a
     `P2PCommunicator` over the module's own pipeline, where each place of it has one stage.
     """
 
@@ -115,7 +115,7 @@ class ModuleChain(NeighbourVerbs):
 
 @define
 class RankModuleInfo:
-    """This rank's part in one module.
+    """The part of this rank in one module.
 
     Attributes:
         pp_rank: its place in the module's pipeline.

@@ -1,4 +1,4 @@
-"""What leads from one replica of a pipeline of modules to the others: lanes inside modules, bridges between them.
+"""Channels from one replica of a pipeline of modules to the others: lanes inside modules, bridges between them.
 
 A unit that moves goes from the rank that computes it to the rank of the other replica that needs it. Inside a module
 that is a lane to the same place of its grid in the other replica. Between modules it is a bridge from one replica of
@@ -43,7 +43,11 @@ class ModuleReplicas(WaysAcross):
     bridges: dict[tuple[Edge, int, int], BridgeCommunicator] = field(factory=dict, init=False)
 
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """See `WaysAcross.open`."""
+        """Open the lanes and bridges to other replicas that these transfers need and that are not open.
+
+        Raises:
+            P2PUsageError: an edge does not end at this rank, or a replica is this one or none of the job's.
+        """
         lanes, bridges = set[LaneSpec](), set[tuple[Edge, int, int]]()
         for ways, gives in ((sends, True), (receives, False)):
             for edge, direction, replica in ways:
@@ -65,7 +69,7 @@ class ModuleReplicas(WaysAcross):
             self.bridges[key] = bridge
 
     def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
-        """See `WaysAcross.peers`."""
+        """The ranks at the other ends of these edges in these replicas."""
         found: set[int] = set()
         for edge, replica in across:
             if edge in self.inner:
@@ -90,6 +94,6 @@ class ModuleReplicas(WaysAcross):
         return None if lane is None else lane.isend if sends else lane.irecv
 
     def _key(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> tuple[Edge, int, int]:
-        """The bridge of a way: from the replica that makes the activation to the one that needs it."""
+        """The key of a bridge: the edge, the replica that makes the activation, and the one that needs it."""
         from_here = sends is (direction is _FORWARD)
         return (edge, self.replica, replica) if from_here else (edge, replica, self.replica)

@@ -27,7 +27,7 @@ class VTPStage:
 
     @property
     def parts(self) -> int:
-        """In how many parts the ranks hold the sequence."""
+        """Number of parts in which the ranks hold the sequence."""
         return len(self.ranks) if self.cuts_sequence else 1
 
     @property
@@ -40,9 +40,9 @@ class VTPStage:
 
 @frozen
 class VTPBoundary:
-    """Between ``source``, which makes the activation, and ``destination``; ``axis`` is the sequence's.
+    """The boundary from ``source``, which makes the activation, to ``destination``; ``axis`` is the sequence's.
 
-    ``edge`` is in numbers of plan stages: the way round of a ring of P stages is ``Edge(P - 1, P)``.
+    ``edge`` is in numbers of plan stages: the edge that closes a ring of P stages is ``Edge(P - 1, P)``.
     """
 
     edge: Edge
@@ -61,7 +61,7 @@ class VTPBoundary:
         return both if direction is Direction.FORWARD else both[::-1]
 
     def tensor(self, direction: Direction) -> Folded:
-        """What crosses in that direction."""
+        """The declaration of the tensor that is sent in that direction."""
         giver, taker = self.ends(direction)
         return Folded(f"boundary {self.edge}", self.axis, ((giver.name, giver.parts), (taker.name, taker.parts)))
 

@@ -40,34 +40,34 @@ from pipegrid.transport.streams import new_stream
 class VTPCommunicator(VTPFunctions):
     """Traffic between the stages of a pipeline in which each stage has its own tensor-parallel size.
 
-    What crosses a boundary is held whole by every rank of a side (tensor parallelism) or cut along the sequence
-    (sequence parallelism, see `VTPTopology`). Copies share the sending and the receiving: each byte crosses once, and
-    the receiving copies complete each other in a group of the boundary's own. That completion starts when the slices
-    have landed, with or without a waiting rank, so that it overlaps the next receive. Sequence parts go straight to the
+    A boundary's tensor is held whole by every rank of a side (tensor parallelism) or cut along the sequence (sequence
+    parallelism, see `VTPTopology`). Copies share the sending and the receiving: each byte is sent once, and the
+    receiving copies complete each other in a group of the boundary's own. That completion starts when the slices have
+    arrived, with or without a waiting rank, so that it overlaps the next receive. Sequence parts go straight to the
     ranks that hold them on the other side.
 
     Two faces, over the same lanes:
 
     - of `pipegrid.transport.PipelineCommunicator`: `isend` and `irecv` along edges, which is what a runtime uses. In a
-      ring of P stages there is an edge ``P-1 > P`` for the way round, and stage 0 holds the plan's stages 0 and P.
+      ring of P stages there is an edge ``P-1 > P`` that closes it, and stage 0 holds the plan's stages 0 and P.
     - the functions that variable-TP training scripts know (``vtp_send_forward``, ``recv_forward_with_reqs``, ...), as
       methods; shapes are those of this rank's own tensor.
 
     Every rank of the topology constructs it with equal arguments: lanes and groups are made then, in one order.
 
     Args:
-        topology: which ranks hold which stage.
+        topology: the ranks of each stage.
         config: a `P2PConfig`, or any object with some of its attributes; read once, here. With
             ``variable_seq_lengths``, shapes may change from message to message.
         backend: of lanes and groups; None is the default group's for ``device``.
-        device: where tensors live; None is the current GPU where the backend is NCCL, else the CPU.
+        device: of the tensors; None is the current GPU where the backend is NCCL, else the CPU.
         label: tells apart communicators over the same ranks.
         traffic: the edges and directions that the plan uses (`Plan.traffic`); other lanes are not opened. None: all.
 
     Raises:
         BridgeError: the world does not fit the topology, or this rank has no place in it.
         P2PUsageError: settings that contradict each other, the topology or the device.
-        P2PTimeoutError: a rank did not come.
+        P2PTimeoutError: a rank did not arrive before the deadline.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class VTPCommunicator(VTPFunctions):
     def _crossing(
         self, boundary: VTPBoundary, direction: Direction, backend: str, stream: torch.Stream | None
     ) -> Exchange:
-        """What crosses ``boundary`` in ``direction``, and this rank's end of it."""
+        """Make the exchange of ``boundary`` in ``direction``, and register this rank's send or receive on it."""
         name, variable = f"boundary {self.label}/{boundary.edge}", not self.fixed_shapes
         wiring, tensor = boundary.wiring(self.label, self.rank, direction), boundary.tensor(direction)
         traffic = EdgeTraffic(name, wiring, backend=backend, device=self.device, config=self.config, stream=stream)
@@ -222,7 +222,7 @@ class VTPCommunicator(VTPFunctions):
         return list(self.topology.tp_sizes)
 
     def get_vtp_stage_ranks(self) -> list[list[int]]:
-        """Per stage its ranks, those of this rank's replica."""
+        """The ranks of each stage, in this rank's replica."""
         return [list(stage.ranks) for stage in self.topology.replica(self.replica)]
 
     def get_vtp_my_stage_idx(self) -> int:

@@ -25,13 +25,13 @@ Requests = dict[str, BridgeReceive]
 
 
 class VTPFunctions(EdgeCommunicator):
-    """What a `VTPCommunicator` does by the neighbours of its stage in place of edges.
+    """The functions of a `VTPCommunicator` that name the neighbours of its stage in place of edges.
 
     Attributes:
-        topology: which ranks hold which stage.
+        topology: the ranks of each stage.
         stage: this rank's.
         _peers: the neighbours, by name.
-        _arriving: what this rank receives, by edge and direction.
+        _arriving: the exchanges in which this rank receives, by edge and direction.
     """
 
     topology: VTPTopology
@@ -66,7 +66,7 @@ class VTPFunctions(EdgeCommunicator):
 
         Raises:
             P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
-            BridgeError: nothing comes here: stage 0 without a ring.
+            BridgeError: no stage sends to this one: stage 0 without a ring.
         """
         receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
         return (receive.value, {ARRIVES[_F]: receive}) if async_op else receive.result()
@@ -219,7 +219,7 @@ class VTPFunctions(EdgeCommunicator):
     # -- the verbs of `PipelineCommunicator` ----------------------------------------------------------------
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> torch.Tensor | None:
-        """The next activation; None on the first stage. Without a shape, whatever comes."""
+        """The next activation; None on the first stage. Without a shape, one of any shape."""
         return None if is_first_stage else self._exchange(_F, tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any = None, is_last_stage: bool = False) -> torch.Tensor | None:
@@ -239,7 +239,7 @@ class VTPFunctions(EdgeCommunicator):
         return None if is_first_stage else self._exchange(_F, tensor_shapes, input_tensor_grads)
 
     def _exchange(self, arriving: Direction, shapes: Any, *sending: torch.Tensor) -> torch.Tensor:
-        """Receive a tensor, and meanwhile send that of ``sending``, if any, to the stage that it comes from."""
+        """Receive a tensor, and meanwhile send that of ``sending``, if any, to the same stage."""
         leaving = _B if arriving is _F else _F
         edge = self._there(self._peers.previous() if arriving is _F else self._peers.next(), ARRIVES[arriving])
         timer = f"{arriving.name.lower()}-recv"

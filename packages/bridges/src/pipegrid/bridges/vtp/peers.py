@@ -1,4 +1,4 @@
-"""Which boundary a call means: the topology's neighbours, or those that the caller names."""
+"""The boundary of a call: to the topology's neighbours, or to those that the caller names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Named(TypedDict, total=False):
 class Peers:
     """The neighbours of ``rank`` in its replica of the pipeline, across ``boundaries``.
 
-    A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that stand beside this rank
+    A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that are next to this rank
     in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
     exchange their slices all the same, whichever of them are named. Another rank is a `BridgeError`.
     """
@@ -41,7 +41,7 @@ class Peers:
         return self._edge(following, "next")
 
     def previous(self, **named: Unpack[Named]) -> Edge | None:
-        """The edge on which activations come to this rank; None on stage 0 without a ring."""
+        """The edge on which activations reach this rank; None on stage 0 without a ring."""
         _, before = self._checked(**named)
         return self._edge(before, "previous")
 

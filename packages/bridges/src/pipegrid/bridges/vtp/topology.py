@@ -27,7 +27,7 @@ def _as_flags(value: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
 
 @frozen(slots=False, field_transformer=checked_fields(BridgeError))
 class VTPTopology:
-    """Which ranks hold which stage.
+    """The ranks of each stage.
 
     Args:
         tp_sizes: tensor-parallel size of each stage.
@@ -106,23 +106,23 @@ class VTPTopology:
 
     @property
     def num_plan_stages(self) -> int:
-        """Stages that a plan has: in a ring, those after the way round are one more, on the ranks of stage 0."""
+        """Stages of a plan: a ring has one more, on the ranks of stage 0, which its last stage feeds."""
         return self.num_stages + self.ring
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Per plan stage, the stage whose ranks hold it: what a plan for this pipeline is placed on."""
+        """The stage whose ranks hold each plan stage: the placement of a plan for this pipeline."""
         return tuple(stage % self.num_stages for stage in range(self.num_plan_stages))
 
     @cached_property
     def cuts_sequence(self) -> tuple[bool, ...]:
-        """Per stage, whether its ranks hold parts of the sequence."""
+        """Whether the ranks of each stage hold parts of the sequence."""
         flags = self.sequence_parallel
         return (flags,) * self.num_stages if isinstance(flags, bool) else flags
 
     @cached_property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage its ranks, replica after replica."""
+        """The ranks of each stage, replica after replica."""
         if self.ranks is not None:
             return self.ranks
         ends = itertools.accumulate((size * self.dp for size in self.tp_sizes), initial=0)

@@ -45,10 +45,10 @@ def stages_of(held: Iterable[Held]) -> tuple[tuple[str, int], ...]:
 
 @frozen
 class Slot:
-    """Where a stored tensor of the model is on this rank: ``leaf`` of the submodule ``owner``.
+    """The place of a stored tensor of the model on this rank: ``leaf`` of the submodule ``owner``.
 
     Attributes:
-        held: what other ranks know of it.
+        held: its description for other ranks.
         aliases: its other names on this stage.
     """
 
@@ -96,7 +96,7 @@ def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dic
 
 
 def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[int, nn.Module]:
-    """This rank's stages of a module by their numbers."""
+    """The stages of a module on this rank, by number."""
     if isinstance(stages, Mapping):
         return dict(stages)
     listed = [stages] if isinstance(stages, nn.Module) else list(stages)
@@ -117,7 +117,7 @@ def slots_of(
     names: Mapping[str, str] | None,
     ties: Sequence[Tie],
 ) -> list[Slot]:
-    """Where each stored tensor of a stage is: parameters once, and buffers that are part of its ``state_dict``."""
+    """The slots of a stage's stored tensors: parameters once, and buffers that are part of its ``state_dict``."""
     saved = {bare_name(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
     extra = sorted(name for name in saved if name.endswith("_extra_state"))
     if extra:
@@ -155,7 +155,7 @@ def _tensors(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bo
 
 
 def identities(state: TrainingState) -> list[tuple[Any, ...]]:
-    """Which objects hold the tensors of a state, to see whether one is in another's place.
+    """Identities of the objects that hold the tensors of a state: they show whether one was replaced.
 
     A buffer may be assigned anew every step; it is read where it is.
     """
@@ -174,7 +174,7 @@ def bare_name(name: str) -> str:
 
 @frozen(eq=False, kw_only=True)
 class TrainingState:
-    """What a checkpoint holds of this rank, by reference: it is read when a checkpoint is saved, and filled by a load.
+    """The state of this rank in a checkpoint, by reference: read by a save, filled by a load.
 
     Attributes:
         stages: by module name the stage modules on this rank: a list of stages of `pipeline_stage` (or of any modules
@@ -221,7 +221,7 @@ class TrainingState:
             raise CheckpointError(f"optimizers is {shown(optimizers)}; it must be a list of optimizers")
 
     def slots(self) -> list[Slot]:
-        """Where each stored tensor is, stage by stage."""
+        """The slots of all stored tensors, stage by stage."""
         found: list[Slot] = []
         for module, held in self.stages.items():
             if "/" in module:

@@ -252,7 +252,7 @@ def _same(own: Any, old: Any) -> bool:
 
 
 def _bare(value: Any) -> Any:
-    """Without what makes no difference between options: a tensor of one element, a list for a tuple."""
+    """Normalize an option for comparison: a tensor becomes its values, a list a tuple."""
     if isinstance(value, Tensor):
         return value.tolist()
     return tuple(value) if isinstance(value, list) else value

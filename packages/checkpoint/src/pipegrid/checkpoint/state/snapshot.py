@@ -29,7 +29,7 @@ OWN: Final = "generator."
 
 @frozen(eq=False, kw_only=True)
 class Snapshot:
-    """What one rank saves.
+    """The part of a checkpoint that one rank saves.
 
     Attributes:
         boxes: this rank's parts of the tensors, and their copies.
@@ -53,7 +53,7 @@ class Snapshot:
             event.synchronize()
 
     def checksums(self) -> dict[str, int]:
-        """By key and offset, of all that is equal on replicas: parameters and optimizer states, not buffers."""
+        """Checksums by key and offset of what replicas hold alike: parameters and optimizer states, not buffers."""
         buffers = {one.key for one in self.held if not one.parameter}
         return {
             f"the checksum of {item.index.fqn} at {tuple(item.index.offset or ())}": zlib.crc32(raw_bytes(copy))
@@ -102,10 +102,10 @@ class Snapshots:
         )
 
     def _found(self) -> tuple[StateTensors, dict[str, Any]]:
-        """What the state has of the model, and the entries of optimizer states that are no tensors.
+        """The tensors of the state, and the entries of optimizer states that are no tensors.
 
-        It is read again where the objects of the state, or the shapes of its tensors, are others than before; after
-        that the boxes are those of all its tensors.
+        Rebuilt where the objects of the state, or the shapes of its tensors, have changed; after that the boxes are
+        those of all its tensors.
         """
         if self._model is not None and self._model.are_of(self.state):
             tensors, values = self._read(self._model)

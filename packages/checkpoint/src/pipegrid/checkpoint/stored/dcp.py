@@ -52,7 +52,7 @@ def items_of(tensors: Mapping[str, Tensor]) -> list[WriteItem]:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """This rank's part of a tensor, in place, and its offset in the whole; None without a part."""
+    """The part of a tensor on this rank, in place, and its offset in the whole; None without a part."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     for item in items_of({"tensor": tensor}):
@@ -79,12 +79,12 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Keeps where this rank has written each box; says what failed on the disk, which `torch.save` hides."""
+    """A writer that keeps the place of each box, and raises the disk's error, which `torch.save` hides."""
 
     written: list[tuple[WriteItem, Any]]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As torch's."""
+        """Write the boxes as torch does; an `OSError` under torch's error is raised itself."""
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:

@@ -119,7 +119,7 @@ def _require_patience(path: Path, descriptor: int, waited: float, run: object) -
 
 
 def _holder(descriptor: int) -> tuple[str, str]:
-    """Who holds the lock, as a text; and its run."""
+    """The holder of the lock, as a text, and its run."""
     try:
         told = read_json(os.pread(descriptor, _LONGEST, 0).decode())
         run = str(told["run"])[:80]

@@ -87,7 +87,7 @@ class GroupEntry:
 
 @frozen(kw_only=True, field_transformer=_checked)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         tensors: by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``.
@@ -156,7 +156,7 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def parts(manifest: Manifest, only: Container[str] | None = None) -> Iterator[tuple[str, str, int, int, int]]:
-    """What has a checksum: what, file, start, length, checksum; all of it, or ``only`` some keys and files."""
+    """The checksummed parts (name, file, start, length, checksum): all, or ``only`` those of some keys and files."""
     for name, entry in manifest.files.items():
         if only is not None and name not in only:
             continue
@@ -169,7 +169,7 @@ def parts(manifest: Manifest, only: Container[str] | None = None) -> Iterator[tu
 
 
 def faults(path: Path, checked: Iterable[tuple[str, str, int, int, int]]) -> list[str]:
-    """What is wrong with the `parts` ``checked`` of the checkpoint in ``path``; empty where all is as saved."""
+    """The faults of the `parts` ``checked`` of the checkpoint in ``path``; empty where all is as saved."""
     found = []
     for what, file, start, length, crc32 in checked:
         try:

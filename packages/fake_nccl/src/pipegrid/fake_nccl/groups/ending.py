@@ -1,4 +1,4 @@
-"""The end of a group of the fake NCCL: a destroy meets the other members, and leaves nothing that can be aborted."""
+"""The end of a group of the fake NCCL: a destroy is a barrier, and leaves nothing that can be aborted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ending:
     """The end of one rank's communicator of a group.
 
     ``ncclCommDestroy`` may wait for the members on its node, without a deadline; here it always does, until each has
-    come to a destroy or to an abort. ``ncclCommAbort`` from another thread ends that wait; after it, the communicator's
+    begun a destroy or an abort. ``ncclCommAbort`` from another thread ends that wait; after it, the communicator's
     memory is free, and an abort a violation.
     """
 

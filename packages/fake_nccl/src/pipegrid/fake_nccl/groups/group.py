@@ -48,7 +48,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     the entry's end is a violation.
 
     A group connects when it is made. Of the groups that do so at their first use, the first batch or collective holds
-    the host until every member has come to one.
+    the host until every member has reached one.
     """
 
     supports_coalescing = True
@@ -136,7 +136,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         return None
 
     def _received_into(self, tensor: Tensor) -> Tensor | Freeable:
-        """What the backend keeps of a tensor to receive: it records its memory on the stream, or stashes it."""
+        """The reference that the backend keeps to a tensor to receive: the tensor, or one that its user may free."""
         return tensor
 
     def _launch_transfers(self, batch: Sequence[tuple[PostedTransfer, Tensor]], *, batched: bool) -> FakeWork:
@@ -238,7 +238,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         """Connect before the first use, with all members.
 
         Raises:
-            DistBackendError: some did not come before the group's timeout.
+            DistBackendError: some did not arrive before the group's timeout.
         """
         self._meeting("connect").connect(self.timeout)
         self._connect()
@@ -253,7 +253,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         """Split this group's communicator for a new group, in which all members of this one take part.
 
         Raises:
-            DistBackendError: some did not come within ``seconds``.
+            DistBackendError: some did not arrive within ``seconds``.
         """
         self._splits += 1
         self._meeting(f"split {self._splits}").connect(seconds, ", to split this group for a new one")

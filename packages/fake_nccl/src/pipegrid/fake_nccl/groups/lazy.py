@@ -1,4 +1,4 @@
-"""The rules of torch 2.15's ``nccl-lazy``: `LazyGroup` says where they differ from those of nccl2."""
+"""The rules of torch 2.15's ``nccl-lazy``, where they differ from those of nccl2."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class LazyGroup(PairsGroup, Nccl2Group):
     Batches and collectives are on the group's own communicator (the primary), lone messages on one of their pair, each
     with a stream of its own.
 
-    - A pair connects at its first lone message: the host waits until the peer has come to one, for the group's timeout
-      at most; the error names the ranks that did not come.
-    - A batch never meets a lone message, and a lone message may overtake the batch before it.
+    - A pair connects at its first lone message: the host waits until the peer has one, for the group's timeout at
+      most; the error names the ranks that did not connect.
+    - A batch never matches a lone message, and a lone message may overtake the batch before it.
     - `abort` waits for lone messages under way, since the primary goes first.
     - The name of a pair's communicator counts the pairs of those two *ranks in their groups*, of all groups of the
       process. Ranks with different numbers of such groups look for different names, and both wait until the timeout.

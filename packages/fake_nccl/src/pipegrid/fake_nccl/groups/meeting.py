@@ -1,4 +1,4 @@
-"""Members of a communicator that come to one point, its creation or its end: nobody goes on before all are there."""
+"""The barrier of a communicator's members at its creation and at its end: none passes before all have arrived."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def global_ranks(options: Any) -> list[int]:
 
 
 class Meeting:
-    """One point that every member of a group comes to.
+    """One barrier of all members of a group.
 
     Args:
-        point: its name.
+        point: its name, such as ``connect``.
         options: of the group, as torch gives them to a backend.
     """
 
@@ -30,15 +30,15 @@ class Meeting:
         self._store = dist.PrefixStore(f"fake_nccl/{point}", options.store)  # type: ignore[attr-defined]  # untyped
 
     def come(self) -> None:
-        """Note that this rank has come."""
+        """Record the arrival of this rank."""
         self._store.set(str(self._here), "1")
 
     def are_all_here(self) -> bool:
-        """Whether every member has come."""
+        """Whether every member has arrived."""
         return len(self._ranks) == 1 or bool(self._store.check([str(index) for index in range(len(self._ranks))]))
 
     def wait(self, given_up: Callable[[], bool]) -> bool:
-        """Come, and wait for the others; False where ``given_up`` is true first."""
+        """Arrive, and wait for the others; False where ``given_up`` is true first."""
         self.come()
         while not self.are_all_here():
             if given_up():
@@ -47,12 +47,12 @@ class Meeting:
         return True
 
     def connect(self, seconds: float, how: str = "") -> None:
-        """Come, and wait for the others as a communicator's creation does, for ``seconds`` at most.
+        """Arrive, and wait for the others as a communicator's creation does, for ``seconds`` at most.
 
         ``how`` they connect, at the end of the error's text.
 
         Raises:
-            DistBackendError: some did not come.
+            DistBackendError: some did not arrive.
         """
         end = time.monotonic() + seconds  # of a clock that a test may move
         if not self.wait(lambda: time.monotonic() > end):

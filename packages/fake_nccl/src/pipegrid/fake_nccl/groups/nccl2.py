@@ -1,4 +1,4 @@
-"""The rules of `ProcessGroupNCCL2` (torch 2.15's ``nccl``): `Nccl2Group` says where they differ from `FakeGroup`'s."""
+"""The rules of `ProcessGroupNCCL2` (torch 2.15's ``nccl``), where they differ from `FakeGroup`'s."""
 
 from __future__ import annotations
 
@@ -84,16 +84,15 @@ class Nccl2Group(FakeGroup):
     - An idle group keeps what it sent, until the work was waited for or the group launches again. It keeps no receive:
       the work of a lone one holds its tensor, that of a batch does not. Memory that is freed before its entry has ended
       is a violation.
-    - The watchdog sees an error a tick after it came (see `Nccl2Rules`; no dump key). In a group that was not aborted
-      by then it ends the process after a grace, as does a launch on the group or a ``wait(timeout)`` that passes: a
-      violation. An abort in between waits.
-    - A collective with ``async_op=False`` runs on the caller's stream: what follows there comes after it without a
-      wait.
-    - A shutdown waits for the group's entries, without a bound, and meets the other members. One with an entry under
-      way is a violation: with a member that is gone it would never return.
+    - The watchdog sees an error a tick after it occurs (see `Nccl2Rules`; no dump key). In a group that was not
+      aborted by then it ends the process after a grace, as does a launch on the group or a ``wait(timeout)`` that
+      passes: a violation. An abort in between waits.
+    - A collective with ``async_op=False`` runs on the caller's stream: later work there runs after it without a wait.
+    - A shutdown waits for the group's entries, without a bound, and is a barrier of its members. One with an entry
+      under way is a violation: with a member that is gone it would never return.
     - The default group is bound to a device, so a new group is a split of it by all ranks of the world: one that does
-      not come holds the others until the timeout, as after ``new_group(use_local_synchronization=True)`` by some ranks.
-      A group with the option ``lazy_init`` is no split, and connects at its first use.
+      not join holds the others until the timeout, as after ``new_group(use_local_synchronization=True)`` by some
+      ranks. A group with the option ``lazy_init`` is no split, and connects at its first use.
     """
 
     supports_splitting = True
@@ -189,7 +188,7 @@ class Nccl2Group(FakeGroup):
             self.device.violations.append(f"the process was ended by nccl2's watchdog: {cause}")
 
     def abort(self) -> None:
-        """As `FakeGroup.abort`; behind a watchdog that has seen an error, only after its grace."""
+        """Abort the group; once a watchdog has seen an error, only after its grace."""
         self._aborting.set()
         if self._seen.is_set():
             self._ended.wait()
@@ -208,16 +207,16 @@ class CompleteWork(WorkBase):  # type: ignore[misc]
     """The work of a message inside a batch, or of an empty batch: complete from the start."""
 
     def is_completed(self) -> bool:
-        """From the start."""
+        """Always true."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """None."""
+        """The error of the work: always None."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Orders nothing."""
+        """Return at once, and order nothing."""
         del timeout
         return True
 

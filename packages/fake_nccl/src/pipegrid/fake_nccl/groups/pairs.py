@@ -1,7 +1,7 @@
 """Communicators of pairs beside that of a group: for lone messages, as in ``nccl-legacy`` and ``nccl-lazy``.
 
 A batch or a collective is on the group's communicator; a lone message is on that of the two ranks, in both directions,
-made at the first one: the host waits there until the peer has come to one as well. Each communicator has a stream, so
+made at the first one: the host waits there until the peer has one as well. Each communicator has a stream, so
 nothing orders a lone message and a batch, or lone messages of two peers.
 """
 
@@ -23,7 +23,7 @@ from pipegrid.fake_nccl.groups.meeting import global_ranks
 
 @frozen(kw_only=True)
 class _PairOptions:
-    """What torch gives a backend of its group, here of two ranks of a group."""
+    """The options of a group that torch gives to a backend, here of two ranks of a group."""
 
     store: Any
     group_rank: int
@@ -38,7 +38,7 @@ class PairsGroup(FakeGroup):
 
     Attributes:
         pairs: by peer, those made so far.
-        pair_class: what they are.
+        pair_class: their class.
     """
 
     pair_class: ClassVar[type[FakeGroup]] = FakeGroup
@@ -102,7 +102,7 @@ class PairsGroup(FakeGroup):
 class LegacyGroup(PairsGroup):
     """A group of the backend ``fake_nccl`` by the rules of nccl-legacy.
 
-    It connects at its first batch or collective, which holds the host until all members have come to one. A lone
+    It connects at its first batch or collective, which holds the host until all members have reached one. A lone
     message is on a communicator of the pair, with a stream of its own, which both ends make at their first one. A group
     with a bound device (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator
     for everything; new groups beside a bound default group are splits of it. An abort ends all communicators of a group

@@ -1,4 +1,4 @@
-"""A group of the fake as what torch splits new groups from."""
+"""A group of the fake in the form from which torch splits new groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipegrid.fake_nccl.torch_compat import SPLITS_BACKENDS, BackendBase
 
 
 class SplitSource(BackendBase):  # type: ignore[misc]  # torch's stubs have no such class
-    """What torch 2.15 takes for it: a backend, where the groups of the fake are process groups."""
+    """A backend around a group: torch 2.15 splits backends, and the groups of the fake are process groups."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
@@ -29,5 +29,5 @@ class SplitSource(BackendBase):  # type: ignore[misc]  # torch's stubs have no s
 
 
 def split_source(group: Any) -> Any:
-    """What torch asks for the splits of ``group``."""
+    """The object that torch asks for the splits of ``group``: a `SplitSource`, or the group itself."""
     return SplitSource(group) if SPLITS_BACKENDS else group

@@ -54,7 +54,7 @@ class PostedTransfer:
 
     @property
     def memory(self) -> Tensor | None:
-        """What is sent, or received into; None where its user has freed it."""
+        """The tensor that is sent, or received into; None where its user has freed it."""
         return self.tensor.living() if isinstance(self.tensor, Freeable) else self.tensor
 
 
@@ -155,7 +155,7 @@ class HiddenGroup:
                 raise RuntimeError(f"group {self._name} was cut while its ranks connected")
 
     def _buffer(self, transfer: PostedTransfer) -> bool:
-        """Whether a send ends before its receive has come: its bytes fit into what may be buffered."""
+        """Whether a send ends before its receive is posted: its bytes fit into the buffer."""
         with self._lock:
             fits = self._buffered[transfer.peer] + transfer.copy.nbytes <= self._device.eager_bytes
             eager = self._device.eager_bytes > 0 and fits

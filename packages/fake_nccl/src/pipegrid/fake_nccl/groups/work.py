@@ -38,12 +38,12 @@ class FakeWork(WorkBase):  # type: ignore[misc]
         self._holds = holds
 
     def is_completed(self) -> bool:
-        """The entry has ended, well or not. On virtual streams a poll orders nothing: it might have come sooner."""
+        """Whether the entry has ended, well or not. On virtual streams a poll orders nothing: it might be earlier."""
         self._device.streams.poll(self.entry.signal)
         return self.entry.ended.is_set()
 
     def is_success(self) -> bool:
-        """The entry has ended well."""
+        """Whether the entry has ended well."""
         return self.entry.ended.is_set() and self.entry.error is None
 
     def exception(self) -> Exception | None:

@@ -28,7 +28,7 @@ _UNREAD_BYTE = 0xFF
 
 @define(eq=False)
 class LateRun:
-    """What was seen of the late device.
+    """The observations of a late device.
 
     - An operation is queued on the current virtual stream and returns a tensor of the right shape; the host's own bytes
       are NaN (0xff) and stay so.
@@ -46,7 +46,7 @@ class LateRun:
       not pinned.
 
     Attributes:
-        player: what plays the launches of the streams, later than the host makes them.
+        player: plays the launches of the streams, later than the host makes them.
         live_bytes: of tensors made on the device that the host holds, or that it freed while another stream may use
             them (`Tensor.record_stream`).
         peak_bytes: the most of them.
@@ -66,12 +66,12 @@ class LateRun:
         return self._syncs[self._before :]
 
     def grow(self, nbytes: int) -> None:
-        """More bytes live."""
+        """Add to the live bytes."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def shrink(self, nbytes: int, after: Sequence[Signal]) -> None:
-        """Fewer bytes live, once all of ``after`` is done."""
+        """Subtract from the live bytes, once all of ``after`` is done."""
         pending = [signal for signal in after if not signal.done]
         if pending:
             pending[0].when_done(lambda: self.shrink(nbytes, pending[1:]))
@@ -110,13 +110,13 @@ def without_values(like: _TensorShape) -> Tensor:
 
 
 def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
-    """What a call returns, without values: an argument that it returns, or new tensors.
+    """The results of a call, without values: an argument that it returns, or new tensors.
 
     The shapes are those that the operation gives of zeros. (Of meta tensors it would give the same, but the first use
     of those takes seconds in every process.)
 
     Args:
-        operation: what torch dispatches.
+        operation: the operation that torch dispatches.
         args: its arguments.
         kwargs: its arguments by name.
         known: shapes of the results of earlier calls.

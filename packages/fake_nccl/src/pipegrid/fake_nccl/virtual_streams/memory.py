@@ -11,11 +11,11 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 Clock = dict[int, int]
-"""A tick per stream: the work that comes before."""
+"""A tick per stream: the work that is ordered before."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Put into ``clock`` what ``other`` holds."""
+    """Raise each tick of ``clock`` to that of ``other``."""
     for stream, tick in other.items():
         if tick > clock.get(stream, 0):
             clock[stream] = tick
@@ -45,7 +45,7 @@ class Access:
 
 @define(eq=False)
 class StorageUse:
-    """One storage: the stream it was allocated on, and the accesses that later ones have to come after.
+    """One storage: the stream it was allocated on, and the accesses that later ones must be ordered after.
 
     ``block`` is its memory on a late device, ``nbytes`` what counts of it as live.
     """
@@ -58,7 +58,7 @@ class StorageUse:
     nbytes: int = 0
 
     def add(self, new: Access, clock: Clock) -> Access | None:
-        """Note an access whose work comes after what ``clock`` holds; the first older one with which it races."""
+        """Note an access whose work is ordered after ``clock``; the first older access with which it races."""
         kept, raced = [], None
         for old in self.accesses:
             ordered = old.tick <= clock.get(old.stream, 0)

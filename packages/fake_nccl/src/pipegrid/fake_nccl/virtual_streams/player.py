@@ -23,7 +23,7 @@ _POLLS = 20  # in a row, by which a poll is a wait
 
 @define(eq=False)
 class Signal:
-    """Becomes done, once."""
+    """A one-shot event with callbacks."""
 
     done: bool = False
     _then: list[Callable[[], None]] = field(factory=list)
@@ -48,7 +48,7 @@ DONE = Signal(done=True)
 
 @define(eq=False)
 class _Task:
-    """Something on a stream: a computation, or (without ``run``) a point or a wait."""
+    """An item of a stream: a computation, or (without ``run``) a point or a wait."""
 
     run: Callable[[], None] | None
     after: Sequence[Signal]
@@ -95,7 +95,7 @@ class Player:
         Args:
             stream: its number.
             run: the computation; None is done as soon as the stream gets there and ``after`` is done.
-            after: what the task waits for, beside the stream's earlier tasks.
+            after: the signals that the task waits for, beside the stream's earlier tasks.
             reached: called when the stream gets there, before it waits.
         """
         task = _Task(run, after, reached)
@@ -139,21 +139,21 @@ class Player:
             return self._polls == _POLLS
 
     def finish(self) -> None:
-        """Play everything, then stop."""
+        """Play all tasks, then stop."""
         with self._changed:
             for stream in list(self._streams):
                 self.hold(self.put(stream))
         self.stop()
 
     def stop(self) -> None:
-        """Play nothing more."""
+        """Stop playing, and end the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._thread.join()
 
     def _settle(self) -> None:
-        """Go as far on every stream as needs no computing."""
+        """Advance every stream up to its next computation or wait."""
         moved = True
         while moved:
             moved = False

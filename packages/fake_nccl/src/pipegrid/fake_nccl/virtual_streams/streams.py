@@ -40,7 +40,7 @@ class Streams(StreamWork):
     - All tensors count as tensors of the GPU; threads other than the watching one are not seen.
 
     Args:
-        violations: where races are reported.
+        violations: the list to which races are added.
 
     Examples:
         >>> Streams(violations=[]).current_stream().query()

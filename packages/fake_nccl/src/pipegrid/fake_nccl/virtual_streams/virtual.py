@@ -1,6 +1,6 @@
 """Streams and events without a GPU, with the interface of `torch.cuda`'s, and the order that they make.
 
-`Order` keeps for each stream the work that comes before its next piece of work (its clock: a tick per stream), and for
+`Order` keeps for each stream the work ordered before its next piece of work (its clock: a tick per stream), and for
 each thread the work that it knows to be done.
 """
 
@@ -36,7 +36,7 @@ class VirtualStream(_Stream):  # type: ignore[misc]
         return made
 
     def __init__(self, *_: object) -> None:
-        """Everything is set by ``__new__``, which torch's stream has instead."""
+        """Do nothing: ``__new__``, which torch's stream has instead, sets everything."""
 
     def __repr__(self) -> str:
         return self.name
@@ -97,7 +97,7 @@ class VirtualEvent:
 
 
 class Order:
-    """Which work of one fake GPU comes before which.
+    """The order of the work of one fake GPU.
 
     Attributes:
         host_syncs: every point inside `Streams.watch` at which the host would wait for the GPU, in order.
@@ -148,7 +148,7 @@ class Order:
 
     @property
     def _host(self) -> Clock:
-        """What this thread knows to be done: another thread's polling is no order for it."""
+        """The clock of the work that this thread knows to be done: another thread's polling orders nothing for it."""
         known: Clock = self._local.__dict__.setdefault("host", {})
         return known
 
@@ -177,7 +177,7 @@ class Order:
                 self.late.player.put(stream.stream_id, after=[signal], reached=reached)
 
     def host_knows(self, clock: Clock) -> None:
-        """Note that this thread knows what ``clock`` holds to be done; everything that it starts comes after it."""
+        """Note that this thread knows the work in ``clock`` to be done; everything that it starts is ordered after."""
         with self.lock:
             merge(self._host, clock)
 

@@ -31,7 +31,7 @@ class StreamWork(Order):
     """The work on the streams of one fake GPU, and the memory that it touches.
 
     Args:
-        violations: where races are reported.
+        violations: the list to which races are added.
     """
 
     def __init__(self, violations: list[str]) -> None:
@@ -86,7 +86,7 @@ class StreamWork(Order):
         """The result of an operation, and its end; on a late device the values are there then.
 
         Args:
-            operation: what torch dispatches.
+            operation: the operation that torch dispatches.
             args: its arguments.
             kwargs: its arguments by name.
             waits: whether the host needs the values, and waits for them here.
@@ -197,7 +197,7 @@ class StreamWork(Order):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, operations of this thread are the fake's own, and are not noted as work."""
+        """Take operations of this thread inside the block as the fake's own, which are not noted as work."""
         was = self.is_paused
         self._local.paused = True
         try:

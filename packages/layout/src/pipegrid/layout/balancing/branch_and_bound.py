@@ -211,7 +211,7 @@ def _branches(chain: Chain, ranks: Sequence[RankLimit], node: _Node) -> list[tup
 
 
 def overdrafts(chain: Chain, ranks: Sequence[RankLimit], cuts: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """For each rank the memory above its limit (0 for none), and the peak at which it occurs."""
+    """The memory of each rank above its limit (0 for none), and the peak at which it occurs."""
     result = []
     for rank, limit in enumerate(ranks):
         spans = [_span(cuts, stage) for stage in range(rank, chain.stages, len(ranks))]

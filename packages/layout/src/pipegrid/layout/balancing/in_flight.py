@@ -18,7 +18,7 @@ from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import integer, sizes_of_pipeline
 
 Peaks = Sequence[Sequence[Sequence[int]]]
-"""For each rank, combinations of in-flight microbatches per chunk that occur, as `in_flight_1f1b` returns them."""
+"""Combinations of in-flight microbatches per chunk that occur on each rank, as `in_flight_1f1b` returns them."""
 
 
 def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tuple[tuple[tuple[int, ...], ...], ...]:

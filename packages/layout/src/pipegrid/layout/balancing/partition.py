@@ -127,7 +127,7 @@ def least_bottleneck(chain: Chain, caps: Sequence[Caps], *, at_least: int = 0) -
 
 
 def least_spread(chain: Chain, caps: Sequence[Caps], ceiling: int) -> Partition | None:
-    """Among the partitions under ``ceiling``, the earliest of those whose smallest stage cost is largest."""
+    """The earliest of the partitions under ``ceiling`` whose smallest stage cost is largest."""
     cost, stages = chain.cost, chain.stages
     top = rightmost(chain, caps, ceiling)
     best = leftmost(chain, caps, ceiling)
@@ -165,7 +165,7 @@ def rightmost(chain: Chain, caps: Sequence[Caps], ceiling: int) -> list[int] | N
 
 
 def _latest(chain: Chain, caps: Sequence[Caps], ceiling: int) -> tuple[list[int] | None, int]:
-    """What `rightmost` returns, and the least higher ceiling under which some cut of the way there would be later."""
+    """The cuts of `rightmost`, and the least higher ceiling under which one of the cuts on the way would be later."""
     cost, fixed, moving, n = chain.cost, chain.fixed, chain.moving, len(chain.cost) - 1
     cuts = [0]
     start = 0

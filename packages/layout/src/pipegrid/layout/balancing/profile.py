@@ -48,10 +48,10 @@ class LayerMemory:
 
 
 Costs = Mapping[str, float | Sequence[float]] | Sequence[float]
-"""Per kind of layer one number for each such layer, or a number per layer of the kind; or a number per layer of all."""
+"""One number per kind of layer, or a number per layer of each kind; or a number per layer of the model."""
 
 Memories = Mapping[str, float | LayerMemory | Sequence[float | LayerMemory]] | Sequence[float | LayerMemory]
-"""As `Costs`; a plain number is memory per microbatch in flight."""
+"""Memory in the forms of `Costs`; a plain number is memory per microbatch in flight."""
 
 
 @attrs.frozen

@@ -8,21 +8,21 @@ is written once, by ``compare_set``, so all who read it read the same:
    successive ones.
 2. An alarm (a lost member, a call for a vote) ends the epoch. It is never taken back, and members that find it vote. A
    ballot has the member's key and whether it has done it; after it, the member adds to no counter of this epoch.
-3. Each living member waits for a verdict. The lowest of them, as far as it knows, collects ballots until each member
-   has voted or is lost, and proposes the verdict. Others may do so at the same time: the first proposal is the verdict.
-   So no two verdicts of an epoch differ, and the next epoch has the same members for all.
-4. If one member saw a key as done by all, each ballot is of that key, done, or of the next one: the verdict commits the
-   key. If the verdict says redo, some member that goes on voted "not done", never says otherwise, and the counter is
+3. Each living member waits for the vote result. The lowest of them, as far as it knows, collects ballots until each
+   member has voted or is lost, and proposes the result. Others may do so at the same time: the first proposal holds.
+   So no two results of an epoch differ, and the next epoch has the same members for all.
+4. If one member saw a key as done by all, each ballot is of that key, done, or of the next one: the result commits the
+   key. If the result says redo, some member that goes on voted "not done", never says otherwise, and the counter is
    never complete: no rank, not even one that sleeps through the vote, sees the key as done.
-5. A rank that the verdict counts as dead, and that lives, is fenced: it can neither complete a counter of a later epoch
-   nor vote there. A failure of the job is a verdict too: either all leave a vote, or none does.
-6. A new process of a dead rank asks to come in, and a verdict names it as a member. A member says who asks before its
+5. A rank that the result counts as dead, and that lives, is fenced: it can neither complete a counter of a later epoch
+   nor vote there. A failure of the job is a result too: either all leave a vote, or none does.
+6. A new process of a dead rank asks to join, and a vote result names it as a member. A member says who asks before its
    ballot, and who proposes reads that when it has all ballots. The next key is one that the process may begin with, and
    the state before that key is on members that were there before. The processes of a rank have numbers, incarnations,
    and a member is a rank with its incarnation. So an old process of the rank that wakes up is in no epoch of a later
    one, and writes nothing there.
-7. A loss that is recorded while a verdict is proposed without it is found either by its recorder, which sees the
-   verdict and records it in the next epoch, or by the members, which read the alarm again after the verdict.
+7. A loss that is recorded while a result is proposed without it is found either by its recorder, which sees the
+   result and records it in the next epoch, or by the members, which read the alarm again after the result.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from pipegrid.transport.collectives.differences import listed
 
 _OUTSIDE = Epoch(-1, ())  # of a process that has not joined yet
 _STUCK_SECONDS = 0.05  # of a call of the store behind one that was given up: a silent store is waited for once
-_AGAIN = timedelta(minutes=20)  # of a wait in the store, which the pulse of this rank ends; then it looks again
+_AGAIN = timedelta(minutes=20)  # of a wait in the store, which this rank's heartbeat thread ends; then it looks again
 
 
 class Epochs:
@@ -74,13 +74,13 @@ class Epochs:
         store: for this attempt of the job alone; reached in a process that outlives the ranks.
         rank: this rank.
         ranks: all of them: the members of epoch 0.
-        heartbeat: seconds of silence after which a rank is lost. A rank is heard while its interpreter runs threads: a
+        heartbeat: seconds of silence after which a rank is lost. Heartbeats need an interpreter that runs threads: a
             call that holds the interpreter's lock for longer looks like a death.
-        deadline: seconds in which a vote ends, or the job fails; for a call of the store, and for ranks to come.
+        deadline: seconds in which a vote ends, or the job fails; for a call of the store, and for ranks to arrive.
         retire: the living ranks that leave with the given dead, such as their tensor-parallel peers; the same on all
             ranks.
         on_alarm: called with the reason, in a thread, once for each epoch that ends by an alarm: ends this rank's
-            transfers, which may wait for ranks that do not come.
+            transfers, which may wait for ranks that never join them.
 
     Raises:
         StepArgumentError: a rank that is not among ``ranks``, or seconds that are not positive.
@@ -133,8 +133,8 @@ class Epochs:
         the job from a member that is not ``joining``, and sets `ready`.
 
         Raises:
-            FencedError: an earlier process of the rank lives, or a later one has come.
-            JobFailedError: the job has ended, no member is heard, or the store does not answer.
+            FencedError: an earlier process of the rank lives, or a later one has started.
+            JobFailedError: the job has ended, no member has a heartbeat, or the store does not answer.
         """
         with self._answering("join()"):
             outcome = admission(self._ledger, self._pulse, self._first, self._deadline)
@@ -145,7 +145,7 @@ class Epochs:
 
     @property
     def asking(self) -> dict[int, int]:
-        """New processes that ask to come in and can, as far as this rank knows: incarnations by rank. Local."""
+        """New processes that ask to join and can, as far as this rank knows: incarnations by rank. Local."""
         asking, alarm = self._pulse.asking, self._pulse.alarm
         if not asking:
             return {}
@@ -180,7 +180,7 @@ class Epochs:
                 raise DisagreementError(f"{text}. Do the same keys in the same order on all ranks")
             if last:
                 self._ledger.wake(epoch, number)
-                self._ledger.forget(epoch, number - 1)  # all have come to this key, so none waits for the last one
+                self._ledger.forget(epoch, number - 1)  # all are at this key, so none waits for the last one
         self._number = self._pulse.number = number + 1
         return True
 
@@ -198,7 +198,7 @@ class Epochs:
     def vote(self, key: str, why: str = "", *, edge: bool = False, asking: Mapping[int, int] | None = None) -> Verdict:
         """Agree with the living members on who is lost and on what is done; the next epoch begins.
 
-        Every member votes once per epoch that ends. ``dead`` of the verdict is empty if all of them did, unless a new
+        Every member votes once per epoch that ends. ``dead`` of the result is empty if all of them did, unless a new
         process leaves that has not got ready.
 
         Args:
@@ -291,7 +291,7 @@ class Epochs:
         return True
 
     def _outcome(self, epoch: Epoch, key: str) -> Verdict | Failure:
-        """The verdict of ``epoch``, after waiting for it, or proposing it."""
+        """The vote result of ``epoch``, after waiting for it, or proposing it."""
         began = time.monotonic()
         while (outcome := self._ledger.verdict(epoch.number)) is None:
             alarm = self._ledger.alarm(epoch.number)

@@ -13,7 +13,7 @@ class RankLostError(RuntimeError):
 
     Attributes:
         dead: the lost ranks, with reasons; empty where a rank calls for a vote for another reason.
-        where: what this rank did.
+        where: the work of this rank at that time.
 
     Examples:
         >>> RankLostError({1: "no heartbeat"}, where="step 7").dead

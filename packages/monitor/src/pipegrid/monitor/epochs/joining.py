@@ -13,19 +13,19 @@ from pipegrid.monitor.monitor import JobFailedError
 
 
 def admission(ledger: Ledger, pulse: Pulse, epoch: Epoch, deadline: float) -> Verdict | Failure:
-    """Ask, and wait for the verdict by which this process is a member, or that the job has failed.
+    """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
 
-    It may take as long as a step does, or as the other ranks take to come with which this one computes.
+    It may take as long as a step, or until other new processes, with which this one computes, have asked as well.
 
     Args:
-        ledger: of this thread.
-        pulse: beats for this process.
+        ledger: the epoch store, over this thread's connection.
+        pulse: the heartbeat of this process.
         epoch: the first one, or a later one: the current one is found from it.
-        deadline: seconds in which a member is heard, or an earlier process of the rank is voted out.
+        deadline: seconds in which some member's heartbeat is seen, or an earlier process of the rank is voted out.
 
     Raises:
-        FencedError: an earlier process of the rank lives, or a later one has come.
-        JobFailedError: the job has ended, or no member is heard.
+        FencedError: an earlier process of the rank lives, or a later one has started.
+        JobFailedError: the job has ended, or no member has a heartbeat.
     """
     rank, own, began = pulse.rank, pulse.incarnation, time.monotonic()
     ledger.ask(rank, own)

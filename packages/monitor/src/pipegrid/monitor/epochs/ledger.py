@@ -21,7 +21,7 @@ from pipegrid.monitor.epochs.records import (
 )
 
 LEFT = 1 << 40
-"""Added to the beats of a rank that leaves."""
+"""The number that a rank which leaves adds to its heartbeat counter."""
 
 
 class EpochStore(ControlStore, Protocol):
@@ -34,17 +34,17 @@ class EpochStore(ControlStore, Protocol):
 
 @frozen
 class Ledger:
-    """The records of epochs in ``store``.
+    """The epoch store: one method per record of the epochs in ``store``.
 
     ==========================  ======================================================================================
     ``incarnation/RANK``        a counter of the processes that were started for the rank
     ``beats/RANK/INCARNATION``  a counter, which grows as long as that process lives
-    ``asking``                  processes that ask to come in, or have: the last one of each rank
+    ``asking``                  processes that ask to join, or have joined: the last one of each rank
     ``done/EPOCH/NUMBER``       a counter, to which each member adds once, see `Tally`
     ``over/EPOCH/NUMBER``       wakes those that wait for the counter: it is complete, or there is an alarm
     ``alarm/EPOCH``             why the epoch ends; it grows, and is never taken back
     ``ballot/EPOCH/RANK``       written once, by the rank, which says done for nothing in this epoch after it
-    ``verdict/EPOCH``           written once, by the first to propose one
+    ``verdict/EPOCH``           the vote result, written once, by the first to propose one
     ==========================  ======================================================================================
     """
 
@@ -55,11 +55,11 @@ class Ledger:
         return self.store.add(f"incarnation/{rank}", 1)
 
     def beats(self, rank: int, incarnation: int, amount: int = 0) -> int:
-        """Add to the beats of a process; the sum."""
+        """Add to the heartbeat counter of a process; the sum."""
         return self.store.add(f"beats/{rank}/{incarnation}", amount)
 
     def asking(self) -> dict[int, int]:
-        """The processes that ask to come in: the last incarnation of each rank."""
+        """The processes that ask to join: the last incarnation of each rank."""
         text = self._read("asking")
         return {} if text is None else dict(json.loads(text))
 
@@ -90,7 +90,7 @@ class Ledger:
         self.store.delete_key(self.over(epoch, number))
 
     def alarm(self, epoch: int) -> Alarm | None:
-        """Why the epoch ends, if it does."""
+        """The alarm of the epoch, if there is one."""
         text = self._read(f"alarm/{epoch}")
         return None if text is None else alarm_of(text)
 

@@ -19,15 +19,15 @@ _ALARM_SECONDS = 0.1  # between two looks for an alarm
 
 @define(eq=False)
 class Pulse:
-    """The heartbeat of a rank: its thread beats, listens to the heartbeats of other ranks, and looks for alarms.
+    """The heartbeat thread of a rank: it counts its own up, reads those of other ranks, and looks for alarms.
 
     Each member watches the next ones in the ring of members. Where some are dead, the last living one before each gap
     watches into it, so every death is noticed by a member that lives.
 
     Attributes:
-        ledger: over a connection of the thread's own.
+        ledger: the epoch store, over a connection of the thread's own.
         rank: this one.
-        incarnation: which of the processes of the rank this is.
+        incarnation: number of this process among those of its rank, from 1.
         epoch: the current one, as far as this rank knows.
         number: of the key that this rank works on.
         waiting: whether this rank waits for the others.
@@ -46,19 +46,19 @@ class Pulse:
     waiting: bool = False
     failure: str = ""
     _alarm: tuple[int, Alarm] | None = field(default=None, init=False)
-    # Of a process (rank, incarnation): beats, and seconds without one.
+    # Of a process (rank, incarnation): heartbeats, and seconds without one.
     _heard: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)
     _asking: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)  # likewise, of those that ask
     _beaten: float = field(factory=time.monotonic, init=False)
 
     @property
     def interval(self) -> float:
-        """Seconds between two beats."""
+        """Seconds between two heartbeats."""
         return min(0.5, self.heartbeat / 10)
 
     @property
     def alarm(self) -> Alarm | None:
-        """Why the current epoch ends, if this rank has noticed that it does."""
+        """The alarm of the current epoch, if this rank has noticed one."""
         return self._alarm_of(self.epoch)
 
     def _alarm_of(self, epoch: Epoch) -> Alarm | None:
@@ -66,10 +66,10 @@ class Pulse:
         return known[1] if known is not None and known[0] == epoch.number else None
 
     def beat(self, now: float) -> None:
-        """Beat, and listen to the ranks that this one watches.
+        """Send a heartbeat, and read those of the ranks that this one watches.
 
-        A rank is silent for as long as this one listens and hears nothing: the time in which this thread, or the store,
-        was held up does not count.
+        A rank is silent for as long as this one reads no new heartbeat of it: the time in which this thread, or the
+        store, was held up does not count.
         """
         self.ledger.beats(self.rank, self.incarnation, 1)
         elapsed, self._beaten = min(now - self._beaten, 2 * self.interval), now
@@ -90,14 +90,14 @@ class Pulse:
     def _listen(
         self, process: tuple[int, int], heard: dict[tuple[int, int], tuple[int, float]], elapsed: float
     ) -> tuple[int, float]:
-        """Beats of a process, and seconds without one."""
+        """Heartbeats of a process, and seconds without one."""
         known, silent = heard.get(process, (-1, 0.0))
         beats = self.ledger.beats(*process)
         return beats, silent + elapsed if beats == known else 0.0
 
     @property
     def asking(self) -> dict[int, int]:
-        """Processes that ask to come in, and that this rank has just heard: incarnations by rank."""
+        """Processes that ask to join and have a recent heartbeat: incarnations by rank."""
         return {
             rank: incarnation
             for (rank, incarnation), (beats, silent) in list(self._asking.items())
@@ -131,8 +131,8 @@ class Pulse:
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
         """Record that the process of ``rank`` is lost that is a member of ``epoch`` (None: the current one).
 
-        It is lost in this epoch and in those that have begun meanwhile with it as a member. A verdict that is not there
-        after the alarm was raised is written by, and read by, ranks that find the alarm.
+        It is lost in this epoch and in those that have begun meanwhile with it as a member. A vote result that is not
+        there after the alarm was raised is written by, and read by, ranks that find the alarm.
         """
         epoch = epoch or self.epoch
         incarnation = epoch.incarnations.get(rank, 0)
@@ -144,13 +144,13 @@ class Pulse:
             epoch = verdict.epoch
 
     def fail(self, why: str) -> None:
-        """Note that this thread, or the store, serves no more."""
+        """Note that this thread, or the store, has failed."""
         if not self.failure:
             self.failure = why
             self.on_alarm(why)
 
     def run(self, stop: threading.Event) -> None:
-        """Until ``stop``."""
+        """Send heartbeats and look for alarms until ``stop``."""
         beaten = 0.0
         while not stop.wait(min(_ALARM_SECONDS, self.interval)):
             try:

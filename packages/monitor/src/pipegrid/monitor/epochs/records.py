@@ -1,4 +1,4 @@
-"""What ranks write of an epoch, as data, and the decision of a vote as a pure function."""
+"""Records of an epoch that ranks write, as data, and the decision of a vote as a pure function."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Verdict:
         epoch: the next one.
         dead: members of the last epoch that are lost, each with the reason.
         retired: members that live and leave with the dead.
-        keys: how many keys are committed since the start of the job.
+        keys: number of keys committed since the start of the job.
         committed: whether the key that this rank voted on is; else it is to be done again.
         joined: ranks whose new process is a member from now on.
 
@@ -73,7 +73,7 @@ class Ballot:
         number: of the key since the start of the job.
         key: its text.
         done: whether this rank has done it.
-        edge: whether new processes may come in before this key.
+        edge: whether new processes may join before this key.
         ready: whether this rank has the state of the job.
     """
 
@@ -84,15 +84,15 @@ class Ballot:
     ready: bool = True
 
     def to_text(self) -> str:
-        """As text."""
+        """The ballot as text."""
         return json.dumps([self.number, self.key, self.done, self.edge, self.ready])
 
 
 @frozen
 class Alarm:
-    """Why an epoch ends: ranks that are lost, with reasons, new processes, and the first other reason for a vote.
+    """The reasons for an epoch's end: lost ranks, each with the reason; new processes; the first other reason.
 
-    ``asking`` has the incarnation of each process that asks to come in, by rank.
+    ``asking`` has the incarnation of each process that asks to join, by rank.
     """
 
     lost: Mapping[int, str] = field(factory=dict)
@@ -104,18 +104,18 @@ class Alarm:
         return lost or self.why
 
     def merged(self, other: Alarm) -> Alarm:
-        """With what ``other`` says besides."""
+        """The union with ``other``; where both have a reason, this alarm's holds."""
         asking = {rank: max(each, other.asking.get(rank, 0)) for rank, each in self.asking.items()}
         return Alarm({**other.lost, **self.lost}, self.why or other.why, {**other.asking, **asking})
 
     def to_text(self) -> str:
-        """As text."""
+        """The alarm as text."""
         return json.dumps([sorted(self.lost.items()), self.why, sorted(self.asking.items())])
 
 
 @frozen
 class Tally:
-    """How many ranks have done a key, and a sum over the texts of their keys: it shows whether all had the same."""
+    """The number of ranks that have done a key, and a sum over their keys' texts: it shows whether all had the same."""
 
     sum: int
 
@@ -141,7 +141,7 @@ def alarm_of(text: str) -> Alarm:
 
 
 def verdict_to_text(outcome: Verdict | Failure) -> str:
-    """As text, for every rank the same."""
+    """The outcome as text, the same on every rank."""
     if isinstance(outcome, Failure):
         return json.dumps({"failed": asdict(outcome)})
     epoch = {**asdict(outcome.epoch), "incarnations": sorted(outcome.epoch.incarnations.items())}
@@ -164,7 +164,7 @@ Retire = Callable[[frozenset[int]], Iterable[int]]
 
 
 def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int], retire: Retire) -> dict[int, int]:
-    """Those of the processes that ask to come in that can: their incarnations by rank.
+    """The processes that ask to join and can: their incarnations by rank.
 
     A rank of which no process lives, each incarnation once; and no rank that would retire at once, since others with
     which it computes are still missing.
@@ -192,13 +192,13 @@ def decide(
     successive ones. The first of the two is committed if all that are at it have done it; the second is not, unless
     all are at it.
 
-    New processes come in where the next key is one that they may begin with. If nothing else has changed, members that
+    New processes join where the next key is one that they may begin with. If nothing else has changed, members that
     have not got the state of the job leave: they have failed, or made others fail.
 
     Args:
-        epoch: which ends.
+        epoch: the one that ends.
         ballots: of all its members but the lost ones, at least.
-        alarm: members that are lost, each with the reason, and processes that ask to come in.
+        alarm: members that are lost, each with the reason, and processes that ask to join.
         retire: the living ranks that leave with the given dead.
         rank: this one, for a failure's text.
     """

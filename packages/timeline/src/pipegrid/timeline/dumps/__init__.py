@@ -1,4 +1,4 @@
-"""What a hung job was doing: flight-recorder dumps of its ranks, read and explained."""
+"""Reads flight-recorder dumps of the ranks of a hung job, and explains what the job was doing."""
 
 from pipegrid.timeline.dumps.explain import Explanation, Root, explain
 from pipegrid.timeline.dumps.places import Place

@@ -1,4 +1,4 @@
-"""Who holds a hung job up, from the dumps of its ranks: the roots of the wait-for graph, and where the plan stands."""
+"""The ranks that hold a hung job up, from dumps: roots of the wait-for graph, and where each rank is in the plan."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Root:
 
 @frozen
 class Explanation:
-    """Why ranks hang. ``str`` is a report; `as_json` has the same as plain data.
+    """The reasons why ranks hang. ``str`` is a report; `as_json` has the same as plain data.
 
     Attributes:
         roots: ranks that hold the others up, the surest first.
         cycles: ranks that wait for each other, where no root holds them: a deadlock.
-        waits: what every rank waits for.
+        waits: the waits of every rank.
         missing: ranks of a group whose dumps are not there.
         empty: ranks whose dumps have nothing that has not ended.
         files: files that are no dump.
         disagreements: operations about which ranks differ.
-        places: with a plan, where its ranks stand.
-        records: of ranks whose failure pipegrid recorded, what it says.
+        places: with a plan, the place of each rank there.
+        records: the failures that pipegrid recorded, as text by rank.
     """
 
     roots: tuple[Root, ...]
@@ -120,7 +120,7 @@ def explain(
         dumps: of as many ranks as there are, as `read_dumps` has them.
         errors: files that could not be read; their ranks count as missing.
         plan: that the job runs, lowered: its actions are found by the messages.
-        records: what pipegrid recorded, as `read_records` has it.
+        records: the failures that pipegrid recorded, from `read_records`.
 
     Raises:
         PlanError: a plan of computes alone, or one that has not these messages.

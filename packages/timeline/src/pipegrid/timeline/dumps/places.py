@@ -1,4 +1,4 @@
-"""Where ranks stand in a plan: the messages of their dumps, found among those of the plan."""
+"""The places of ranks in a plan: the messages of their dumps, found among those of the plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHOWN = 4
 
 @frozen
 class Place:
-    """The actions of a position at which a rank may stand; several where a dump does not reach back far enough.
+    """The actions at which a rank may be, of its position; several where a dump does not reach back far enough.
 
     ``actions``: their numbers at the position, in `Plan.actions`. ``under_way``: the first of them is launched and has
-    not ended; otherwise it should come next.
+    not ended; otherwise it is the next to launch.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Place:
 
 
 def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
-    """Where each rank with messages stands.
+    """The place of each rank with messages.
 
     A rank's position is its place in the group of its messages that has a rank for each position, or itself.
 
@@ -88,7 +88,7 @@ def _end(plan: Plan, action: Action, position: int) -> tuple[bool, int]:
 
 
 def places_timeline(plan: Plan, places: Sequence[Place]) -> Timeline:
-    """The plan as it is simulated, where each rank stands, and behind that what it never comes to.
+    """The plan as it is simulated, with the place of each rank, and behind that the actions it never reaches.
 
     The first compute from there on is marked, with the name of the action. A position with several ranks has the
     farthest of them back; one of which several actions are possible is not marked.

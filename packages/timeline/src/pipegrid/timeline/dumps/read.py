@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether it has."""
+        """Whether the operation has ended."""
         return self.retired or self.state == "completed"
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Dump:
 
     Attributes:
         rank: by the name of its file.
-        file: where it is.
+        file: of the dump.
         entries: in the order of their launches.
         groups: the ranks of each process group of this rank, by its name.
     """
@@ -135,7 +135,7 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[DumpError]]:
 
 
 def read_records(paths: Iterable[Path]) -> dict[int, str]:
-    """Of each rank whose failure pipegrid recorded in one of these folders (``failure_dir``), what it says.
+    """The failures that pipegrid recorded in these folders (``failure_dir``), as text by rank.
 
     Raises:
         DumpError: a file of that name which is no such record.

@@ -39,15 +39,15 @@ class Stuck:
 
 
 _Group: TypeAlias = tuple[str, tuple[int, ...]]
-"""Its name and ranks: groups of other ranks may have one name."""
+"""A group's name and ranks: groups of other ranks may have the same name."""
 _Unit: TypeAlias = tuple[_Group, bool, int]
-"""What ends together: a collective, or the messages of one call; group, whether they are messages, sequence."""
+"""Entries that end together, a collective or the messages of one call: group, whether messages, sequence."""
 _Way: TypeAlias = tuple[_Group, str, int, int]
 """Group, kind, sender, receiver."""
 
 
 def unit_of(entry: Entry) -> _Unit:
-    """What ends together with an entry."""
+    """The key that an entry shares with those that end together with it."""
     return group_of(entry), entry.peer is not None, entry.sequence
 
 
@@ -58,7 +58,7 @@ def group_of(entry: Entry) -> _Group:
 
 @frozen
 class Job:
-    """Of each rank with a dump: what it launched and has not ended, in order; the first unit of that; what has ended.
+    """The entries of each rank with a dump: launched and not ended, in order; the first unit of those; ended ones.
 
     ``ended``: of a rank and a group, the last collective that has ended, as far as the entries tell.
     """
@@ -69,7 +69,7 @@ class Job:
 
 
 def job_of(dumps: Iterable[Dump]) -> Job:
-    """What each rank has under way."""
+    """Collect each rank's pending entries, its first pending unit, and the last collectives that have ended."""
     pending: dict[int, list[Entry]] = {}
     first: dict[int, list[Entry]] = {}
     ended: dict[tuple[int, _Group], int] = {}
@@ -86,7 +86,7 @@ def job_of(dumps: Iterable[Dump]) -> Job:
 
 
 def stuck_of(job: Job) -> list[Stuck]:
-    """Of each rank the first collective that it has not ended and others have, if there is one."""
+    """The first collective of each rank that it has not ended and others have, if there is one."""
     found = []
     for rank, entries in job.pending.items():
         for entry in (one for one in entries if one.peer is None):
@@ -102,7 +102,7 @@ def stuck_of(job: Job) -> list[Stuck]:
 
 
 def waits_of(job: Job) -> list[Wait]:
-    """What each rank waits for in its first unit; a rank without a dump has launched nothing that is known."""
+    """The waits of each rank in its first unit; a rank without a dump counts as one that has launched nothing."""
     place: dict[tuple[int, _Unit], Entry] = {
         (rank, unit_of(entry)): entry
         for rank, entries in job.pending.items()

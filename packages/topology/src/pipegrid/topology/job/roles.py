@@ -63,7 +63,7 @@ class RankRole:
 
     Args:
         modules: stage of each module that this rank is in.
-        mode: how the modules lie.
+        mode: the placement of the modules.
         sources: modules that read the batch's inputs; None is every modality module of this rank or, where it has none,
             the language module. A language model that reads text beside image features is a source as well.
         sinks: modules that read the batch's labels.
@@ -96,7 +96,7 @@ class RankRole:
         sources: Iterable[str] | None = None,
         sinks: Iterable[str] = (MIMO_LANGUAGE_MODULE_KEY,),
     ) -> Self:
-        """The role of ``rank`` in a job whose modules have grids. Stages come from arithmetic.
+        """The role of ``rank`` in a job whose modules have grids. Stages follow from arithmetic.
 
         A grid without a "pp" dimension is one stage. The mode is NON_COLOCATED where all grids are disjoint
         and COLOCATED where all are equal; in between it is COLOCATED for a rank that is in several grids.

@@ -101,6 +101,10 @@ def test_export_writes_what_torch_loads_and_prints_the_proof(tmp_path, capsys):
     assert main(["export", "v_half", "--pp", "2", "--microbatches", "4", "--to", "torch", "--out", str(out)]) == 0
     assert out.read_text() == to_torch(lower(v_half(2, 4)))
     assert capsys.readouterr().err.count("no deadlock under") == len(ORDER_MODELS)
+    assert main(["export", "v_half", "--pp", "2", "--microbatches", "4", "--to", "torch", "--waits"]) == 0
+    written = capsys.readouterr()
+    assert written.out == to_torch(lower(v_half(2, 4)), waits=True)
+    assert written.err.count("no deadlock under") == len(ORDER_MODELS)
     assert main(["export", "v_half", "--pp", "2", "--microbatches", "4", "--to", "torch", "--computes"]) == 0
     assert capsys.readouterr().out == to_csv(v_half(2, 4))
 

@@ -108,12 +108,22 @@ def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
     assert "1B0,1RECV_F1,1SEND_B0,1F1" in to_torch(batched)
 
 
+def test_the_lowered_form_of_torch_2_15_waits_for_each_send_and_reduction():
+    assert (
+        to_torch(lower(one_f_one_b(2, 1)), waits=True)
+        == "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
+        "1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0\n"
+    )
+    assert to_torch(one_f_one_b(2, 1), waits=True) == to_csv(one_f_one_b(2, 1))
+
+
 @pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.trains])
 def test_what_torch_is_given_is_proved_as_it_is_written(name):
     plan = lower(SCHEDULES[name].plan(2, 4))
     read = from_csv(to_torch(plan))
     assert verify(read).num_messages == verify(plan).num_messages
     assert to_torch(read) == to_torch(plan)
+    assert from_csv(to_torch(plan, waits=True)) == read
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,12 @@ def stages_of(plan, rank=0):
 def test_what_a_plan_takes_of_torchs_private_names(one_of_four):
     runtime = schedules._PipelineScheduleRuntime
     assert list(inspect.signature(runtime._load_csv).parameters) == ["self", "filename", "format"]
+    kinds = {kind.name for kind in schedules._ComputationType}
+    waits = {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}
+    assert kinds & waits in (set(), waits)  # all in torch 2.15, none in 2.11 and 2.13
+    assert {"F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"} <= {
+        kind.value for kind in schedules._ComputationType
+    }
     assert list(inspect.signature(schedules.PipelineScheduleMulti.__init__).parameters)[1:4] == [
         "stages",
         "n_microbatches",

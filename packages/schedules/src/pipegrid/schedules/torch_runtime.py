@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans.errors import PlanError
@@ -33,7 +33,7 @@ def torch_schedule(
     Raises:
         PlanError: a plan that torch does not run, stages that are not those of the rank in the plan, or a deadlock.
     """
-    text = to_torch(plan)
+    text = to_torch(plan, waits=hasattr(_ComputationType, "WAIT_SEND_F"))  # from torch 2.15 on
     ranks, rank = stages[0].group_size, stages[0].group_rank
     if ranks != plan.num_positions:
         raise PlanError(f"the stages are in a group of {ranks} ranks, the plan has {plan.num_positions} positions")

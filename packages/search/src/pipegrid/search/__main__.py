@@ -195,7 +195,7 @@ def export(arguments: argparse.Namespace) -> int:
     """Write a proved plan for another runtime; the proof goes to stderr."""
     plan, _ = chosen(arguments, read_costs(arguments.costs))
     lowered = plan if plan.has_communication else lower(plan)
-    text = to_torch(plan if arguments.computes else lowered)
+    text = to_torch(plan if arguments.computes else lowered, waits=arguments.waits)
     print(verify(lowered), file=sys.stderr)
     for name in () if arguments.computes else ORDER_MODELS:  # each message alone on one group, as torch launches it
         print(prove_order(orders_from_csv(text), name), file=sys.stderr)
@@ -345,6 +345,9 @@ def parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", parents=[plans], help="write a proved plan for the runtime of another project")
     out.add_argument("--to", choices=("torch",), required=True, help="torch: the CSV of torch.distributed.pipelining")
     out.add_argument("--computes", action="store_true", help="without messages: torch adds its own")
+    out.add_argument(
+        "--waits", action="store_true", help="with a wait for each send and reduction, as torch 2.15 needs"
+    )
     out.add_argument("--out", type=Path, metavar="FILE", help="default: printed")
     out.set_defaults(run=export)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from attrs import evolve
 
@@ -36,12 +36,16 @@ def to_csv(plan: Plan) -> str:
     return "\n".join([*header, *rows]) + "\n"
 
 
-def to_torch(plan: Plan) -> str:
+def to_torch(plan: Plan, *, waits: bool = False) -> str:
     """The plan as CSV that torch's runtime loads: of computes as ``compute_only``, lowered as ``compute_comms``.
 
     In a lowered plan the messages of a batch follow one another. A stage begins with ``UNSHARD`` and ends with
     ``RESHARD``, which FSDP needs, unless the plan has its own; before that comes ``REDUCE_GRAD``, where torch scales
     gradients, in the place of a ``REDUCE`` if the plan has one.
+
+    Args:
+        plan: of computes or lowered.
+        waits: a lowered plan has a wait for each send and reduction: torch 2.15 loads no other, earlier ones have none.
 
     Raises:
         PlanError: a plan that torch does not run: no chain, a stage on several positions, routes, slices, forwards
@@ -67,8 +71,23 @@ def to_torch(plan: Plan) -> str:
                 cells = [*cells[:first], f"{stage}UNSHARD", *cells[first:], f"{stage}RESHARD"]
         if twice := [cell for cell, count in Counter(cells).items() if count > 1 and cell.endswith("REDUCE_GRAD")]:
             raise PlanError(f"position {position} has {twice[0]} several times; torch scales gradients at each")
-        rows.append(",".join(cells))
+        rows.append(",".join(_with_waits(cells) if waits else cells))
     return "\n".join(rows) + "\n"
+
+
+def _with_waits(cells: Iterable[str]) -> Iterator[str]:
+    """An activation is waited for after the backward of its microbatch, which shows that it came; a gradient last."""
+    sent: list[str] = []
+    for cell in cells:
+        yield cell
+        if cell.endswith("REDUCE_GRAD"):
+            yield cell.replace("REDUCE", "WAIT_REDUCE")
+        elif "SEND" in cell:
+            sent.append(cell)
+        elif (activation := re.sub("[BI]", "SEND_F", cell)) in sent:
+            sent.remove(activation)
+            yield activation.replace("SEND", "WAIT_SEND")
+    yield from (cell.replace("SEND", "WAIT_SEND") for cell in sent)
 
 
 def _torch_cell(action: Action) -> str:

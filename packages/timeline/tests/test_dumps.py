@@ -145,10 +145,20 @@ def test_ranks_that_send_to_each_other_first_are_a_cycle(tmp_path):
     ((first, second),) = found.cycles
     assert str(found).splitlines()[:3] == [
         "deadlock: ranks 0, 1 wait for each other in a cycle",
-        "  rank 0 at send to rank 1 (group 0) waits for rank 1, which launched it behind send to rank 0 (group 0)",
-        "  rank 1 at send to rank 0 (group 0) waits for rank 0, which launched it behind send to rank 1 (group 0)",
+        "  rank 0 at send 1 to rank 1 of group 0 waits for rank 1, "
+        "which launched it behind send 1 to rank 0 of group 0",
+        "  rank 1 at send 1 to rank 0 of group 0 waits for rank 0, "
+        "which launched it behind send 1 to rank 1 of group 0",
     ]
     assert (first.rank, second.rank) == (0, 1)
+
+
+def test_a_wait_says_since_when(tmp_path):
+    rows = job([[("all_reduce", 7)], []])
+    rows[0]["entries"][0]["time_created_ns"] = 1_700_000_000_123_456_789
+    assert "rank 0 at all_reduce 7 of group 0 since 2023-11-14 22:13:20.123 UTC waits for rank 1" in str(
+        explained(tmp_path, rows)
+    )
 
 
 def test_messages_of_one_call_are_not_behind_each_other(tmp_path):
@@ -254,7 +264,7 @@ def test_a_dump_that_begins_later_may_fit_several_actions(tmp_path):
 
 def test_messages_that_the_plan_has_not_are_an_error(tmp_path):
     dumps, errors = read_dumps([written(tmp_path, job([[("recv 0<-1", 1)], [("send 1->0", 1)]]))])
-    with pytest.raises(PlanError, match=r"position 0 has no messages in this order: recv from rank 1"):
+    with pytest.raises(PlanError, match=r"position 0 has no messages in this order: recv 1 from rank 1"):
         explain(dumps, errors, plan=lower(one_f_one_b(2, 4)))
     with pytest.raises(PlanError, match="a plan of computes has no messages"):
         explain(dumps, errors, plan=one_f_one_b(2, 4))
@@ -272,7 +282,7 @@ class Runs:
     ("data", "text"),
     [
         (b"", "byte 0: it is empty"),
-        (pickle.dumps(Runs()), "names posix.system; a dump has plain data, and this could run code"),
+        (pickle.dumps(Runs()), "byte 29: it is no pickle of plain data; any other could run code"),
         (pickle.dumps([1, 2]), "it is no dump of a flight recorder"),
         (pickle.dumps({"version": "1.4", "entries": []}), "its version is '1.4'; versions 2.x are read"),
         (
@@ -301,6 +311,81 @@ def test_what_is_no_dump_is_an_error_with_the_file_and_the_byte(data, text, tmp_
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02\x8b\xff\xff\xff\x7f\x01",  # an integer of 2 GB
+        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",  # bytes, of 2**63
+        b"\x80\x05\x96" + b"\xff" * 4 + b"\x0f\0\0\0.",  # a bytearray of 64 GB
+        b"\x80\x02]r\xff\xff\xff\x7f.",  # the memo's place 2**31
+        b"\x80\x02\x82\x01.",  # an extension
+        b"\x80\x02K\x01Q.",  # an object outside
+        b"(ios\nsystem\n.",
+        b"cos\nsystem\n(S'ls'\ntR.",
+        b"I" + b"9" * 10000 + b"\n.",
+        b"\x80\x09.",
+        b"\x80\x02}]K\x01s.",  # a list as a key
+        b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        b"0" * 10,
+        b"\x1f\x8b\x08\x00",
+        json.dumps({"version": "2.4", "entries": []}).encode("utf-16"),
+    ],
+    ids=range(15),
+)
+def test_a_pickle_of_anything_else_is_an_error_and_takes_no_memory(data, tmp_path):
+    (tmp_path / "dump_0").write_bytes(data)
+    with pytest.raises(DumpError, match="dump_0"):
+        read_dump(tmp_path / "dump_0", 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *(("record_id", value) for value in (float("inf"), float("nan"), -1, 1.5, True, "1", None, 2**63)),
+        *(("collective_seq_id", value) for value in (None, -3, [])),
+        *(("time_created_ns", value) for value in (1e300, "now", -5)),
+        *(("process_group", value) for value in ([], {"a": 1}, 3, [3, ""], ["\ud800", ""], ["x" * 2000, ""])),
+        *(("state", value) for value in ([1], None, "\x1b[2J")),
+        *(("profiling_name", value) for value in ("send 0->7", f"send 0->{'9' * 500}", "send 1->0", None)),
+        *(("input_sizes", value) for value in ([[[1]]], [["1"]], "ab", [[1] * 1000], [[]] * 20_000)),
+        ("input_dtypes", [["Float"]]),
+        *(
+            ("ranks", value)
+            for value in ("[" * 9000, "__import__('os')", "[1, 2]", "[0, 0]", "{}", "[0.5]", None, [-1, 0])
+        ),
+        ("ranks", f"[0, {'9' * 400}]"),
+    ],
+)
+def test_an_entry_that_torch_does_not_write_is_an_error_that_names_it(part, value, tmp_path):
+    dump = job([[("all_reduce", 1)], []])[0]
+    if part == "ranks":
+        dump["pg_config"]["0"]["ranks"] = value
+    else:
+        dump["entries"][0][part] = value
+    for form in (pickle.dumps, lambda dump: json.dumps(dump).encode()):
+        (tmp_path / "dump_0").write_bytes(form(dump))
+        with pytest.raises(DumpError, match=r"dump_0: (entries\[0\]|pg_config) is not as torch writes it"):
+            read_dump(tmp_path / "dump_0", 0)
+
+
+def test_parts_that_a_pickle_shares_are_not_written_out_beyond_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipegrid.timeline.dumps.read.LARGEST", 10_000)
+    ranks = list(range(100))
+    shared = {"version": "2.4", "pg_config": {str(number): {"ranks": ranks} for number in range(101)}, "entries": []}
+    data = pickle.dumps(shared)
+    assert len(data) < 10_000
+    (tmp_path / "dump_0").write_bytes(data)
+    with pytest.raises(DumpError, match="more than 10000 ranks of groups"):
+        read_dump(tmp_path / "dump_0", 0)
+
+
+def test_a_dump_under_the_name_of_another_rank_is_an_error(tmp_path):
+    dumps = job([[("send 0->1", 1)], [("recv 1<-0", 1)]])
+    written(tmp_path, {0: dumps[1], 1: dumps[0]})
+    _, errors = read_dumps([tmp_path])
+    assert ["a message of rank 1; the file is that of rank 0" in str(errors[0]), len(errors)] == [True, 2]
+
+
 def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("pipegrid.timeline.dumps.read.LARGEST", 10)
     (tmp_path / "dump_0").write_bytes(bytes(11))
@@ -311,7 +396,8 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_file_with_changed_bytes_is_read_or_an_error_of_its_kind(seed, tmp_path):
     chosen = random.Random(seed)
-    whole = pickle.dumps(case("gpu_error_1st")[0][4])
+    form = (pickle.dumps, lambda dump: json.dumps(dump).encode())[seed % 2]
+    whole = form(case("gpu_error_1st")[0][4])
     for _ in range(100):
         data = bytearray(whole)
         for _ in range(chosen.choice((1, 3, 20))):

@@ -43,6 +43,8 @@ def torch_schedule(
             f"rank {rank} has the stages {numbers} of {stages[0].num_stages}; in the plan it has "
             f"{list(plan.stages_at[rank])} of {plan.num_stages}"
         )
+    for stage in stages:
+        _keep_first_messages_off_its_own_rank(stage)
     schedule = _PipelineScheduleRuntime(list(stages), plan.num_microbatches, **options)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
@@ -53,3 +55,10 @@ def torch_schedule(
     for name in order:
         prove_order(orders, name)
     return schedule
+
+
+def _keep_first_messages_off_its_own_rank(stage: Any) -> None:
+    """In a first step torch 2.11 sends to the rank of each neighbouring stage: in a V to itself, which gloo refuses."""
+    messages = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if messages is not None:
+        stage._get_init_p2p_neighbors_ops = lambda: [one for one in messages() if one.group_peer != stage.group_rank]  # noqa: SLF001

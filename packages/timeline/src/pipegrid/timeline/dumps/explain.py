@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -61,7 +62,8 @@ class Explanation:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for `json.dumps`."""
-        plain = asdict(self)
+        waits = {"waits", "cycles"}
+        plain = asdict(self, filter=lambda attribute, _: attribute.name not in waits)
         plain["waits"] = [_plain(wait) for wait in self.waits]
         plain["cycles"] = [[_plain(wait) for wait in cycle] for cycle in self.cycles]
         plain["places"] = [{**asdict(place), "text": str(place)} for place in self.places]
@@ -104,7 +106,9 @@ def _plain(wait: Wait) -> dict[str, Any]:
 
 def _text(wait: Wait) -> str:
     why = "which has not launched it" if wait.behind is None else f"which launched it behind {wait.behind}"
-    return f"rank {wait.rank} at {wait.entry} waits for rank {wait.other}, {why}"
+    begun = dt.datetime.fromtimestamp(wait.entry.created / 1e9, dt.UTC)
+    since = f" since {begun:%F %H:%M:%S}.{begun.microsecond // 1000:03} UTC" if wait.entry.created else ""
+    return f"rank {wait.rank} at {wait.entry}{since} waits for rank {wait.other}, {why}"
 
 
 def explain(

@@ -1,19 +1,18 @@
 """Flight-recorder dumps of torch's process groups, a file for each rank: pickles and JSON of format 2.x.
 
 torch writes them where a collective times out (``TORCH_NCCL_DUMP_ON_TIMEOUT``), and on demand. A pickle is read by an
-unpickler without any global, so a file cannot run code.
+unpickler that has the opcodes of plain data and no other, so a file cannot run code, nor take memory beyond its size.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from attrs import field, frozen
 
@@ -22,9 +21,11 @@ from pipegrid.plans.errors import PlanError
 
 LARGEST = 512 * 2**20
 """Bytes of a file; torch's dumps of 20,000 entries have about 10 MB."""
+_LONGEST = 1000  # characters of a name
+_MOST_TENSORS, _MOST_DIMS = 10_000, 64  # of an operation, of a tensor
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|pt))?$")
 _RECORD = re.compile(r"rank(\d+)(?:-\d+)?\.json")
-_P2P = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)")
+_P2P = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)", re.ASCII)
 
 
 class DumpError(PlanError):
@@ -70,9 +71,8 @@ class Entry:
         return self.retired or self.state == "completed"
 
     def __str__(self) -> str:
-        if self.peer is None:
-            return f"{self.kind} {self.sequence} of group {self.group}"
-        return f"{self.kind} {'to' if self.kind == 'send' else 'from'} rank {self.peer} (group {self.group})"
+        way = "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+        return f"{self.kind} {self.sequence}{way} of group {self.group}"
 
 
 @frozen
@@ -92,14 +92,35 @@ class Dump:
     groups: Mapping[str, tuple[int, ...]]
 
 
-class _Plain(pickle.Unpickler):
+class _RefusedError(Exception):
+    """An opcode that plain data does not need."""
+
+
+def _refuse(_reader: Any) -> NoReturn:
+    raise _RefusedError("it is no pickle of plain data; any other could run code")
+
+
+_PLAIN = (
+    pickle.PROTO, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.LONG, pickle.FLOAT,
+    pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT,
+    pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8,
+    pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS,
+    pickle.EMPTY_DICT, pickle.DICT, pickle.SETITEM, pickle.SETITEMS,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
+)  # fmt: skip
+"""Numbers, texts, lists, tuples and dicts. Not DUP: torch does not write it."""
+
+
+class _Plain(pickle._Unpickler):  # noqa: SLF001 -- the one in C allocates what a memo's number in the file says
     """An unpickler of numbers, texts, lists, tuples and dicts: a dump needs nothing else."""
 
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module}.{name}; a dump has plain data, and this could run code")
-
-    def persistent_load(self, _pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it names an object outside of the file; a dump has plain data")
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **dict.fromkeys(range(256), _refuse),
+        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN},  # noqa: SLF001
+        pickle.FRAME[0]: lambda reader: reader.read(8),  # frames are for speed; without them the offset is exact
+    }
 
 
 def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[DumpError]]:
@@ -148,7 +169,7 @@ def read_records(paths: Iterable[Path]) -> dict[int, str]:
                 if not isinstance(record, dict) or not isinstance(record.get("first_failure"), str):
                     raise DumpError(file, "it is no record of a failed step: those have first_failure")
                 place = f", at {record['place']}" if record.get("place") else ""
-                found[int(match[1])] = f"{record['first_failure']}{place}"
+                found[int(match[1])] = f"{record['first_failure']}{place}".encode(errors="backslashreplace").decode()
     return found
 
 
@@ -173,24 +194,17 @@ def read_dump(file: Path, rank: int) -> Dump:
         raise DumpError(file, "it is no dump of a flight recorder: those have entries and a version")
     if version.split(".")[0] != "2":
         raise DumpError(file, f"its version is {version!r:.40}; versions 2.x are read")
-    path = "pg_config"
+    path, groups, entries = "pg_config", {}, []
+    members = texts = 0
     try:
-        config = document.get(path) or {}
-        groups = {str(name): _members(group["ranks"]) for name, group in config.items()}
-        entries = []
+        for name, group in (document.get(path) or {}).items():
+            groups[_name(name)] = _members(group["ranks"])
+            members = _bounded(members + len(groups[name]))
         for number, one in enumerate(document.get("entries", [])):
             path = f"entries[{number}]"
-            entries.append(_entry(one, groups))
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AttributeError,
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+            entries.append(_entry(one, groups, rank))
+            texts = _bounded(texts + len(entries[-1].sizes))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise DumpError(file, f"{path} is not as torch writes it ({type(error).__name__}: {error!s:.80})") from None
     return Dump(rank, file, sorted(entries, key=lambda entry: entry.number), groups)
 
@@ -211,35 +225,70 @@ def _pickled(file: Path, data: bytes) -> Any:
     try:
         return _Plain(stream).load()
     except Exception as error:  # noqa: BLE001 -- an unpickler of other bytes raises nearly anything
-        cut = "it is cut: " if stream.tell() >= len(data) else ""
-        raise DumpError(file, f"{cut}{error!s:.200}", stream.tell()) from None
+        cut = "it is cut, or no pickle: " if stream.tell() >= len(data) else ""
+        what = str(error) if isinstance(error, _RefusedError) else f"{type(error).__name__} {error!s:.200}".strip()
+        raise DumpError(file, cut + what, stream.tell()) from None
+
+
+def _bounded(size: int) -> int:
+    """Parts of a pickle may be shared, so that what is made of them would be larger than any memory."""
+    if size > LARGEST:
+        raise ValueError(f"with it the dump has more than {LARGEST} ranks of groups, or characters of sizes")
+    return size
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
+        raise ValueError(f"a name is a string of at most {_LONGEST} printable characters, not {value!r:.40}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"a number is an integer from 0, not {value!r:.40}")
+    return value
 
 
 def _members(ranks: Any) -> tuple[int, ...]:
-    if isinstance(ranks, str):
-        ranks = ast.literal_eval(ranks)
-    members = tuple(int(rank) for rank in ranks)
-    if min(members, default=0) < 0:
-        raise ValueError(f"a group has rank {min(members)}")
+    found = read_json(ranks) if isinstance(ranks, str) else ranks  # torch writes "[0, 1]"
+    if not isinstance(found, (list, tuple)):
+        raise TypeError(f"the ranks of a group are a list, not {found!r:.40}")
+    members = tuple(map(_number, found))
+    if len(set(members)) < len(members):
+        raise ValueError("a group has a rank twice")
     return members
 
 
-def _entry(one: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Entry:
-    group, kind = str(one["process_group"][0]), str(one["profiling_name"])
+def _tensors(sizes: Any, dtypes: Any) -> str:
+    """Sizes and types of the tensors of an operation, as text."""
+    sizes, dtypes = sizes or [], dtypes or []
+    if not all(isinstance(one, list) and len(one) <= _MOST_TENSORS for one in (sizes, dtypes)):
+        raise ValueError(f"sizes and types are lists of at most {_MOST_TENSORS} tensors")
+    if not all(isinstance(one, list) and len(one) <= _MOST_DIMS for one in sizes):
+        raise ValueError(f"the size of a tensor is a list of at most {_MOST_DIMS} numbers")
+    return f"{[list(map(_number, size)) for size in sizes]} {list(map(_name, dtypes))}"
+
+
+def _entry(one: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], rank: int) -> Entry:
+    group, kind = _name(one["process_group"][0]), _name(one["profiling_name"])
     message = _P2P.fullmatch(kind)
     members, peer = groups.get(group, ()), None
+    if members and rank not in members:
+        raise ValueError(f"rank {rank}, by the name of the file, is not in group {group}")
     if message is not None:  # its ranks are those of the group
-        peer = members[int(message[4])] if members else int(message[4])
-    shapes = ", ".join(f"{one.get(f'{side}_sizes')} {one.get(f'{side}_dtypes')}" for side in ("input", "output"))
+        own, peer = (members[int(message[at])] if members else int(message[at]) for at in (2, 4))
+        if own != rank:
+            raise ValueError(f"a message of rank {own}; the file is that of rank {rank} by its name")
+    sides = (_tensors(one.get(f"{side}_sizes"), one.get(f"{side}_dtypes")) for side in ("input", "output"))
     return Entry(
-        number=int(one["record_id"]),
+        number=_number(one["record_id"]),
         group=group,
         members=members,
         kind=message[1] if message else kind.rpartition(":")[2],
-        sequence=int(one["p2p_seq_id" if one.get("is_p2p") else "collective_seq_id"]),
+        sequence=_number(one["p2p_seq_id" if one.get("is_p2p") else "collective_seq_id"]),
         peer=peer,
-        state=str(one["state"]),
-        sizes=shapes,
-        created=int(one.get("time_created_ns") or 0),
+        state=_name(one["state"]),
+        sizes=", ".join(sides),
+        created=_number(one.get("time_created_ns") or 0),
         retired=bool(one.get("retired")),
     )

@@ -60,28 +60,28 @@ def group_of(entry: Entry) -> _Group:
 class Job:
     """The entries of each rank with a dump: launched and not ended, in order; the first unit of those; ended ones.
 
-    ``ended``: of a rank and a group, the last collective that has ended, as far as the entries tell.
+    ``ended``: of a group, on each rank with entries of it, the last collective that has ended, as far as these tell.
     """
 
     pending: Mapping[int, Sequence[Entry]]
     first: Mapping[int, Sequence[Entry]]
-    ended: Mapping[tuple[int, _Group], int]
+    ended: Mapping[_Group, Mapping[int, int]]
 
 
 def job_of(dumps: Iterable[Dump]) -> Job:
     """Collect each rank's pending entries, its first pending unit, and the last collectives that have ended."""
     pending: dict[int, list[Entry]] = {}
     first: dict[int, list[Entry]] = {}
-    ended: dict[tuple[int, _Group], int] = {}
+    ended: dict[_Group, dict[int, int]] = defaultdict(dict)
     for dump in dumps:
         own = pending[dump.rank] = [entry for entry in dump.entries if not entry.ended and entry.kind != "coalesced"]
         first[dump.rank] = [entry for entry in own if unit_of(entry) == unit_of(own[0])]
         for entry in dump.entries:
             if entry.peer is None:
-                key = (dump.rank, group_of(entry))
+                own_ended = ended[group_of(entry)]
                 done = entry.sequence if entry.ended else entry.sequence - 1  # a group's collectives end in order
-                if entry.ended or key not in ended:
-                    ended[key] = max(done, ended.get(key, done))
+                if entry.ended or dump.rank not in own_ended:
+                    own_ended[dump.rank] = max(done, own_ended.get(dump.rank, done))
     return Job(pending, first, ended)
 
 
@@ -90,11 +90,9 @@ def stuck_of(job: Job) -> list[Stuck]:
     found = []
     for rank, entries in job.pending.items():
         for entry in (one for one in entries if one.peer is None):
-            others = tuple(
-                other
-                for other in entry.members
-                if other != rank and job.ended.get((other, group_of(entry)), -1) >= entry.sequence
-            )
+            ended = job.ended.get(group_of(entry), {})
+            further = (other for other, last in ended.items() if other != rank and last >= entry.sequence)
+            others = tuple(sorted(other for other in further if other in entry.members))
             if others:
                 found.append(Stuck(rank, entry, others))
                 break
@@ -103,35 +101,31 @@ def stuck_of(job: Job) -> list[Stuck]:
 
 def waits_of(job: Job) -> list[Wait]:
     """The waits of each rank in its first unit; a rank without a dump counts as one that has launched nothing."""
-    place: dict[tuple[int, _Unit], Entry] = {
-        (rank, unit_of(entry)): entry
-        for rank, entries in job.pending.items()
-        for entry in entries
-        if entry.peer is None
-    }
+    place: dict[_Unit, dict[int, Entry]] = defaultdict(dict)
     ends: dict[_Way, list[tuple[int, Entry]]] = defaultdict(list)
     for rank, entries in job.pending.items():
         for entry in entries:
-            if entry.peer is not None:
+            if entry.peer is None:
+                place[unit_of(entry)][rank] = entry
+            else:
                 ends[_way(rank, entry)].append((rank, entry))
     found = []
     for rank, entries in job.first.items():
         for entry in entries:
             if entry.peer is None:
-                others = [(one, place.get((one, unit_of(entry)))) for one in entry.members if one != rank]
+                there, ended = place[unit_of(entry)], job.ended.get(group_of(entry), {})
+                others = [
+                    (one, there.get(one))
+                    for one in entry.members
+                    if one != rank and (one in there or ended.get(one, -1) < entry.sequence)  # or it has finished it
+                ]
             else:
                 way = _way(rank, entry)
                 number = [one for _, one in ends[way]].index(entry)
-                there = ends.get((way[0], "recv" if way[1] == "send" else "send", way[2], way[3]), [])
-                others = [(entry.peer, there[number][1] if number < len(there) else None)]
+                matching = ends.get((way[0], "recv" if way[1] == "send" else "send", way[2], way[3]), [])
+                others = [(entry.peer, matching[number][1] if number < len(matching) else None)]
             for other, launched in others:
                 before = job.first.get(other, ())
-                if (
-                    launched is None
-                    and entry.peer is None
-                    and job.ended.get((other, group_of(entry)), -1) >= entry.sequence
-                ):
-                    continue  # it has finished it
                 if launched is None or (before and unit_of(launched) != unit_of(before[0])):
                     found.append(Wait(rank, entry, other, None if launched is None else before[0]))
     return found

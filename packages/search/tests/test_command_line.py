@@ -242,7 +242,7 @@ def test_compare_refuses_unknown_names():
         ),
         (["show", "1f1b", "--pp", "0", "--microbatches", "2"], "num_positions is 0"),
         (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BAD"], "'G' is not a cost; the costs are F, I"),
-        (["verify", "TABLE"], "line 1, column 8: found"),
+        (["verify", "TABLE"], "table.txt: line 1, column 8: found"),
         (["verify", "no-such-file"], "no-such-file"),
         (["verify", "BYTES"], "bytes.txt is not UTF-8 text: byte 0xff at offset 3"),
         (["compare", "--pp", "2", "--microbatches", "2", "--costs", "BYTES"], "is not UTF-8 text"),

@@ -13,7 +13,7 @@ import pytest
 from attrs import evolve
 
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.plans import PlanError, interleaved_1f1b, lower, one_f_one_b, verify
+from pipegrid.plans import PlanError, from_csv, interleaved_1f1b, lower, one_f_one_b, to_csv, verify
 from pipegrid.plans.orders import orders_of_plan, prove_order
 from pipegrid.search.foreign import (
     dualpipe_calls,
@@ -231,6 +231,19 @@ def test_fused_tasks_are_one_after_the_other():
         ({"jaxpp": [[[0, 0, "FORWARD"]]]}, r"jaxpp\[0\]\[0\] is .*its type one of FWD, BWD, BWD_I, BWD_W"),
         ({"jaxpp": [[[0, -1, "FWD"]]]}, r"jaxpp\[0\]\[0\] is "),
         ({"jaxpp": [[5]]}, r"jaxpp\[0\]\[0\] is 5"),
+        ({"jaxpp": [[[True, 0, "FWD"]]]}, r"jaxpp\[0\]\[0\] is "),
+        ({"jaxpp": [[[10**20, 0, "FWD"]]]}, r"jaxpp\[0\]\[0\] is "),
+        ({"jaxpp": [[[[0, 0, "FWD"], 3]]]}, r"jaxpp\[0\]\[0\] is 3"),
+        *(({name: []}, f"{name} is alone in its document") for name in ("deepspeed", "dualpipe", "jaxpp")),
+        ({"deepspeed": [[[f"ForwardPass(buffer_id={'9' * 5000})"]]]}, r"deepspeed\[0\]\[0\]: .* is no instruction"),
+        (
+            {"hyperparallel": [[f"MetaStep(type=FWD, micro_index={'9' * 5000}, stage_index=0)"]]},
+            r"hyperparallel\[0\]\[0\]: .* is no MetaStep",
+        ),
+        ({"schedule_table": [[10**9, 10**9]], "num_warmup_microbatches": [1]}, "schedule_table has 1 entries"),
+        ({"schedule_table": [[0, 0]] * 4000, "num_warmup_microbatches": [1] * 4000}, "at most 10000000 of all"),
+        ({"schedule_table": [[0, 0], [0, 0]], "num_warmup_microbatches": [1]}, "each microbatch with each chunk, once"),
+        ({"schedule_table": [[0, 0]], "num_warmup_microbatches": [1e308]}, r"num_warmup_microbatches\[0\] is 1e\+308"),
     ],
 )
 def test_what_is_no_such_document_is_an_error_that_names_the_part(document, text):
@@ -241,6 +254,27 @@ def test_what_is_no_such_document_is_an_error_that_names_the_part(document, text
 @pytest.mark.parametrize("text", ["", "0F0,0B0", "[1]", '{"schedule": 1}', "nonsense"])
 def test_any_other_text_is_none(text):
     assert read_schedule(text) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_document_with_changed_characters_is_read_or_an_error_of_its_kind(seed):
+    chosen = random.Random(seed)
+    wholes = [json.dumps(FILES[framework][name]) for framework in NAMES for name in sorted(FILES[framework])[:1]]
+    wholes += [to_csv(lower(one_f_one_b(2, 3))), '{"ranks": [["0SEND_F1", {"send": "a", "to": 1}], ["1RECV_F1"]]}']
+    wholes += ['{"schedule_table": [[0, 0], [1, 0]], "num_warmup_microbatches": [1, 0]}']
+    for _ in range(100):
+        text = list(chosen.choice(wholes))
+        for _ in range(chosen.choice((1, 3, 20))):
+            at = chosen.randrange(len(text))
+            text[at : at + chosen.choice((0, 1, 1, 5))] = chosen.choice(
+                ['"', "9" * 12, "[", "]", "{", ",", "-", "\u0663", "null", ""]
+            )
+        try:
+            found = read_schedule("".join(text)) or from_csv("".join(text))
+        except PlanError as error:
+            assert len(str(error)) < 1000
+        else:
+            assert found
 
 
 def mutant(found, chosen):

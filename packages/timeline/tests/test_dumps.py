@@ -145,10 +145,14 @@ def test_ranks_that_send_to_each_other_first_are_a_cycle(tmp_path):
     ((first, second),) = found.cycles
     assert str(found).splitlines()[:3] == [
         "deadlock: ranks 0, 1 wait for each other in a cycle",
-        "  rank 0 at send 1 to rank 1 of group 0 waits for rank 1, "
-        "which launched it behind send 1 to rank 0 of group 0",
-        "  rank 1 at send 1 to rank 0 of group 0 waits for rank 0, "
-        "which launched it behind send 1 to rank 1 of group 0",
+        (
+            "  rank 0 at send 1 to rank 1 of group 0 waits for rank 1, "
+            "which launched it behind send 1 to rank 0 of group 0"
+        ),
+        (
+            "  rank 1 at send 1 to rank 0 of group 0 waits for rank 0, "
+            "which launched it behind send 1 to rank 1 of group 0"
+        ),
     ]
     assert (first.rank, second.rank) == (0, 1)
 

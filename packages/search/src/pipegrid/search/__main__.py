@@ -40,7 +40,7 @@ from pipegrid.timeline import (
     write_perfetto,
     write_svg,
 )
-from pipegrid.timeline.plan_files import read_file, read_plan, write_plan
+from pipegrid.timeline.plan_files import named, read_file, read_plan, write_plan
 
 USAGE = 2
 FAULTY = 1
@@ -225,7 +225,7 @@ def verify_files(arguments: argparse.Namespace) -> int:
         except (PlanError, OSError) as error:
             if len(paths) == 1 and not arguments.junit:
                 raise
-            print(f"{path}: {error}", file=sys.stderr)
+            print(error, file=sys.stderr)
             cases.append(Case(str(path), "read", str(error), "error"))
         if len(paths) > 1:
             own = {case.outcome for case in cases if case.file == str(path)}
@@ -239,7 +239,9 @@ def verify_files(arguments: argparse.Namespace) -> int:
 def verdicts_of(path: Path, arguments: argparse.Namespace) -> Iterator[Verdict]:
     """The verdicts on one file; its pictures are written on the way."""
     text = read_file(path)
-    plan = read_schedule(text) or read_plan(path)
+    with named(path):
+        plan = read_schedule(text)
+    plan = plan or read_plan(path)
     if isinstance(plan, Orders):
         if arguments.communicators:
             raise PlanError(f"--communicators is for plans, whose lanes may be placed; {path} has orders")

@@ -25,7 +25,7 @@ from attrs import evolve
 from pipegrid.core.fields import shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Orders
-from pipegrid.plans.orders.others import plan_of_table
+from pipegrid.plans.orders.others import plan_of_megatron
 from pipegrid.plans.orders.read import is_orders, orders_from_json
 from pipegrid.plans.plan import Plan, from_csv, load_json
 
@@ -33,8 +33,10 @@ _MESSAGES = {"RecvActivation": "RECV_F", "SendActivation": "SEND_F", "RecvGrad":
 _COMPUTES = {"ForwardPass": "F", "BackwardPass": "B"}
 _ALONE = {"LoadMicroBatch", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
 _COMMIT = "CommitP2P"
-_INSTRUCTION = re.compile(r"(\w+)\(([\w=, ]*)\)")
-_META_STEP = re.compile(r"MetaStep\(type=(?:MetaStepType\.)?(\w+), micro_index=(\d+), stage_index=(\d+)\)")
+_INSTRUCTION = re.compile(r"(\w+)\(((?:\w+=\w{1,9}(?:, )?)*)\)", re.ASCII)
+_META_STEP = re.compile(
+    r"MetaStep\(type=(?:MetaStepType\.)?(\w+), micro_index=(\d{1,9}), stage_index=(\d{1,9})\)", re.ASCII
+)
 _META_STEPS = {
     f"{way}WD{end}": f"{kind}{phase}"
     for way, phase in (("F", "F"), ("B", "B"))
@@ -55,6 +57,8 @@ _CHUNK_CALLS = (
     "_weight_chunk",
     "_commit_and_wait_comm",
 )
+_MOST = 10**9  # stages and microbatches, as in the text of a plan
+_MOST_FORWARDS = 10**7  # of all ranks of a table
 _TASKS = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
 
 
@@ -268,8 +272,9 @@ def _task(task: Any, path: str) -> str:
     if hasattr(task, "stage_id"):
         task = (task.stage_id, task.mubatch_idx, task.fwd_or_bwd.name)
     match task:
-        case (int(stage), int(microbatch), str(kind)) if kind in _TASKS and min(stage, microbatch) >= 0:
-            return f"{stage}{_TASKS[kind]}{microbatch}"
+        case (int(stage), int(microbatch), str(kind)) if kind in _TASKS and bool not in map(type, task):
+            if min(stage, microbatch) >= 0 and max(stage, microbatch) < _MOST:
+                return f"{stage}{_TASKS[kind]}{microbatch}"
     raise PlanError(
         f"{path} is {shown(task)}; a task is [stage, microbatch, type], its type one of {', '.join(_TASKS)}", path=path
     )
@@ -296,8 +301,27 @@ def read_schedule(text: str) -> Plan | Orders | None:
             if (
                 document.keys() != {name}
                 or not isinstance(rows, list)
+                or not rows
                 or not all(isinstance(row, list) for row in rows)
             ):
                 raise PlanError(f"{name} is alone in its document, a list with a list for each rank", path=name)
             return read(rows)
-    return plan_of_table(text)
+    return _plan_of_table(document) if isinstance(document, dict) and "schedule_table" in document else None
+
+
+def _plan_of_table(document: dict[str, Any]) -> Plan:
+    """The plan of a document with the arguments of `plan_of_megatron`."""
+    known = ("schedule_table", "num_warmup_microbatches", "forward_only")
+    if unknown := document.keys() - set(known):
+        name = min(unknown)
+        raise PlanError(f"a table of Megatron-LM has {', '.join(known)}, not {name!r}", path=name)
+    document.setdefault("forward_only", False)
+    for name, kind, rule in zip(known, (list, list, bool), ("a list", "a list", "true or false"), strict=True):
+        if not isinstance(document.get(name), kind):
+            raise PlanError(f"{name} is {shown(document.get(name))}; it must be {rule}", path=name)
+    table, warmup = document["schedule_table"], document["num_warmup_microbatches"]
+    if len(table) * len(warmup) > _MOST_FORWARDS:
+        raise PlanError(
+            f"{len(warmup)} ranks with {len(table)} forwards each; at most {_MOST_FORWARDS} of all are read"
+        )
+    return plan_of_megatron(table, warmup, forward_only=document["forward_only"])

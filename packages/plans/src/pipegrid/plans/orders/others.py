@@ -10,7 +10,7 @@ from pipegrid.core.fields import Index, checked, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Orders
 from pipegrid.plans.orders.read import orders_from_csv
-from pipegrid.plans.plan import Action, ActionKind, Plan, chain, from_csv, load_json
+from pipegrid.plans.plan import Action, ActionKind, Plan, chain, from_csv
 
 
 def plan_of_torch(schedule: Any) -> Plan:
@@ -74,8 +74,7 @@ def plan_of_megatron(
     warmup = checked(num_warmup_microbatches, tuple[Index, ...], name, partial(PlanError, path=name))
     entries = [_entry(entry, f"schedule_table[{number}]") for number, entry in enumerate(schedule_table)]
     microbatches, chunks = (1 + max((entry[part] for entry in entries), default=-1) for part in (0, 1))
-    wanted = sorted((microbatch, chunk) for microbatch in range(microbatches) for chunk in range(chunks))
-    if not entries or sorted(entries) != wanted:
+    if not entries or len(set(entries)) != len(entries) or len(entries) != microbatches * chunks:
         raise PlanError(
             f"schedule_table has {len(entries)} entries up to microbatch {microbatches - 1} and chunk {chunks - 1}; it "
             "must have each microbatch with each chunk, once",
@@ -113,22 +112,3 @@ def _entry(entry: Sequence[int], path: str) -> tuple[int, int]:
     if len(numbers) != 2:
         raise PlanError(f"{path} is {shown(entry)}; it must be (microbatch, chunk)", path=path)
     return numbers[0], numbers[1]
-
-
-def plan_of_table(text: str) -> Plan | None:
-    """The plan of a JSON document with the arguments of `plan_of_megatron`; None of any other text."""
-    try:
-        document = load_json(text)
-    except PlanError:
-        return None
-    if not isinstance(document, dict) or "schedule_table" not in document:
-        return None
-    known = ("schedule_table", "num_warmup_microbatches", "forward_only")
-    if unknown := document.keys() - set(known):
-        name = min(unknown)
-        raise PlanError(f"a table of Megatron-LM has {', '.join(known)}, not {name!r}", path=name)
-    document.setdefault("forward_only", False)
-    for name, kind, rule in zip(known, (list, list, bool), ("a list", "a list", "true or false"), strict=True):
-        if not isinstance(document.get(name), kind):
-            raise PlanError(f"{name} is {shown(document.get(name))}; it must be {rule}", path=name)
-    return plan_of_megatron(*(document[name] for name in known[:2]), forward_only=document["forward_only"])

@@ -289,7 +289,7 @@ def parse_action(token: str) -> Action:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise PlanError(
-            f"{token!r} is not an action; write stage, kind, microbatch, then the peer of a message, "
+            f"{shown(token)} is not an action; write stage, kind, microbatch, then the peer of a message, "
             "as in 3F7 or 3SEND_F7>4"
         )
     kind = ActionKind(match["kind"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from pipegrid.core.edge import Edge
+from pipegrid.core.fields import shown
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
 
@@ -31,7 +32,7 @@ class Token:
 
     def error(self, expected: str) -> PlanSyntaxError:
         """The error for this token where ``expected`` should be."""
-        found = self.called or repr(self.text)
+        found = self.called or shown(self.text)
         return PlanSyntaxError(line=self.line, column=self.column, found=found, expected=expected)
 
     def within(self, text: str, offset: int) -> Token:

@@ -256,6 +256,36 @@ def test_a_rank_that_launched_no_more_should_come_to_the_next_message(tmp_path):
     assert str(explain(dumps, errors, plan=plan).places[0]) == "rank 0 (position 0) should come to 0RECV_B1<1"
 
 
+@pytest.mark.parametrize("lost", [None, 2], ids=["all dumps", "without the dump of the root"])
+def test_the_message_that_should_have_come_first_is_of_the_root(lost, tmp_path):
+    plan = lower(one_f_one_b(4, 8))
+    messages = [[a for a in plan.actions(p) if a.kind.is_message] for p in range(4)]
+    came = next(n for n, a in enumerate(messages[2]) if str(a) == "2SEND_F1>3")  # rank 2 never comes to it
+    dumps = dumps_of(plan, [len(one) for one in messages])
+    for rank, waits in enumerate(["0RECV_B0<1", "1RECV_B0<2", None, "3RECV_F1<2"]):
+        number = came if waits is None else [str(a) for a in messages[rank]].index(waits)
+        dumps[rank]["entries"] = dumps[rank]["entries"][: number + (waits is not None)]
+        if waits is not None:
+            dumps[rank]["entries"][-1]["state"] = "started"
+    dumps.pop(lost, None)
+    dumps, errors = read_dumps([written(tmp_path, dumps)])
+    found = explain(dumps, errors, plan=plan)
+    assert named(found) == {2}
+    assert str(found).splitlines()[-1] == "first to come: rank 2 (position 2) should come to 2SEND_F1>3"
+    assert found.as_json()["first"]["texts"] == ("2SEND_F1>3",)
+
+
+def test_a_rank_of_another_pipeline_with_an_empty_dump_has_its_place_there(tmp_path):
+    plan = lower(one_f_one_b(2, 4))
+    rows = [[("send 0->1", 1)], [("recv 1<-0", 1)], [("send 0->1", 1)], []]
+    rows[2] = [(*one, "5") for one in rows[2]]
+    groups = {"0": [0, 1], "5": [2, 3]}
+    dumps, errors = read_dumps([written(tmp_path, job(rows, groups))])
+    found = explain(dumps, errors, plan=plan)
+    assert [(place.rank, place.position) for place in found.places] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert str(found.first) == "rank 3 (position 1) should come to 1RECV_F0<0"
+
+
 def test_a_dump_that_begins_later_may_fit_several_actions(tmp_path):
     plan = lower(one_f_one_b(2, 8))
     dumps, errors = read_dumps([written(tmp_path, dumps_of(plan, [9, 9], steps=2, first=8))])
@@ -481,6 +511,25 @@ def test_bad_input_ends_the_command_with_2(arguments, text, tmp_path, monkeypatc
     (tmp_path / "cut_0").write_bytes(b"")
     assert main(arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_last_attempt_of_a_job_is_read(tmp_path):
+    dumps = job([[("send 0->1", 1)], [("recv 1<-0", 1)]])
+    for attempt in ("", "-1", "-2", "-10"):
+        for rank in (0, 1):
+            dumps[rank]["entries"][0]["p2p_seq_id"] = 1 + len(attempt)
+            (tmp_path / f"nccl_trace_rank_{rank}{attempt}").write_text(json.dumps(dumps[rank]))
+            (tmp_path / f"rank{rank}{attempt}.json").write_text(json.dumps({"first_failure": f"attempt {attempt}"}))
+    found, errors = read_dumps([tmp_path])
+    assert [dump.file.name for dump in found] == ["nccl_trace_rank_0-10", "nccl_trace_rank_1-10"]
+    assert errors == []
+    assert read_records([tmp_path]) == {0: "attempt -10", 1: "attempt -10"}
+
+
+def test_records_alone_are_told(tmp_path, capsys):
+    (tmp_path / "rank1.json").write_text('{"first_failure": "rank 1: it has gone \\ud800", "place": "step 3"}')
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "recorded by rank 1: rank 1: it has gone \\ud800, at step 3" in capsys.readouterr().out
 
 
 def test_a_record_that_is_none_is_an_error(tmp_path):

@@ -24,10 +24,11 @@ def explain_dumps(arguments: argparse.Namespace) -> int:
     if arguments.svg and arguments.plan is None:
         raise PlanError("--svg draws the plan with the actions at which ranks stand; give it with --plan")
     plan = None if arguments.plan is None else read_plan(arguments.plan)
+    records = read_records(arguments.dumps)
     dumps, errors = read_dumps(arguments.dumps)
-    if not dumps:
+    if not dumps and not records:
         raise errors[0]
-    found = explain(dumps, errors, plan=plan, records=read_records(arguments.dumps))
+    found = explain(dumps, errors, plan=plan, records=records)
     if plan is not None and arguments.svg:
         write_svg(places_timeline(plan, found.places), arguments.svg)
     print(json.dumps(found.as_json(), indent=1) + "\n" if arguments.json else found, end="")

@@ -108,8 +108,9 @@ class FlightRecorder:
                 path.with_name(f"nccl_trace_rank_{path.stem.removeprefix('rank')}").write_bytes(self._trace)
         except Exception as error:  # noqa: BLE001 -- see the class
             return f"\nThe failure was not recorded in {self.folder}: {line_of(error)}"
-        explain = "" if self._trace is None else f"; who holds the job up: pipegrid explain {self.folder}"
-        return f"\nRecorded in {path}{explain}"
+        return (
+            f"\nRecorded in {path}; what all ranks recorded, and who holds the job up: pipegrid explain {self.folder}"
+        )
 
     def _write_new(self, name: str, text: str) -> Path:
         """Write a file that an earlier attempt of the job does not have."""

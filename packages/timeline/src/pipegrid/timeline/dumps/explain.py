@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import Factory, asdict, frozen
 
 from pipegrid.plans.plan import Plan
-from pipegrid.timeline.dumps.places import Place, places_in
+from pipegrid.timeline.dumps.places import Place, first_to_come, places_in
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry
 from pipegrid.timeline.dumps.waits import Job, Wait, group_of, job_of, stuck_of, waits_of
 
@@ -47,6 +47,7 @@ class Explanation:
         files: files that are no dump.
         disagreements: operations about which ranks differ.
         places: with a plan, the place of each rank there.
+        first: with a plan, the message of a root that should have come first; None where the dumps do not tell.
         records: the failures that pipegrid recorded, as text by rank.
     """
 
@@ -59,6 +60,7 @@ class Explanation:
     disagreements: tuple[str, ...]
     places: tuple[Place, ...] = ()
     records: Mapping[int, str] = Factory(dict)
+    first: Place | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for `json.dumps`."""
@@ -75,7 +77,7 @@ class Explanation:
             ranks = sorted({wait.rank for wait in cycle})
             lines.append(f"deadlock: ranks {', '.join(map(str, ranks))} wait for each other in a cycle")
             lines += [f"  {_text(wait)}" for wait in cycle]
-        if not self.roots and not self.cycles:
+        if not self.roots and not self.cycles and not self.records:
             lines.append("no rank waits for another: nothing that is launched lacks a rank")
         for title, found in (("no dump", self.missing), ("nothing under way", self.empty)):
             lines += [f"{title}: rank {', '.join(map(str, found))}"] if found else []
@@ -86,6 +88,7 @@ class Explanation:
         lines += [f"  {_text(wait)}" for wait in self.waits]
         lines += ["in the plan:"] if self.places else []
         lines += [f"  {place}" for place in self.places]
+        lines += [f"first to come: {self.first}"] if self.first else []
         return "\n".join(lines) + "\n"
 
 
@@ -148,6 +151,7 @@ def explain(
         confidence, reason = _reason(rank, job, waits)
         roots.append(Root(rank, confidence, reason, _waiting(rank, targets)))
     held = {rank for root in roots for rank in _behind(root.rank, targets)}
+    places = () if plan is None else places_in(plan, dumps)
     order = ("certain", "likely", "possible")
     return Explanation(
         tuple(sorted(roots, key=lambda root: (order.index(root.confidence), -root.waiting, root.rank))),
@@ -157,8 +161,9 @@ def explain(
         tuple(sorted(rank for rank, entries in job.pending.items() if not entries)),
         tuple(map(str, errors)),
         tuple(_disagreements(dumps)),
-        () if plan is None else places_in(plan, dumps),
+        places,
         records or {},
+        None if plan is None else first_to_come(plan, places, [root.rank for root in roots]),
     )
 
 

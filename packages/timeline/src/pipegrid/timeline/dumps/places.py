@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from attrs import evolve, frozen
 
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, Plan
+from pipegrid.plans.simulate import simulate
 from pipegrid.timeline.dumps.read import Dump
 from pipegrid.timeline.kinds import BEHIND, STUCK
 from pipegrid.timeline.sources import timeline
@@ -21,7 +22,8 @@ class Place:
     """The actions at which a rank may be, of its position; several where a dump does not reach back far enough.
 
     ``actions``: their numbers at the position, in `Plan.actions`. ``under_way``: the first of them is launched and has
-    not ended; otherwise it is the next to launch.
+    not ended; otherwise it is the next to launch. ``ranks``: of this pipeline, by position. ``next``: the number of the
+    first message that is not launched; None where several are possible.
     """
 
     rank: int
@@ -29,6 +31,8 @@ class Place:
     actions: tuple[int, ...]
     texts: tuple[str, ...]
     under_way: bool
+    ranks: tuple[int, ...]
+    next: int | None
 
     def __str__(self) -> str:
         found = " or ".join(self.texts[:_SHOWN]) + (" or ..." if len(self.texts) > _SHOWN else "")
@@ -47,18 +51,20 @@ def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
     """
     if not plan.has_communication:
         raise PlanError("a plan of computes has no messages to find; lower adds them")
+    count = plan.num_positions
+    messages = (entry for dump in dumps for entry in dump.entries if entry.peer is not None)
+    pipelines = {entry.members for entry in messages if len(entry.members) == count} or {tuple(range(count))}
+    silent = {rank: ranks for ranks in pipelines for rank in ranks}
     return tuple(
-        _place(plan, dump)
+        _place(plan, dump, silent.get(dump.rank, tuple(range(count))))
         for dump in dumps
-        if any(entry.peer is not None for entry in dump.entries) or not dump.entries
+        if any(entry.peer is not None for entry in dump.entries) or (not dump.entries and dump.rank in silent)
     )
 
 
-def _place(plan: Plan, dump: Dump) -> Place:
+def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
     own = [entry for entry in dump.entries if entry.peer is not None]
-    ranks = next(
-        (one.members for one in own if len(one.members) == plan.num_positions), tuple(range(plan.num_positions))
-    )
+    ranks = next((one.members for one in own if len(one.members) == plan.num_positions), ranks)
     if dump.rank not in ranks:
         raise PlanError(
             f"{dump.file}: rank {dump.rank} is in no group of {plan.num_positions} ranks, a rank for each position"
@@ -77,7 +83,44 @@ def _place(plan: Plan, dump: Dump) -> Place:
         text = " ".join(map(str, own[:_SHOWN]))
         raise PlanError(f"{dump.file}: position {position} has no messages in this order: {text} ...")
     numbers = tuple(dict.fromkeys(messages[(k + ended) % len(messages)] for k in starts))
-    return Place(dump.rank, position, numbers, tuple(str(actions[n]) for n in numbers), ended < len(own))
+    following = {messages[(k + len(own)) % len(messages)] for k in starts}
+    later = following.pop() if len(following) == 1 else None
+    return Place(dump.rank, position, numbers, tuple(str(actions[n]) for n in numbers), ended < len(own), ranks, later)
+
+
+def first_to_come(plan: Plan, places: Sequence[Place], roots: Sequence[int]) -> Place | None:
+    """Of the messages that the ``roots`` should have launched, the first by the dates of a simulation.
+
+    Of a root whose own dump does not tell, these are the other ends of what its neighbours stand at.
+    """
+    start = simulate(plan).start
+    missing = [one for rank in roots for one in _missing(plan, places, rank)]
+    return min(missing, key=lambda one: start[one.position][one.actions[0]], default=None)
+
+
+def _missing(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[Place]:
+    own = next((one for one in places if one.rank == rank), None)
+    found = [] if own is None or own.next is None else [(own.position, own.next, own.ranks)]
+    for place in () if found else (one for one in places if rank in one.ranks and one.under_way):
+        position, action = place.ranks.index(rank), list(plan.actions(place.position))[place.actions[0]]
+        if len(place.actions) == 1 and position in plan.placement[action.peer or 0]:
+            found.append((position, _other_end(plan, action, position), place.ranks))
+    for position, number, ranks in found:
+        text = str(list(plan.actions(position))[number])
+        yield Place(rank, position, (number,), (text,), False, ranks, number)
+
+
+def _other_end(plan: Plan, action: Action, position: int) -> int:
+    """The number of the message at the other end of ``action``, which is on the position."""
+
+    def travels(one: Action) -> tuple[object, ...]:
+        return one.edge, one.direction, one.microbatch, one.slice
+
+    return next(
+        number
+        for number, one in enumerate(plan.actions(position))
+        if one.kind.is_message and one.kind.is_send != action.kind.is_send and travels(one) == travels(action)
+    )
 
 
 def _end(plan: Plan, action: Action, position: int) -> tuple[bool, int]:

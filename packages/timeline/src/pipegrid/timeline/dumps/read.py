@@ -25,6 +25,7 @@ _LONGEST = 1000  # characters of a name
 _MOST_TENSORS, _MOST_DIMS = 10_000, 64  # of an operation, of a tensor
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|pt))?$")
 _RECORD = re.compile(r"rank(\d+)(?:-\d+)?\.json")
+_ATTEMPT = re.compile(r"((?:nccl_trace_rank_|rank)\d+)-(\d+)(?=(?:\.json)?$)")  # pipegrid's names of later attempts
 _P2P = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)", re.ASCII)
 
 
@@ -127,7 +128,8 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[DumpError]]:
     """The dumps in files and folders, by rank, and the errors of the files that are none.
 
     In a folder, files whose names end with the number of a rank are dumps: ``nccl_trace_rank_3``, ``dump_3.json``; but
-    ``rank3.json`` is a record of pipegrid (see `read_records`).
+    ``rank3.json`` is a record of pipegrid (see `read_records`). Of the attempts of a job in one folder
+    (``nccl_trace_rank_3-1``) the last is taken.
 
     Raises:
         DumpError: two files of one rank, a file without a rank in its name, or no files.
@@ -136,15 +138,15 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[DumpError]]:
     for path in paths:
         inside = [path]
         if path.is_dir():
-            files = sorted(one for one in path.iterdir() if one.is_file())
+            files = [one for one in _last_attempts(path) if one.is_file()]
             inside = [one for one in files if _RANK.search(one.name) and not _RECORD.fullmatch(one.name)]
         for file in inside:
-            if (match := _RANK.search(file.name)) is None:
+            if (match := _RANK.search(_ATTEMPT.sub(r"\1", file.name))) is None:
                 raise DumpError(file, "the name of a dump ends with its rank, as in nccl_trace_rank_3")
             rank = int(match[1])
             if found.setdefault(rank, file) != file:
                 raise DumpError(file, f"{found[rank]} is a dump of rank {rank} as well; give the dumps of one job")
-        if not inside:
+        if not inside and not any(_RECORD.fullmatch(file.name) for file in files):
             raise DumpError(path, "no file in it has a name that ends with a rank, as in nccl_trace_rank_3")
     dumps, errors = [], []
     for rank, file in sorted(found.items()):
@@ -155,6 +157,17 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[DumpError]]:
     return dumps, errors
 
 
+def _last_attempts(folder: Path) -> list[Path]:
+    """The files of a folder, by name, without those that a later attempt of the job has as well."""
+
+    def attempt(file: Path) -> int:
+        found = _ATTEMPT.search(file.name)
+        return int(found[2]) if found else 0
+
+    last = {_ATTEMPT.sub(r"\1", file.name): file for file in sorted(folder.iterdir(), key=attempt)}
+    return sorted(last.values())
+
+
 def read_records(paths: Iterable[Path]) -> dict[int, str]:
     """The failures that pipegrid recorded in these folders (``failure_dir``), as text by rank.
 
@@ -163,7 +176,7 @@ def read_records(paths: Iterable[Path]) -> dict[int, str]:
     """
     found = {}
     for folder in (path for path in paths if path.is_dir()):
-        for file in sorted(folder.iterdir()):  # a later attempt of the job has a later name
+        for file in _last_attempts(folder):
             if (match := _RECORD.fullmatch(file.name)) is not None:
                 record = _json(file, file.read_bytes())
                 if not isinstance(record, dict) or not isinstance(record.get("first_failure"), str):

@@ -31,6 +31,7 @@ from pipegrid.transport.lane.ending import abort_lanes
 from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.host_waits import HostWaits
 from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.lane.landing import BESIDE
 from pipegrid.transport.lane.local_waits import LocalWaits
 from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.stream_waits import StreamWaits
@@ -409,7 +410,7 @@ class Lane:
         """What the mover is to move for a transfer that is ready, counted."""
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self._nothing)
         self.tally.count(tensors)
-        return transfer.sending, tensors, self.index, self._epoch
+        return transfer.sending, tensors, self.index, BESIDE if transfer.beside_header else self._epoch
 
 
 def _waits_of(connection: Connection) -> type[LaneTransfers]:

@@ -24,6 +24,7 @@ import array
 import ctypes
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import select
@@ -89,9 +90,12 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
     stage = PipelineStage(own, rank, ranks, torch.device("cpu"))
     torchs = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: (output - target).square().mean())
     plan = lower(one_f_one_b(ranks, microbatches))
-    runtime = PipelineRuntime(plan, {rank: Stage(rank)}, P2PCommunicator(None, P2PConfig(pipeline_dtype=torch.float32)))
+    agreed, announced = P2PConfig(pipeline_dtype=torch.float32), P2PConfig(variable_seq_lengths=True)
+    runtime, headers = (
+        PipelineRuntime(plan, {rank: Stage(rank)}, P2PCommunicator(None, config)) for config in (agreed, announced)
+    )
 
-    def pipeline(monitor: Monitor | bool) -> Callable[[], object]:
+    def pipeline(monitor: Monitor | bool, *, ragged: bool = False) -> Callable[[], object]:
         job = Pipeline(
             Model,
             "|".join("t" * ranks),
@@ -103,15 +107,25 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
         )
         job.step({"x": x, "y": x})  # which is compared with one process, as is the first update
         torch.optim.SGD(job.parameters(), lr=0.0).step()
-        return lambda: job.step({"x": x, "y": x})
+        if not ragged:
+            return lambda: job.step({"x": x, "y": x})
+        each = (x.repeat(60, 1)[: 20 + 37 * turn % 101] for turn in itertools.count())  # cut into two sizes mostly
+
+        def step() -> object:
+            rows = next(each)
+            return job.step({"x": rows, "y": rows})
+
+        return step
 
     target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
     watched = Monitor(control_store(f"trips {microbatches}"), rank=rank, ranks=range(ranks), deadline=60.0)
     return {
         "torch": lambda: torchs.step(*([x] if rank == 0 else []), **target),
         "runtime": runtime.step,
+        "runtime, headers": headers.step,
         "Pipeline": pipeline(False),
         "Pipeline, monitor": pipeline(watched),
+        "Pipeline, other shapes in each step": pipeline(False, ragged=True),
     }
 
 
@@ -123,8 +137,12 @@ def others() -> Mapping[str, Callable[[], object]]:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pipegrid.topology import HyperCommGrid
+    from pipegrid.schedules import one_f_one_b
+    from pipegrid.survive import PipelineJob, PipelineWorld, Survivors
+    from pipegrid.topology import HyperCommGrid, control_store
     from pipegrid.training import Names, Pipeline, PipelineModule
+    from survive_job import MICROBATCHES
+    from survive_job import Stage as Part
 
     torch.manual_seed(0)
     ranks = dist.get_world_size()
@@ -198,6 +216,13 @@ def others() -> Mapping[str, Callable[[], object]]:
         modules.step(batch)
         modules.clip(1.0)
 
+    two = HyperCommGrid([1, ranks], ["dp", "pp"])
+    two.create_pg("pp")
+    part, worlds = Part(dist.get_rank(), WIDTH), list[PipelineWorld]()
+    job, number = PipelineJob(two, one_f_one_b(ranks, MICROBATCHES), part.config), itertools.count()
+    survivors = Survivors(control_store("trips survive"), job, modules=part).__enter__()
+    survivors.run("the world", worlds.append)
+
     return {
         "evaluate, M = 1": lambda: chain.evaluate([batch]),
         "evaluate, M = 4": lambda: chain.evaluate(batch),
@@ -205,6 +230,8 @@ def others() -> Mapping[str, Callable[[], object]]:
         "data parallel": lambda: replicas.step(batch),
         "two modules, M = 4": lambda: modules.step(batch),
         "and their norm clipped": clipped,
+        f"a step function, M = {MICROBATCHES}": lambda: part.step(worlds[0]),
+        "the same by Survivors": lambda: survivors.run(f"step {next(number)}", part.step),
         "1 token": lambda: writer.generate(prompt, 1),
         f"{TOKENS} tokens": lambda: writer.generate(prompt, TOKENS),
     }

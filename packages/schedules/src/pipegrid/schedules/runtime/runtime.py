@@ -127,6 +127,8 @@ class PipelineRuntime:
         hooks = checked(hooks, tuple[_Hook, ...], "hooks", StepArgumentError)
         loss_scale = checked(loss_scale, _Scale | None, "loss_scale", StepArgumentError)
         deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
+        if deadline == communicator.deadline:
+            deadline = None  # which it keeps by itself
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         alone, communicator = communicator is None, as_communicator(communicator)

@@ -202,62 +202,62 @@ class Lane:
             P2PMismatchError: the announced message differs; the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """
-        if self._early:
-            return self._take_early(self._early, shapes)
-        plain, submit = self.incoming.plain, self._submit
+        plain, submit, early = self.incoming.plain, self._submit, self._early
+        if early:
+            if shapes is not None and plain is not None and plain[0].shape != shapes:
+                raise P2PUsageError(
+                    f"shapes is {shapes} in a receive on lane {self.spec}, and messages of this step are "
+                    f"{plain[0].shape}"
+                )
+            if not self._later:
+                return early.popleft()
         if (
             plain is not None
             and self.ending.error is None
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
             and (not submit.pending or get_ident() not in submit.pending)
         ):
-            with submit.lock:
-                buffers = plain[1]
-                try:
-                    tensors, ticket = self._post(buffers)
-                except RuntimeError as error:
-                    self.ending.not_started(ReceiveTransfer(self, self.received), error)
-                payload = buffers.payload(tensors)  # while the message travels
-                transfer = ReceiveTransfer(self, self.received, ticket, tensors, buffers=buffers, payload=payload)
-                if self._streamed:
-                    transfer.stream = self._receive_stream or current_stream(self.device)
-                else:
-                    buffers.prepare()
-                self.received += 1
-                self.queue.append(transfer)
-            if submit.asleep:
-                submit.wake.set()
-            return transfer
+            posted = self._receive_plain(plain[1], submit)
+        else:
+            posted = self._receive(shapes, attended=attended)
+        if not early:
+            return posted
+        self._later -= 1
+        early.append(posted)
+        return early.popleft()
+
+    def _receive(self, shapes: Any, *, attended: bool = False) -> ReceiveTransfer:
         self._require_usable(sending=False)
         transfer = ReceiveTransfer(self)
         transfer.attended = attended
         self.incoming.expect(transfer, shapes)
-        submit(transfer)
+        self._submit(transfer)
         return transfer
 
-    def _take_early(self, early: deque[ReceiveTransfer], shapes: Any) -> ReceiveTransfer:
-        """The oldest receive that was posted early; posts another in its place."""
-        plain = self.incoming.plain
-        if shapes is not None and plain is not None and plain[0].shape != shapes:
-            raise P2PUsageError(
-                f"shapes is {shapes} in a receive on lane {self.spec}, and messages of this step are {plain[0].shape}"
-            )
-        if self._later:
-            self._early, self._later = deque(), self._later - 1  # for this call
+    def _receive_plain(self, buffers: ReceiveBuffers, submit: Submitter) -> ReceiveTransfer:
+        """Post the receive of a plain message; its payload is made while it travels."""
+        with submit.lock:
             try:
-                early.append(self.irecv())
-            finally:
-                self._early = early
-        return early.popleft()
-
-    def _post(self, buffers: ReceiveBuffers) -> tuple[Sequence[Tensor], Ticket]:
-        """Post the receive of a plain message."""
-        if self._receive_stream is None:
-            tensors = buffers.take()
-            return tensors, self._start_receive(tensors)
-        with working_on(self._receive_stream):
-            tensors = buffers.take()
-            return tensors, self._start_receive(tensors)
+                if self._receive_stream is None:
+                    tensors = buffers.take()
+                    ticket = self._start_receive(tensors)
+                else:
+                    with working_on(self._receive_stream):
+                        tensors = buffers.take()
+                        ticket = self._start_receive(tensors)
+            except RuntimeError as error:
+                self.ending.not_started(ReceiveTransfer(self, self.received), error)
+            payload = buffers.payload(tensors)
+            transfer = ReceiveTransfer(self, self.received, ticket, tensors, buffers=buffers, payload=payload)
+            if self._streamed:
+                transfer.stream = self._receive_stream or current_stream(self.device)
+            else:
+                buffers.prepare()
+            self.received += 1
+            self.queue.append(transfer)
+        if submit.asleep:
+            submit.wake.set()
+        return transfer
 
     def _require_usable(self, *, sending: bool) -> None:
         if self.rank != (self.spec.source if sending else self.spec.destination):

@@ -92,8 +92,10 @@ class Lane:
             self._nothing = torch.empty(1, dtype=torch.uint8, device=end.device)
 
     def _bind(self) -> None:
-        self._start_send = self.mover.starter(True, self.index, self._epoch)
-        self._start_receive = self.mover.starter(False, self.index, self._epoch)
+        if self.rank == self.spec.source:
+            self._start_send = self.mover.starter(True, self.index, self._epoch)
+        if self.rank == self.spec.destination:
+            self._start_receive = self.mover.starter(False, self.index, self._epoch)
 
     @property
     def error(self) -> P2PError | None:

@@ -127,11 +127,10 @@ class PipelineRuntime:
         hooks = checked(hooks, tuple[_Hook, ...], "hooks", StepArgumentError)
         loss_scale = checked(loss_scale, _Scale | None, "loss_scale", StepArgumentError)
         deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
-        if deadline == communicator.deadline:
-            deadline = None  # which it keeps by itself
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         alone, communicator = communicator is None, as_communicator(communicator)
+        deadline = None if deadline == communicator.deadline else deadline  # its own, which it keeps by itself
         self.position = position_of(self.plan, stages, replica_of(communicator.job, replica))
         require_stages(stages, self.plan.num_slices)
         require_runnable(self.plan, self.position, communicator, reducers)

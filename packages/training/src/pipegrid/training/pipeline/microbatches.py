@@ -163,19 +163,19 @@ def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
 def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[frozenset[str]]:
     """`Microbatch.pattern` of each: of what has a number, or a few, for each row, such as labels, masks and weights.
 
-    The host asks the device once for all microbatches of one shape.
+    The host asks a device once for all microbatches.
     """
     found = [{"rows"} if number > 1 else set[str]() for number in rows]
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[int, str, Any]]] = {}
     for place, (part, number) in enumerate(zip(parts, rows, strict=True)):
         for name, value in part.items():
             few = isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == number
             if few and value.numel():
-                alike.setdefault((name, value.shape, value.dtype, value.device), []).append(place)
-    for (name, *_), places in alike.items():
-        values = torch.stack([parts[place][name] for place in places]).detach()
-        ends = torch.aminmax((torch.view_as_real(values) if values.is_complex() else values).flatten(1), dim=1)
-        for place, low, high in zip(places, ends.min.tolist(), ends.max.tolist(), strict=True):
+                ends = torch.aminmax(torch.view_as_real(value.detach()) if value.is_complex() else value.detach())
+                alike.setdefault((value.dtype, value.device), []).append((place, name, ends))
+    for each in alike.values():
+        read = torch.stack([end for *_, ends in each for end in ends]).tolist()
+        for (place, name, _), low, high in zip(each, read[::2], read[1::2], strict=True):
             # Also where one is NaN:
             if not (low > IGNORED or high < IGNORED) and bool((parts[place][name] == IGNORED).any()):
                 found[place].add(f"{name} padded")

@@ -18,11 +18,10 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.core.spec import LaneStats
-from pipegrid.transport.backends import Operation, Ticket
+from pipegrid.transport.backends import Operation
 from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter

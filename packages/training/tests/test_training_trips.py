@@ -292,4 +292,4 @@ def test_a_microbatch_more_has_hardly_more_python_calls_than_in_the_runtime(rank
     bare, door = ((last - first) / (most - few) for first, last in zip(*added, strict=True))
     if ranks.rank == 1:
         assert bare > 40
-        assert door < 1.55 * bare, (door, bare)  # 1.3 of the stages in trips.py, which do more than these
+        assert door < 1.65 * bare, (door, bare)  # 1.3 of the stages in trips.py, which do more than these

@@ -4,12 +4,14 @@
     python tools/bench/trips.py --calls [--list SIDE]
 
 One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's. Then over
-a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before the
-next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the plan needs, as it is
-simulated with a transfer of 1 and computes of 0 (a receive that is posted ahead needs less). Then the same of other
-calls: an evaluation, data parallelism beside DDP, two modules with a clipped norm, and each token of `generate`. The
-wire needs user namespaces and /dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests
-that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
+a wire between two network namespaces, of 10 and of 20 ms one way (``--delays``): a *trip* is a message that has to
+arrive before the next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the
+plan needs, as it is simulated with a transfer of 1 and computes of 0 (a receive that is posted ahead needs less). Some
+steps announce each message: of a runtime with ``variable_seq_lengths``, and of a `Pipeline` whose batches have other
+shapes each time. Then the same of other calls: an evaluation, data parallelism beside DDP, two modules with a clipped
+norm, a step function with and without `Survivors`, and each token of `generate`. The wire needs user namespaces and
+/dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests that count headers, calls of the
+store and collectives (test_training_trips.py) stand for it.
 
 Sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
 
@@ -417,6 +419,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps of few microbatches; the figures say little")
     parser.add_argument("--calls", action="store_true", help="count Python calls in place of times")
     parser.add_argument("--list", metavar="SIDE", help="with --calls: the functions of a side, such as Pipeline")
+    parser.add_argument(
+        "--delays", type=float, nargs=2, default=[10.0, 20.0], help="of the wire, ms one way; longer on a busy machine"
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each table")
     parser.add_argument("--others", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -439,12 +444,13 @@ def main() -> None:
         print(f"  M = {count}: {row}", flush=True)
     print("trips a step")
     try:
-        near, far = (wired(options, delay) for delay in (10.0, 20.0))
+        near, far = (wired(options, delay) for delay in options.delays)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"  not measured, as namespaces or /dev/net/tun are not allowed here: {error}")
         return
     for count in near:
-        trips = {name: (far[count][name] - near[count][name]) / 10 for name in near[count]}
+        longer = options.delays[1] - options.delays[0]
+        trips = {name: (far[count][name] - near[count][name]) / longer for name in near[count]}
         if int(count) == OTHERS:
             more = trips.pop(f"{TOKENS} tokens") - trips["1 token"]
             trips["each token more"] = more / (TOKENS - 1)

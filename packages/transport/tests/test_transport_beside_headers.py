@@ -30,6 +30,14 @@ def test_a_receive_is_as_large_as_what_was_announced_before_it():
     assert found == [(0, False), (0, False), (18, False), (18, False), (22, True), (22, True), (22, True)]
 
 
+def test_a_huge_message_comes_by_itself_and_makes_no_buffer_larger():
+    landings, found = Landings(), []
+    for size in [8, 2**27, 8, 8]:
+        receive = landings.next_size()
+        found.append((receive, landings.announced(numbers(size), receive)))
+    assert found == [(0, False), (0, False), (9, True), (9, True)]
+
+
 def test_headers_of_several_messages_and_messages_of_several_tensors_bring_none():
     landings = Landings()
     for _ in range(3):

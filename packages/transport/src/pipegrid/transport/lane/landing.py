@@ -24,6 +24,7 @@ from pipegrid.transport.messages.payload import ReceiveBuffers, dtype_of
 
 HEADERS_AHEAD = 2  # headers of which the receives are posted: of a step's next message, and of one ahead
 BESIDE = 2**17  # in place of an epoch: these meet no other messages
+_MOST_BYTES = 2**26  # a larger message travels for longer than its trips, and others would have as large buffers
 _HEADROOM = 8  # an eighth: shapes that grow a little with each step fit in most
 
 
@@ -49,12 +50,12 @@ class Landings:
 
     def announced(self, signatures: Sequence[Signature], size: int) -> bool:
         """Note what a header announces; whether the message comes in the receive of ``size`` bytes beside it."""
-        sizes = [nbytes for one in signatures if (nbytes := bytes_of(one)) is not None]
+        sizes = [nbytes for one in signatures if (nbytes := bytes_of(one)) is not None and nbytes <= _MOST_BYTES]
         largest = max(sizes, default=0)
         if largest > self._largest:
             self._largest = largest + largest // _HEADROOM
         self._sizes.append(self._largest)
-        return size > 0 and len(signatures) == 1 and bool(sizes) and sizes[0] <= size
+        return size > 0 and len(signatures) == 1 and bool(sizes) and largest <= size
 
     def post(self, mover: Mover, index: int, tally: Tally) -> Landing | None:
         """Post the receive beside the next header of lane ``index``."""

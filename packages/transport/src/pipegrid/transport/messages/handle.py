@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from pipegrid.core.spec import LaneSpec
-    from pipegrid.transport.lane.landing import Landing
     from pipegrid.transport.messages.message import Signature
-    from pipegrid.transport.messages.payload import ExpectedShape, ReceiveBuffers
+    from pipegrid.transport.messages.payload import ExpectedShape
 
 
 class State(enum.Enum):
@@ -69,6 +68,23 @@ class Waiter(Protocol):
 
     def take_back(self, transfer: ReceiveTransfer) -> None:
         """See `ReceiveTransfer.release`."""
+        ...
+
+
+class Buffers(Protocol):
+    """The part of `ReceiveBuffers` that handles use."""
+
+    @property
+    def signature(self) -> Signature:
+        """Of the message."""
+        ...
+
+    def payload(self, tensors: Sequence[Tensor]) -> Any:
+        """See `ReceiveBuffers.payload`."""
+        ...
+
+    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
+        """See `ReceiveBuffers.release`."""
         ...
 
 
@@ -176,7 +192,7 @@ class ReceiveTransfer(Transfer):
     """A message that is received on a lane: the handle of its receiver."""
 
     expected: ExpectedShape | None = None  # by the caller, where given
-    buffers: ReceiveBuffers | Landing | None = None  # once the shapes are known
+    buffers: Buffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
     attended: bool = False  # the caller waits at once and reads the header itself, not the lane's thread
 

@@ -4,12 +4,14 @@
     python tools/bench/trips.py --calls [--list SIDE]
 
 One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's. Then over
-a wire between two network namespaces, of 10 and of 20 ms one way: a *trip* is a message that has to arrive before the
-next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the plan needs, as it is
-simulated with a transfer of 1 and computes of 0 (a receive that is posted ahead needs less). Then the same of other
-calls: an evaluation, data parallelism beside DDP, two modules with a clipped norm, and each token of `generate`. The
-wire needs user namespaces and /dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests
-that count headers, calls of the store and collectives (test_training_trips.py) stand for it.
+a wire between two network namespaces, of 10 and of 20 ms one way (``--delays``): a *trip* is a message that has to
+arrive before the next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the
+plan needs, as it is simulated with a transfer of 1 and computes of 0 (a receive that is posted ahead needs less). Some
+steps announce each message: of a runtime with ``variable_seq_lengths``, and of a `Pipeline` whose batches have other
+shapes each time. Then the same of other calls: an evaluation, data parallelism beside DDP, two modules with a clipped
+norm, a step function with and without `Survivors`, and each token of `generate`. The wire needs user namespaces and
+/dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests that count headers, calls of the
+store and collectives (test_training_trips.py) stand for it.
 
 Sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
 
@@ -24,6 +26,7 @@ import array
 import ctypes
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import select
@@ -89,9 +92,12 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
     stage = PipelineStage(own, rank, ranks, torch.device("cpu"))
     torchs = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: (output - target).square().mean())
     plan = lower(one_f_one_b(ranks, microbatches))
-    runtime = PipelineRuntime(plan, {rank: Stage(rank)}, P2PCommunicator(None, P2PConfig(pipeline_dtype=torch.float32)))
+    agreed, announced = P2PConfig(pipeline_dtype=torch.float32), P2PConfig(variable_seq_lengths=True)
+    runtime, headers = (
+        PipelineRuntime(plan, {rank: Stage(rank)}, P2PCommunicator(None, config)) for config in (agreed, announced)
+    )
 
-    def pipeline(monitor: Monitor | bool) -> Callable[[], object]:
+    def pipeline(monitor: Monitor | bool, *, ragged: bool = False) -> Callable[[], object]:
         job = Pipeline(
             Model,
             "|".join("t" * ranks),
@@ -103,15 +109,25 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
         )
         job.step({"x": x, "y": x})  # which is compared with one process, as is the first update
         torch.optim.SGD(job.parameters(), lr=0.0).step()
-        return lambda: job.step({"x": x, "y": x})
+        if not ragged:
+            return lambda: job.step({"x": x, "y": x})
+        each = (x.repeat(60, 1)[: 20 + 37 * turn % 101] for turn in itertools.count())  # cut into two sizes mostly
+
+        def step() -> object:
+            rows = next(each)
+            return job.step({"x": rows, "y": rows})
+
+        return step
 
     target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
     watched = Monitor(control_store(f"trips {microbatches}"), rank=rank, ranks=range(ranks), deadline=60.0)
     return {
         "torch": lambda: torchs.step(*([x] if rank == 0 else []), **target),
         "runtime": runtime.step,
+        "runtime, headers": headers.step,
         "Pipeline": pipeline(False),
         "Pipeline, monitor": pipeline(watched),
+        "Pipeline, other shapes in each step": pipeline(False, ragged=True),
     }
 
 
@@ -123,8 +139,12 @@ def others() -> Mapping[str, Callable[[], object]]:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pipegrid.topology import HyperCommGrid
+    from pipegrid.schedules import one_f_one_b
+    from pipegrid.survive import PipelineJob, PipelineWorld, Survivors
+    from pipegrid.topology import HyperCommGrid, control_store
     from pipegrid.training import Names, Pipeline, PipelineModule
+    from survive_job import MICROBATCHES
+    from survive_job import Stage as Part
 
     torch.manual_seed(0)
     ranks = dist.get_world_size()
@@ -198,6 +218,13 @@ def others() -> Mapping[str, Callable[[], object]]:
         modules.step(batch)
         modules.clip(1.0)
 
+    two = HyperCommGrid([1, ranks], ["dp", "pp"])
+    two.create_pg("pp")
+    part, worlds = Part(dist.get_rank(), WIDTH), list[PipelineWorld]()
+    job, number = PipelineJob(two, one_f_one_b(ranks, MICROBATCHES), part.config), itertools.count()
+    survivors = Survivors(control_store("trips survive"), job, modules=part).__enter__()
+    survivors.run("the world", worlds.append)
+
     return {
         "evaluate, M = 1": lambda: chain.evaluate([batch]),
         "evaluate, M = 4": lambda: chain.evaluate(batch),
@@ -205,6 +232,8 @@ def others() -> Mapping[str, Callable[[], object]]:
         "data parallel": lambda: replicas.step(batch),
         "two modules, M = 4": lambda: modules.step(batch),
         "and their norm clipped": clipped,
+        f"a step function, M = {MICROBATCHES}": lambda: part.step(worlds[0]),
+        "the same by Survivors": lambda: survivors.run(f"step {next(number)}", part.step),
         "1 token": lambda: writer.generate(prompt, 1),
         f"{TOKENS} tokens": lambda: writer.generate(prompt, TOKENS),
     }
@@ -390,6 +419,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps of few microbatches; the figures say little")
     parser.add_argument("--calls", action="store_true", help="count Python calls in place of times")
     parser.add_argument("--list", metavar="SIDE", help="with --calls: the functions of a side, such as Pipeline")
+    parser.add_argument(
+        "--delays", type=float, nargs=2, default=[10.0, 20.0], help="of the wire, ms one way; longer on a busy machine"
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each table")
     parser.add_argument("--others", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -412,12 +444,13 @@ def main() -> None:
         print(f"  M = {count}: {row}", flush=True)
     print("trips a step")
     try:
-        near, far = (wired(options, delay) for delay in (10.0, 20.0))
+        near, far = (wired(options, delay) for delay in options.delays)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"  not measured, as namespaces or /dev/net/tun are not allowed here: {error}")
         return
     for count in near:
-        trips = {name: (far[count][name] - near[count][name]) / 10 for name in near[count]}
+        longer = options.delays[1] - options.delays[0]
+        trips = {name: (far[count][name] - near[count][name]) / longer for name in near[count]}
         if int(count) == OTHERS:
             more = trips.pop(f"{TOKENS} tokens") - trips["1 token"]
             trips["each token more"] = more / (TOKENS - 1)

@@ -24,7 +24,7 @@ def found() -> Any:
 
 @pytest.mark.parametrize(
     ("side", "files", "functions", "fewest", "most"),
-    [("step function", 42, 155, 340, 515), ("Pipeline", 72, 278, 600, 835)],
+    [("step function", 42, 155, 330, 500), ("Pipeline", 72, 278, 595, 825)],
 )
 def test_a_later_step_enters_no_more_than_this(
     found: Any, side: str, files: int, functions: int, fewest: int, most: int

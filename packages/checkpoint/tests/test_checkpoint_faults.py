@@ -9,14 +9,17 @@ import os
 import random
 import re
 import signal
+import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.checkpoint import Checkpoints, TrainingState, saving
+from pipegrid.checkpoint import Checkpoints, TrainingState, job, saving
 from pipegrid.checkpoint.stored import manifest, reading
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 
@@ -272,6 +275,27 @@ def test_a_rank_killed_while_saving_ends_the_save_in_seconds(ranks):
         checkpoints.save(state, step=3)
     assert time.monotonic() - start < 30
     assert set(checkpoints.steps()) in ({1}, {2, 1})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("deadline", "pause"), [(1.5, 0.5), (60.0, 1.0)])
+def test_ranks_that_save_or_load_hear_of_each_other_each_second(ranks, monkeypatch, deadline, pause):
+    """A wire that is cut between two meetings is found out a second after the deadline, however long that is."""
+    pauses, twice = [], threading.Event()
+
+    class Left(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            if len(pauses) == 2:
+                twice.set()
+            return super().wait(0.01)
+
+    monkeypatch.setattr(job, "threading", SimpleNamespace(Event=Left, Thread=threading.Thread))
+    ranks_that_save = job.Job(None, timedelta(seconds=60), deadline)
+    with ranks_that_save.calling("save()"):
+        twice.wait()
+    ranks_that_save.close()
+    assert set(pauses) == {pause}
 
 
 @pytest.mark.nightly

@@ -212,10 +212,10 @@ def test_a_call_has_two_collectives_and_its_thread_no_call_of_a_store(ranks, mon
                 run(batch(8))  # compares replicas, plans and the first update, and learns the shapes
             optimizer.step()
         assert asked
-        for run in (job.step, job.evaluate, job.step):
+        for run, rows in ((job.step, 8), (job.evaluate, 8), (job.step, 8), (job.step, 10), (job.step, 7)):
             asked.clear()
             started.clear()
-            run(batch(8, seed=1))
+            run(batch(rows, seed=1))  # also where its messages are announced, as those of other shapes are
             assert (started, asked) == (["all_to_all_single", "broadcast"], [])
         started.clear()
         job.clip(1.0)
@@ -292,4 +292,4 @@ def test_a_microbatch_more_has_hardly_more_python_calls_than_in_the_runtime(rank
     bare, door = ((last - first) / (most - few) for first, last in zip(*added, strict=True))
     if ranks.rank == 1:
         assert bare > 40
-        assert door < 1.8 * bare, (door, bare)
+        assert door < 1.65 * bare, (door, bare)  # 1.3 of the stages in trips.py, which do more than these

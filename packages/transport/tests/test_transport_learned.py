@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipegrid.transport import P2PCommunicator, P2PConfig, P2PMismatchError, P2PUsageError
+from pipegrid.transport import P2PCommunicator, P2PConfig, P2PError, P2PMismatchError, P2PUsageError
 
 
 def opened(**settings):
@@ -74,4 +74,44 @@ def test_a_step_with_fewer_messages_is_an_error_where_they_are_received(ranks):
             lane.begin_step()
     ranks.barrier()
     communicator.abort("the test ends")
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_mode_shows_an_order_that_receives_ahead_would_hide(ranks, strict):
+    """Both ranks send before they receive: without a rendezvous it runs, and strict mode is there to show that."""
+    communicator = opened(strict=strict, receives_ahead=1, deadline=2.0)
+    lanes = sorted(communicator.lanes.values(), key=lambda lane: lane.spec)
+    sent = next(lane for lane in lanes if lane.spec.source == ranks.rank)
+    received = next(lane for lane in lanes if lane.spec.destination == ranks.rank)
+    lanes, payload = (sent, received), torch.ones(2)
+
+    def in_order():
+        first, second = (sent.isend, received.irecv) if ranks.rank == 0 else (received.irecv, sent.isend)
+        for verb in (first, second):
+            verb(*[payload] * (verb == sent.isend)).wait()
+
+    def senders_first():
+        sent.isend(payload).wait()
+        received.irecv().wait()
+
+    def run(step, *, known):
+        for lane in lanes:
+            lane.begin_step("a batch" if known else None, learn=not known)
+        step()
+        for lane in lanes:
+            if not known:
+                lane.learn("a batch")
+            lane.begin_step()
+
+    run(in_order, known=False)
+    run(in_order, known=True)
+    if not strict:
+        run(senders_first, known=True)
+        communicator.close()
+        return
+    with pytest.raises(P2PError):
+        run(senders_first, known=True)
+    ranks.barrier()
     communicator.close()

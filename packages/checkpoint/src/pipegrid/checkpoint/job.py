@@ -24,6 +24,7 @@ from pipegrid.transport.collectives.waiting import host_collectives
 if TYPE_CHECKING:
     from pipegrid.monitor.monitor import Monitor
 
+_PAUSE_SECONDS = 1.0  # between two meetings: one that is lost in it is found out that much after the deadline
 _T = TypeVar("_T")
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
 
@@ -104,7 +105,7 @@ class Job:
         assert self._deadline is not None
         try:
             while not all(gather_plain(left.is_set(), self._alive, waiting=waiting)):
-                left.wait(self._deadline / 3)
+                left.wait(min(self._deadline / 3, _PAUSE_SECONDS))
         except RuntimeError as error:
             self._lost = error
             if self.group is not None:

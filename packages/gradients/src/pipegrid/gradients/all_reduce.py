@@ -50,7 +50,7 @@ def reduce_few(
     group = group or dist.group.WORLD
     if group is None or has_streams(numbers.device) or backend_of(group, numbers.device).name() != "gloo":
         return all_reduce(numbers, group, op)
-    own = numbers.reshape(1, -1).repeat(group.size(), 1)
+    own = numbers.reshape(1, -1).expand(group.size(), -1).contiguous()
     every = torch.empty_like(own)
     work = start(dist.all_to_all_single, every, own, group=group)
     combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add

@@ -235,6 +235,11 @@ class ForeignLayer(Foreign):
             self.run.left = args[0] if args else next(iter(kwargs.values()))
         raise Leave
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`, without what torch does around it: most layers of a model are foreign to a stage."""
+        hooked = self._forward_pre_hooks or self._forward_hooks
+        return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
+
 
 class ForeignPart(Foreign):
     """A part beside the layers on another stage; ``own``: the same module, which the stage has under another name."""

@@ -172,7 +172,7 @@ class Bucket:
     @property
     def unknown(self) -> torch.Tensor | None:
         """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
-        return self.flags if None in self.gradients else None
+        return self.flags if any(each is None for each in self.gradients) else None  # `in` compares tensors
 
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
         """Divide by ``divisor`` (None: the module's replicas), and put the results where the gradients were.

@@ -130,6 +130,7 @@ class PipelineRuntime:
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         alone, communicator = communicator is None, as_communicator(communicator)
+        deadline = None if deadline == communicator.deadline else deadline  # its own, which it keeps by itself
         self.position = position_of(self.plan, stages, replica_of(communicator.job, replica))
         require_stages(stages, self.plan.num_slices)
         require_runnable(self.plan, self.position, communicator, reducers)

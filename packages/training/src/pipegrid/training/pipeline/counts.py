@@ -120,7 +120,8 @@ class StepCounts:
     _totals: Tensor | None  # by rule, float64; None where they are those of the meeting
     _meeting: Meeting | None = None
     _numbers: list[float] | None = field(default=None, init=False)
-    _weights: dict[tuple[int, float], Tensor] = field(factory=dict, init=False)
+    of_means: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(factory=dict, init=False)
+    """What `of_mean` has returned: most microbatches of a step count the same."""
 
     @classmethod
     def told(cls, meeting: Meeting) -> StepCounts:
@@ -144,14 +145,14 @@ class StepCounts:
 
     def weight(self, rule: int, count: Tensor | float) -> Tensor:
         """What a microbatch of ``count`` weighs; the weights of a step add up to its microbatches."""
-        known = None if isinstance(count, Tensor) else self._weights.get((rule, count))
-        if known is not None:
-            return known
         total = self.totals[rule]
-        weight = torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
-        if not isinstance(count, Tensor):  # most microbatches of a step count the same
-            self._weights[rule, count] = weight
-        return weight
+        return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
+
+    def of_mean(self, rule: int, count: float) -> tuple[Tensor, Tensor]:
+        """The weight of a mean over ``count``, and what is told of it behind the loss: the weight, and no sum."""
+        weight = self.weight(rule, count)
+        self.of_means[rule, count] = found = weight, torch.stack([weight, *[torch.zeros_like(weight)] * 3])
+        return found
 
     def numbers(self) -> list[float]:
         """`totals` on the host, which waits for them."""

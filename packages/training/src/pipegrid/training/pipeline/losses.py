@@ -74,10 +74,10 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
-    weight = counts.weight(rule, count)
-    zero = torch.zeros_like(weight)
-    told = torch.stack([loss.detach().double().reshape(()) * weight, weight, zero, zero, zero])
-    return loss * weight.to(loss.dtype), weight, told
+    weight, rest = counts.of_means.get((rule, count)) or counts.of_mean(rule, count)
+    weighed = loss * (weight if loss.dtype is weight.dtype else weight.to(loss.dtype))
+    told = torch.cat([(loss.detach().double() * weight).reshape(1), rest])
+    return weighed, weight, told
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

@@ -101,10 +101,11 @@ def microbatch(
     rows: int | None = None,
     *,
     counts: bool = True,
+    pattern: frozenset[str] | None = None,
 ) -> Microbatch:
     """The share of a replica, its tensors on ``device``.
 
-    ``rows``: where they are known. Without ``counts`` what the forward is called with alone.
+    ``rows`` and ``pattern``: where they are known. Without ``counts`` what the forward is called with alone.
     """
     by = by or Rows()
     inputs = part if share.parts == 1 else _shared(part, share, by)
@@ -117,11 +118,12 @@ def microbatch(
     if not counts:
         return Microbatch(moved)
     rows = by.number_or_first(inputs) if rows is None else rows
+    (pattern,) = _patterns([inputs], [rows]) if pattern is None else (pattern,)
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.dim():
-        return Microbatch(moved, rows, (rows, *_UNLABELLED), None, _pattern(inputs, rows))
+        return Microbatch(moved, rows, (rows, *_UNLABELLED), None, pattern)
     found = counts_of(inputs, rows)
-    return Microbatch(moved, rows, found, (found[1], found[2]), _pattern(inputs, rows))
+    return Microbatch(moved, rows, found, (found[1], found[2]), pattern)
 
 
 def shared_microbatches(
@@ -134,12 +136,15 @@ def shared_microbatches(
     counts: bool,
 ) -> list[Microbatch]:
     """`microbatch` of each part of a step, of which those of one form (`form_of`) have equally many rows."""
-    rows: dict[str, int] = {}
-    made = []
-    for part, form in zip(parts, forms, strict=True):
-        made.append(microbatch(part, share, device, by, rows.get(form), counts=counts))
-        rows[form] = made[-1].rows
-    return made
+    own, whole = parts if share.parts == 1 else [_shared(part, share, by) for part in parts], Share()
+    if not counts:
+        return [microbatch(part, whole, device, by, counts=False) for part in own]
+    numbers = {form: by.number_or_first(part) for form, part in dict(zip(forms, own, strict=True)).items()}
+    rows = [numbers[form] for form in forms]
+    return [
+        microbatch(part, whole, device, by, number, pattern=pattern)
+        for part, number, pattern in zip(own, rows, _patterns(own, rows), strict=True)
+    ]
 
 
 def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
@@ -155,18 +160,28 @@ def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
     return rows, int(counted.sum()), int(following.sum()), counted.numel(), following.numel(), 1
 
 
-def _pattern(inputs: Mapping[str, Any], rows: int) -> frozenset[str]:
-    """`Microbatch.pattern`: of what has a number, or a few, for each row, such as labels, masks and weights."""
-    found = {"rows"} if rows > 1 else set()
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == rows and value.numel():
-            least, most = torch.aminmax(torch.view_as_real(value) if value.is_complex() else value)
-            low, high = least.item(), most.item()
-            if not (low > IGNORED or high < IGNORED) and bool((value == IGNORED).any()):  # also where one is NaN
-                found.add(f"{name} padded")
+def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[frozenset[str]]:
+    """`Microbatch.pattern` of each: of what has a number, or a few, for each row, such as labels, masks and weights.
+
+    The host asks a device once for all microbatches.
+    """
+    found = [{"rows"} if number > 1 else set[str]() for number in rows]
+    alike: dict[tuple[Any, ...], list[tuple[int, str, Any]]] = {}
+    for place, (part, number) in enumerate(zip(parts, rows, strict=True)):
+        for name, value in part.items():
+            few = isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == number
+            if few and value.numel():
+                ends = torch.aminmax(torch.view_as_real(value.detach()) if value.is_complex() else value.detach())
+                alike.setdefault((value.dtype, value.device), []).append((place, name, ends))
+    for each in alike.values():
+        read = torch.stack([end for *_, ends in each for end in ends]).tolist()
+        for (place, name, _), low, high in zip(each, read[::2], read[1::2], strict=True):
+            # Also where one is NaN:
+            if not (low > IGNORED or high < IGNORED) and bool((parts[place][name] == IGNORED).any()):
+                found[place].add(f"{name} padded")
             if low != high:
-                found.add(f"{name} varies")
-    return frozenset(found)
+                found[place].add(f"{name} varies")
+    return [frozenset(each) for each in found]
 
 
 def signature(forms: Sequence[str]) -> str:

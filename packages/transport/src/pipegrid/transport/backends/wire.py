@@ -24,7 +24,7 @@ _LENGTH_BYTES = 4
 _FIRST_BYTES = _HEADER_BYTES - _LENGTH_BYTES - 1
 _NOTICE_BYTES = 2048
 _NOTICE_SECONDS, _POLL_SECONDS = 0.05, 0.001
-_HEADER, _NOTICE, _STEP, CONTROL_TAGS = 0, 1, 2, 3
+_HEADER, _NOTICE, _STEP, _REST, CONTROL_TAGS = 0, 1, 2, 3, 6  # _REST: added to the kind of a first part
 _NEVER_SENT = 2**30  # a tag of no message
 FOREVER = timedelta(days=36_500)
 """The bound of a wait that only the other side ends, as every wait of gloo has a bound and closes its pair past it.
@@ -85,7 +85,7 @@ class PostedHeader:
         data = self.text()
         if len(data) < self._length:
             rest = bytearray(self._length - len(data))
-            self.wire.receive(rest, self.index, self.kind).wait(timeout)
+            self.wire.receive(rest, self.index, self.kind + _REST).wait(timeout)
             data += rest
         return data
 
@@ -132,7 +132,7 @@ class Wire:
         first.extend(bytes(_HEADER_BYTES - 1 - len(first)) + b"\1")
         works = [self._send(first, index, kind)]
         if rest := data[_FIRST_BYTES:]:
-            works.append(self._send(bytearray(rest), index, kind))
+            works.append(self._send(bytearray(rest), index, kind + _REST))
         return works
 
     def exchange(self, mine: bytes, index: int, timeout: timedelta) -> bytes:

@@ -165,6 +165,7 @@ def _prove(end: Endpoint, wire: Wire, declared: str) -> None:
         "lane": str(spec),
         "shapes": config.shape_mode,
         "staged": str(config.staged),
+        "receives beside headers": str(end.beside_headers),
         "pipeline_dtype": str(config.pipeline_dtype),
         "standing": "none" if standing is None else shortened(str(standing)),
         "payload": shortened(declared),

@@ -6,6 +6,7 @@ import torch
 from attrs import field, frozen
 
 from pipegrid.core.spec import LaneSpec, Tally
+from pipegrid.transport.backends import GlooMover
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.lane.connection import Connection
@@ -56,3 +57,9 @@ class Endpoint:
     def one_by_one(self) -> bool:
         """Whether each message is started alone: a plain one then needs nothing but its mover."""
         return not self.connection.is_shared and not self.config.strict and self.wire is not None
+
+    @property
+    def beside_headers(self) -> bool:
+        """Whether a receive is posted beside each header: see `pipegrid.transport.lane.landing`."""
+        varies = self.config.shape_mode in ("header", "learned")
+        return varies and self.one_by_one and isinstance(self.connection.mover, GlooMover)

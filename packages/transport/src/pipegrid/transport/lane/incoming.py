@@ -10,6 +10,7 @@ from typing import Any
 from pipegrid.transport.backends.wire import PostedHeader
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.endpoint import Endpoint
+from pipegrid.transport.lane.landing import HEADERS_AHEAD, Landing, Landings
 from pipegrid.transport.messages.handle import ReceiveTransfer, TransferLane
 from pipegrid.transport.messages.message import ShapeContract, Signature, StepShapes, TensorSpec, decode
 from pipegrid.transport.messages.payload import (
@@ -31,18 +32,19 @@ class Incoming:
         contract: what has been announced.
         dtype: as of `Endpoint`.
         deferred: receives whose header has not come.
-        header: waits for the next header, where its receive was posted.
         plain: the one message of the lane, where it is plain and each is started alone; and its buffers.
     """
 
     def __init__(self, end: Endpoint) -> None:
         self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
         self.deferred: deque[ReceiveTransfer] = deque()
-        self.header: PostedHeader | None = None
+        self._posted: deque[tuple[PostedHeader, Landing | None]] = deque()  # the receives of the next headers
+        self._landings = Landings() if end.beside_headers else None
+        self._landed: dict[int, Landing] = {}  # by the number of the message
         self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None
         self._end, self._spec, self._wire, self._tally = end, end.spec, end.wire, end.tally
         self._device, self.dtype = end.device, end.dtype
-        self._one_by_one = end.one_by_one
+        self._one_by_one, self._mover = end.one_by_one, end.connection.mover
         # No rank announces anything: a receive has the shapes that its caller gives.
         self._dry = end.wire is None and not end.spec.is_local
         self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
@@ -95,14 +97,19 @@ class Incoming:
         numbers = itertools.count()
         return Signature(("list", tuple(None if one is None else next(numbers) for one in expected.shapes)), tensors)
 
+    @property
+    def header(self) -> PostedHeader | None:
+        """Waits for the next header, where a receive lacks it."""
+        return self._posted[0][0] if self._posted and len(self.deferred) > self.contract.outstanding else None
+
     def _expect_header(self) -> None:
-        if (
-            self.header is None
-            and self._wire is not None
-            and len(self.deferred) > self.contract.outstanding
-            and not self.contract.standing
-        ):
-            self.header = self._wire.receive_header(self._end.index)
+        if self._wire is None or self.contract.standing:
+            return
+        most = 1 if self._landings is None else HEADERS_AHEAD
+        while len(self._posted) < min(most, len(self.deferred) - self.contract.outstanding):
+            header, index = self._wire.receive_header(self._end.index), self._end.index
+            beside = None if self._landings is None else self._landings.post(self._mover, index, self._tally)
+            self._posted.append((header, beside))
 
     def take_header(self, timeout: timedelta, lock: Any) -> None:
         """Wait for the next header. Only for the leader.
@@ -121,8 +128,14 @@ class Incoming:
         self._tally.host_syncs += 1
         sequence, standing, signatures = decode(header.take(timeout))
         self._tally.headers += 1
+        beside = self._posted[0][1]
+        landed = self._landings is not None and self._landings.announced(
+            signatures, 0 if beside is None else beside.size
+        )
+        if beside is not None and not landed:
+            beside.ticket.hold(timeout)
         with lock:
-            self.header = None
+            self._posted.popleft()
             first = self.deferred[self.contract.outstanding]
             if sequence != first.sequence:
                 raise P2PMismatchError(
@@ -130,6 +143,10 @@ class Incoming:
                     f"{self._end.peer} announced message {sequence}; call renew() on both sides at the same message"
                 )
             self.contract.announce(signatures, standing=standing)
+            if beside is not None and landed:
+                self._landed[sequence] = beside
+            elif beside is not None:
+                beside.release()
 
     def prepare_deferred(self) -> list[ReceiveTransfer]:
         """The deferred receives whose shapes are known by now, with their buffers.
@@ -147,7 +164,13 @@ class Incoming:
 
     def _prepare(self, transfer: ReceiveTransfer, signature: Signature) -> None:
         """Give a receive its buffers, for the stream that was current when it was started."""
-        self._fill(transfer, self._buffers_of(transfer, signature))
+        buffers = self._buffers_of(transfer, signature)
+        if (landed := self._landed.pop(transfer.sequence, None)) is not None:
+            transfer.tensors, transfer.buffers, transfer.ticket = landed.take(buffers), landed, landed.ticket
+            self._tally.transfers += 1
+            self._tally.bytes += buffers.nbytes or 1  # `carried`: what has no elements is one byte
+            return
+        self._fill(transfer, buffers)
         message = plain_message(self.contract.standing, self.dtype, self._device) if self.plain is None else None
         if message is not None and self._one_by_one:
             self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)

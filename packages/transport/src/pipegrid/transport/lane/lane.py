@@ -18,11 +18,10 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.core.spec import LaneStats
-from pipegrid.transport.backends import Operation, Ticket
+from pipegrid.transport.backends import Operation
 from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter
@@ -31,6 +30,7 @@ from pipegrid.transport.lane.ending import abort_lanes
 from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.host_waits import HostWaits
 from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.lane.landing import BESIDE
 from pipegrid.transport.lane.local_waits import LocalWaits
 from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.stream_waits import StreamWaits
@@ -91,8 +91,10 @@ class Lane:
             self._nothing = torch.empty(1, dtype=torch.uint8, device=end.device)
 
     def _bind(self) -> None:
-        self._start_send = self.mover.starter(True, self.index, self._epoch)
-        self._start_receive = self.mover.starter(False, self.index, self._epoch)
+        if self.rank == self.spec.source:
+            self._start_send = self.mover.starter(True, self.index, self._epoch)
+        if self.rank == self.spec.destination:
+            self._start_receive = self.mover.starter(False, self.index, self._epoch)
 
     @property
     def error(self) -> P2PError | None:
@@ -201,62 +203,62 @@ class Lane:
             P2PMismatchError: the announced message differs; the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """
-        if self._early:
-            return self._take_early(self._early, shapes)
-        plain, submit = self.incoming.plain, self._submit
+        plain, submit, early = self.incoming.plain, self._submit, self._early
+        if early:
+            if shapes is not None and plain is not None and plain[0].shape != shapes:
+                raise P2PUsageError(
+                    f"shapes is {shapes} in a receive on lane {self.spec}, and messages of this step are "
+                    f"{plain[0].shape}"
+                )
+            if not self._later:
+                return early.popleft()
         if (
             plain is not None
             and self.ending.error is None
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
             and (not submit.pending or get_ident() not in submit.pending)
         ):
-            with submit.lock:
-                buffers = plain[1]
-                try:
-                    tensors, ticket = self._post(buffers)
-                except RuntimeError as error:
-                    self.ending.not_started(ReceiveTransfer(self, self.received), error)
-                payload = buffers.payload(tensors)  # while the message travels
-                transfer = ReceiveTransfer(self, self.received, ticket, tensors, buffers=buffers, payload=payload)
-                if self._streamed:
-                    transfer.stream = self._receive_stream or current_stream(self.device)
-                else:
-                    buffers.prepare()
-                self.received += 1
-                self.queue.append(transfer)
-            if submit.asleep:
-                submit.wake.set()
-            return transfer
+            posted = self._receive_plain(plain[1], submit)
+        else:
+            posted = self._receive(shapes, attended=attended)
+        if not early:
+            return posted
+        self._later -= 1
+        early.append(posted)
+        return early.popleft()
+
+    def _receive(self, shapes: Any, *, attended: bool = False) -> ReceiveTransfer:
         self._require_usable(sending=False)
         transfer = ReceiveTransfer(self)
         transfer.attended = attended
         self.incoming.expect(transfer, shapes)
-        submit(transfer)
+        self._submit(transfer)
         return transfer
 
-    def _take_early(self, early: deque[ReceiveTransfer], shapes: Any) -> ReceiveTransfer:
-        """The oldest receive that was posted early; posts another in its place."""
-        plain = self.incoming.plain
-        if shapes is not None and plain is not None and plain[0].shape != shapes:
-            raise P2PUsageError(
-                f"shapes is {shapes} in a receive on lane {self.spec}, and messages of this step are {plain[0].shape}"
-            )
-        if self._later:
-            self._early, self._later = deque(), self._later - 1  # for this call
+    def _receive_plain(self, buffers: ReceiveBuffers, submit: Submitter) -> ReceiveTransfer:
+        """Post the receive of a plain message; its payload is made while it travels."""
+        with submit.lock:
             try:
-                early.append(self.irecv())
-            finally:
-                self._early = early
-        return early.popleft()
-
-    def _post(self, buffers: ReceiveBuffers) -> tuple[Sequence[Tensor], Ticket]:
-        """Post the receive of a plain message."""
-        if self._receive_stream is None:
-            tensors = buffers.take()
-            return tensors, self._start_receive(tensors)
-        with working_on(self._receive_stream):
-            tensors = buffers.take()
-            return tensors, self._start_receive(tensors)
+                if self._receive_stream is None:
+                    tensors = buffers.take()
+                    ticket = self._start_receive(tensors)
+                else:
+                    with working_on(self._receive_stream):
+                        tensors = buffers.take()
+                        ticket = self._start_receive(tensors)
+            except RuntimeError as error:
+                self.ending.not_started(ReceiveTransfer(self, self.received), error)
+            payload = buffers.payload(tensors)
+            transfer = ReceiveTransfer(self, self.received, ticket, tensors, buffers=buffers, payload=payload)
+            if self._streamed:
+                transfer.stream = self._receive_stream or current_stream(self.device)
+            else:
+                buffers.prepare()
+            self.received += 1
+            self.queue.append(transfer)
+        if submit.asleep:
+            submit.wake.set()
+        return transfer
 
     def _require_usable(self, *, sending: bool) -> None:
         if self.rank != (self.spec.source if sending else self.spec.destination):
@@ -409,7 +411,7 @@ class Lane:
         """What the mover is to move for a transfer that is ready, counted."""
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self._nothing)
         self.tally.count(tensors)
-        return transfer.sending, tensors, self.index, self._epoch
+        return transfer.sending, tensors, self.index, BESIDE if transfer.beside_header else self._epoch
 
 
 def _waits_of(connection: Connection) -> type[LaneTransfers]:

@@ -10,6 +10,7 @@ import torch
 
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.lane.endpoint import Endpoint
+from pipegrid.transport.lane.landing import BESIDE, Landings
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.messages.message import ShapeContract, Signature, StepShapes, encode
 from pipegrid.transport.messages.payload import (
@@ -48,6 +49,8 @@ class Outgoing:
         self._spec, self._device, self.dtype = end.spec, end.device, end.dtype
         self._one_by_one = end.one_by_one
         self._nothing = torch.zeros(1, dtype=torch.uint8, device=end.device)
+        self._landings = Landings() if end.beside_headers else None
+        self._beside: set[int] = set()  # messages that go to the receives beside their headers
         self._manifests: list[Any] = []  # works of manifests; the next send takes them along
 
     def fill(self, transfer: Transfer, payload: Any, note: str | None) -> None:
@@ -99,6 +102,9 @@ class Outgoing:
         if signature is not None and announcing:
             works = self._announce(transfer.sequence, (signature,), standing=self.contract.standing is not None)
             transfer.header_works = [*transfer.header_works, *works]
+        if transfer.sequence in self._beside:
+            self._beside.remove(transfer.sequence)
+            transfer.beside_header = True
         if self._one_by_one and self.plain is None:
             self.plain = plain_message(self.contract.standing, self.dtype, self._device)
 
@@ -113,6 +119,12 @@ class Outgoing:
             return []
         header = encode(sequence=first, standing=standing, signatures=signatures)
         works = self._end.wire.send_header(header, self._end.index)
+        if self._landings is not None:
+            size = self._landings.next_size()
+            if self._landings.announced(signatures, size):
+                self._beside.add(first)
+            elif size:
+                works.append(self._end.connection.mover.start_one(True, [self._nothing], self._end.index, BESIDE))
         self.header_works.extend(works)
         return works
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pipegrid.core.spec import LaneSpec
     from pipegrid.transport.messages.message import Signature
-    from pipegrid.transport.messages.payload import ExpectedShape, ReceiveBuffers
+    from pipegrid.transport.messages.payload import ExpectedShape
 
 
 class State(enum.Enum):
@@ -71,6 +71,23 @@ class Waiter(Protocol):
         ...
 
 
+class Buffers(Protocol):
+    """The part of `ReceiveBuffers` that handles use."""
+
+    @property
+    def signature(self) -> Signature:
+        """Of the message."""
+        ...
+
+    def payload(self, tensors: Sequence[Tensor]) -> Any:
+        """See `ReceiveBuffers.payload`."""
+        ...
+
+    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
+        """See `ReceiveBuffers.release`."""
+        ...
+
+
 class TransferLane(Protocol):
     """The part of a lane that handles use: its name for errors, and its waiter."""
 
@@ -107,6 +124,7 @@ class Transfer:
     # Works of the headers before it: gloo would not deliver headers whose works are dropped. The other side posts the
     # receive after reading them, so over gloo they are done when the transfer is; over NCCL the lane keeps them.
     header_works: Sequence[Any] = ()
+    beside_header: bool = False  # a send to the receive that was posted beside that of its header
     stream: torch.Stream | None = None  # that it was posted under; inside a batch, that of the call
     waited: bool = False  # a caller has waited for it
     limit: Limit | None = None
@@ -174,7 +192,7 @@ class ReceiveTransfer(Transfer):
     """A message that is received on a lane: the handle of its receiver."""
 
     expected: ExpectedShape | None = None  # by the caller, where given
-    buffers: ReceiveBuffers | None = None  # once the shapes are known
+    buffers: Buffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
     attended: bool = False  # the caller waits at once and reads the header itself, not the lane's thread
 

@@ -148,6 +148,11 @@ def text_of(page: Path) -> str:
     return re.sub(r"\n{3,}", "\n\n", made).strip() + "\n"
 
 
+def entries_of(html: str) -> set[str]:
+    """The names that a reference page documents under a heading of their own: no members of classes, no modules."""
+    return set(re.findall(r'<h\d id="pipegrid\.(?:[a-z_]\w*\.)*(\w+)" class="doc doc-heading"', html))
+
+
 def undocumented() -> list[str]:
     """Public names of the packages without an entry in the reference: their own, or of a package offered whole."""
     lost = []
@@ -155,8 +160,7 @@ def undocumented() -> list[str]:
         package, text = face.parent.name, face.read_text(encoding="utf-8")
         entries: set[str] = set()
         for name in (package, *re.findall(r"^from pipegrid\.(\w+) import \*", text, re.MULTILINE)):
-            html = page_html(Path("reference") / f"{name}.md").read_text(encoding="utf-8")
-            entries |= set(re.findall(rf'id="pipegrid\.{name}\.(?:\w+\.)*(\w+)"', html))
+            entries |= entries_of(page_html(Path("reference") / f"{name}.md").read_text(encoding="utf-8"))
         for node in ast.parse(text).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 names = ast.literal_eval(node.value)

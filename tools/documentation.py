@@ -168,6 +168,12 @@ def undocumented() -> list[str]:
     return lost
 
 
+def search_is_as_known() -> bool:
+    """Whether Zensical's search still tells its worker the sections and each query as `pasted_errors.js` expects."""
+    (bundle,) = (SITE / "assets" / "javascripts").glob("bundle.*.js")
+    return all(f"postMessage({{type:{kind},data:" in bundle.read_text(encoding="utf-8") for kind in (0, 2))
+
+
 def summary(text: str) -> tuple[str, str]:
     """The title of a page, and the first sentence below it."""
     title = re.search(r"^# (.+)$", text, re.MULTILINE)
@@ -216,6 +222,9 @@ def main() -> int:
     lost = undocumented()
     if lost:
         print(f"names without an entry in docs/reference: {', '.join(lost)}", file=sys.stderr)
+        return 1
+    if not search_is_as_known():
+        print("the search is another one; adapt docs/javascripts/pasted_errors.js, then this check", file=sys.stderr)
         return 1
     add_texts()
     return 0

@@ -1,6 +1,6 @@
 """Fields of attrs classes in the reference: an extension of griffe, which reads classes without importing them.
 
-A record gets the signature of its constructor and a table of its fields: name, type, what the docstring's
+A record gets the signature of its constructor and a table of its public fields: name, type, what the docstring's
 ``Attributes`` say, default. What is no argument, such as a property, stays an attribute.
 """
 
@@ -84,13 +84,14 @@ class AttrsFields(griffe.Extension):
 
     def _add(self, cls: griffe.Class) -> None:
         said = _texts(cls)
-        parameters = []
+        parameters, hidden = [], set[str]()
         for one in _fields(cls):
             argument, default = _default(one.value)
             if argument:
                 kind = griffe.ParameterKind.positional_or_keyword
                 name = one.name.lstrip("_")  # as attrs takes it
                 parameters.append((said.get(one.name, ""), name, _plain(one.annotation), default, kind))
+                hidden |= {name} if one.is_private else set()
         if "__init__" not in cls.members and parameters:
             made = [griffe.Parameter(name, annotation=a, kind=kind, default=d) for _, name, a, d, kind in parameters]
             own = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
@@ -108,6 +109,7 @@ class AttrsFields(griffe.Extension):
         table = [
             griffe.DocstringParameter(name, annotation=annotation, description=text, value=default)
             for text, name, annotation, default, _ in parameters
+            if name not in hidden
         ]
         place = next((number for number, one in enumerate(sections) if one.kind.value != "text"), len(sections))
         sections.insert(place, griffe.DocstringSectionParameters(table, title="Fields:"))

@@ -148,6 +148,11 @@ def text_of(page: Path) -> str:
     return re.sub(r"\n{3,}", "\n\n", made).strip() + "\n"
 
 
+def entries_of(html: str) -> set[str]:
+    """The names that a reference page documents under a heading of their own: no members of classes, no modules."""
+    return set(re.findall(r'<h\d id="pipegrid\.(?:[a-z_]\w*\.)*(\w+)" class="doc doc-heading"', html))
+
+
 def undocumented() -> list[str]:
     """Public names of the packages without an entry in the reference: their own, or of a package offered whole."""
     lost = []
@@ -155,13 +160,18 @@ def undocumented() -> list[str]:
         package, text = face.parent.name, face.read_text(encoding="utf-8")
         entries: set[str] = set()
         for name in (package, *re.findall(r"^from pipegrid\.(\w+) import \*", text, re.MULTILINE)):
-            html = page_html(Path("reference") / f"{name}.md").read_text(encoding="utf-8")
-            entries |= set(re.findall(rf'id="pipegrid\.{name}\.(?:\w+\.)*(\w+)"', html))
+            entries |= entries_of(page_html(Path("reference") / f"{name}.md").read_text(encoding="utf-8"))
         for node in ast.parse(text).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 names = ast.literal_eval(node.value)
                 lost += [f"pipegrid.{package}.{name}" for name in names if name not in entries]
     return lost
+
+
+def search_is_as_known() -> bool:
+    """Whether Zensical's search still tells its worker the sections and each query as `pasted_errors.js` expects."""
+    (bundle,) = (SITE / "assets" / "javascripts").glob("bundle.*.js")
+    return all(f"postMessage({{type:{kind},data:" in bundle.read_text(encoding="utf-8") for kind in (0, 2))
 
 
 def summary(text: str) -> tuple[str, str]:
@@ -212,6 +222,9 @@ def main() -> int:
     lost = undocumented()
     if lost:
         print(f"names without an entry in docs/reference: {', '.join(lost)}", file=sys.stderr)
+        return 1
+    if not search_is_as_known():
+        print("the search is another one; adapt docs/javascripts/pasted_errors.js, then this check", file=sys.stderr)
         return 1
     add_texts()
     return 0

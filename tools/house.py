@@ -172,7 +172,7 @@ def static_figures() -> Iterator[tuple[str, str, str]]:
     )
     for package, count in lines.items():
         inside = [(folder, files) for folder, files in folders.items() if f"packages/{package}/" in str(folder)]
-        largest, files = max(inside, key=lambda pair: pair[1])
+        largest, files = max(inside, key=lambda pair: pair[1], default=(Path(package), 0))  # of one file: no folder
         line = "torch" if torch & {package, *all_needs(package, direct)} else "no torch"
         cell = f"{count:,} in {sum(n for _, n in inside)} files, most in {largest.name}: {files}; {line}; needs "
         yield f"  {package}", cell + (", ".join(sorted(direct[package])) or "nothing of pipegrid"), ""

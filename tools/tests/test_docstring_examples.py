@@ -1,7 +1,13 @@
-"""Examples in docstrings: each runs with its package alone, and every name in the table of a reference page has one."""
+"""Examples in docstrings: every public class and function has one, which runs with its package alone.
+
+Its own, or that of another name of the package which takes, makes or returns it: `from_csv(to_csv(plan))` shows both.
+What takes several ranks, or torch in a package that is used without, has its example on a page, to which its row of the
+reference's table links.
+"""
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import re
@@ -12,7 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
 LINES = 5
-# An example finds the public names of its package; it leaves no process group to the next one.
+# An example finds the public names of its package, and runs with the one that it is from if that offers it; it leaves
+# no process group to the next one.
 RUN = """
 import doctest, importlib, inspect, sys
 
@@ -20,7 +27,10 @@ package = importlib.import_module("pipegrid.{package}")
 public = {{name: getattr(package, name) for name in package.__all__}}
 runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
 for name, one in public.items():
-    if (inspect.isclass(one) or inspect.isroutine(one)) and one.__module__.startswith(package.__name__):
+    if inspect.isclass(one) or inspect.isroutine(one):
+        home = importlib.import_module(".".join(one.__module__.split(".")[:2]))
+        if home is not package and one in (getattr(home, each) for each in home.__all__):
+            continue
         test = doctest.DocTestParser().get_doctest(inspect.getdoc(one) or "", dict(public), name, None, 0)
         runner.run(test)
         if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
@@ -64,6 +74,24 @@ def test_a_page_begins_with_the_most_used_names_and_each_has_an_example(package)
             assert code_of(offered[name]), f"{package}.{name} has no example"
         else:  # it takes several ranks: a page has it
             assert re.search(rf"\b{name}\b", (page.parent / link[1]).read_text())
+
+
+def shown_in(package):
+    """The words in the code and the results of a package's examples."""
+    examples = (
+        example
+        for one in public_names(package).values()
+        for example in doctest.DocTestParser().get_examples(inspect.getdoc(one) or "")
+    )
+    return set(re.findall(r"\w+", "".join(example.source + example.want for example in examples)))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_an_example(package):
+    page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
+    on_pages = {name for name, _, text in ROW.findall(page) if ".md)" in text}
+    own = {name for name, one in public_names(package).items() if code_of(one)}
+    assert sorted(public_names(package).keys() - own - shown_in(package) - on_pages) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -79,6 +79,17 @@ def test_the_index_has_the_title_and_the_first_sentence(text, title, sentence):
     assert documentation.summary(text) == (title, sentence)
 
 
+def test_an_entry_of_the_reference_has_a_heading_and_is_in_no_class():
+    html = (
+        '<a id="pipegrid.x.made"></a>'  # a module that is called like a function
+        '<h2 id="pipegrid.x.one.told" class="doc doc-heading">'
+        '<h2 id="pipegrid.x.Record" class="doc doc-heading">'
+        '<h3 id="pipegrid.x.Record.sent" class="doc doc-heading">'
+        '<h2 id="said">'
+    )
+    assert documentation.entries_of(html) == {"told", "Record"}
+
+
 def test_every_page_is_in_the_navigation_and_no_other():
     pytest.importorskip("yaml")
     listed = [page for _, pages in documentation.navigation() for page in pages]

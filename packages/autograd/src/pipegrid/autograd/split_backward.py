@@ -64,6 +64,14 @@ class WeightHalf:
         calls: the calls that are left to run.
         group: the one in which all of the backward runs.
         roots: of the backward: they hold the graph, as edges to nodes of Python functions do not before torch 2.13.
+
+    Examples:
+        >>> import torch
+        >>> from torch.autograd.graph import get_gradient_edge
+        >>> stage, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+        >>> _, rest = backward_inputs([get_gradient_edge(stage(x))], [torch.ones(2, 4)], [x])
+        >>> isinstance(rest, WeightHalf), len(rest.calls)
+        (True, 1)
     """
 
     calls: tuple[Call, ...] = ()

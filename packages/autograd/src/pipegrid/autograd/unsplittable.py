@@ -20,7 +20,20 @@ SPLIT_REGION = "SplitRegionBackward"
 
 
 class SplitBackwardError(ValueError):
-    """A stage's backward cannot be run in two halves."""
+    """A stage's backward cannot be run in two halves.
+
+    Examples:
+        >>> import torch
+        >>> from torch.autograd.graph import get_gradient_edge
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True)
+        >>> require_splittable(input_path_of([get_gradient_edge(y)], [x]), 0, torch.exp)
+        Traceback (most recent call last):
+            ...
+        pipegrid.autograd.unsplittable.SplitBackwardError: stage 0: function 'exp' is checkpointed with
+            use_reentrant=True, which cannot be split into I and W; checkpoint it with use_reentrant=False, or
+            choose a schedule with whole backwards
+    """
 
 
 def require_splittable(path: Iterable[Node], stage: int, model: Any) -> None:

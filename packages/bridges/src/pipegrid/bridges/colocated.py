@@ -99,6 +99,14 @@ class ColocatedBridgeCommunicator:
 
     Raises:
         BridgeError: the grids hold different ranks, have a dim beside tp, cp, dp and pp, or the source is pipelined.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> bridge = ColocatedBridgeCommunicator(HyperCommGrid([1], ["tp"]), HyperCommGrid([1], ["dp"]))
+        >>> bridge.communicate(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
     """
 
     def __init__(

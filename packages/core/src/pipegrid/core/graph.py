@@ -192,5 +192,10 @@ class ModuleGraph:
 
 
 def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row."""
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row.
+
+    Examples:
+        >>> chain(3).modules
+        (('model', 3),)
+    """
     return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})

@@ -22,6 +22,11 @@ class PositionLane:
     """One direction of traffic from one position of a plan to another, first in, first out.
 
     All edges that lead between the two positions in that direction share it.
+
+    Examples:
+        >>> from pipegrid.core import Direction
+        >>> str(Lane(source=0, destination=1, direction=Direction.FORWARD))
+        'F0>1'
     """
 
     source: Index

@@ -13,7 +13,15 @@ from attrs import define, field
 
 @define(eq=False)
 class FakeGraph:
-    """A captured graph: the launches recorded in it, in launch order."""
+    """A captured graph: the launches recorded in it, in launch order.
+
+    Examples:
+        >>> graph, done = FakeGraph(), []
+        >>> graph.record(lambda: done.append("all_reduce"))
+        >>> graph.replay()
+        >>> done
+        ['all_reduce']
+    """
 
     _launches: list[Callable[[], object]] = field(factory=list, init=False)
 

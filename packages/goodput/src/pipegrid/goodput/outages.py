@@ -149,13 +149,20 @@ def random_failures(
 
 @checked_arguments(JobError)
 def read_failures(path: str | Path, *, duration: GivenPositive | None = None) -> Failures:
-    """Read failures from a CSV file with the columns ``time``, ``node`` and, where nodes return, ``back``.
+    r"""Read failures from a CSV file with the columns ``time``, ``node`` and, where nodes return, ``back``.
 
     Times count from the start of the run: ``6h``, ``1d2h30m``. ``duration``: of the run, by default until the last
     time in the file.
 
     Raises:
         JobError: the file, the line and what is wrong.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("failures.csv").write_text("time,node,back\n6h,3,8h\n1d2h,5,\n")
+        >>> read_failures("failures.csv")
+        Failures(outages=(Outage(node='3', start=21600.0, end=28800.0), Outage(node='5', start=93600.0, end=inf)),
+        duration=93600.0)
     """
     try:
         lines = list(csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines(), strict=True))

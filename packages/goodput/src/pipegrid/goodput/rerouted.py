@@ -39,6 +39,14 @@ def rerouted_throughput(
     Raises:
         JobError: modules with different dp.
         PlanError: a stage on several positions.
+
+    Examples:
+        >>> from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network, plan
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB", pp=[2])
+        >>> links = Network("450GB", "50GB", gpus_per_node=1)
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=links)
+        >>> round(rerouted_throughput(plan(job, gpus=4, limit=20).winner, nodes=4).rate(3), 1)
+        33.2
     """
     shape, job = choice.shape, choice.shape.job
     if len({part.dp for part in shape.parts}) > 1:

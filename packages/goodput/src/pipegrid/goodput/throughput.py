@@ -120,6 +120,14 @@ def planned_throughput(
     Raises:
         NoFitError: nothing fits on all nodes.
         JobError: as from `plan`.
+
+    Examples:
+        >>> from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB")
+        >>> links = Network("450GB", "50GB", gpus_per_node=2)
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=links)
+        >>> round(planned_throughput(job, nodes=2, limit=20).rate(1), 1)
+        33.3
     """
     table: dict[int, float] = {}
     for fewer in (0, *(1 << power for power in range(nodes.bit_length()))):
@@ -139,10 +147,14 @@ def planned_throughput(
 
 
 def parse_throughput(text: str, form: Form = "toml") -> Throughput:
-    """The throughput in a text with ``batch``, samples of a step, and the table ``throughput``: ``30 = 368.2``.
+    r"""The throughput in a text with ``batch``, samples of a step, and the table ``throughput``: ``30 = 368.2``.
 
     Raises:
         JobError: what is missing, or wrong.
+
+    Examples:
+        >>> parse_throughput("batch = 64\n[throughput]\n8 = 10.0\n7 = 8.0").rate(7)
+        8.0
     """
     document = parse_document(text, form)
     if set(document) != {"batch", "throughput"}:

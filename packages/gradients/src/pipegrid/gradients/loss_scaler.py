@@ -45,6 +45,14 @@ def unscale_gradients_(
     Raises:
         GradientError: a scale that is not positive and finite.
         CollectiveFailedError: past the deadline.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> stage = torch.nn.Linear(4, 1, bias=False)
+        >>> (1024.0 * stage(torch.ones(1, 4))).sum().backward()
+        >>> unscale_gradients_(stage, 1024.0), stage.weight.grad
+        (False, tensor([[1., 1., 1., 1.]]))
     """
     scale = checked(scale, Positive, "scale", GradientError)
     gradients = [local_of(g) for _, parameter in parameters_of(modules) if (g := accumulated(parameter)) is not None]

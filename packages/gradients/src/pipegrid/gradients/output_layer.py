@@ -156,6 +156,12 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
 
     Raises:
         GradientError: deferral is set, and neither the model nor a module it wraps has the buffers.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(defer_embedding_wgrad_compute=False)
+        >>> clear_embedding_activation_buffer(config, torch.nn.Linear(4, 8), is_last_stage=True)
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
@@ -187,6 +193,12 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
 
     Raises:
         GradientError: there is no weight, or the buffers hold different numbers of microbatches.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(defer_embedding_wgrad_compute=False)
+        >>> finish_embedding_wgrad_compute(config, torch.nn.Linear(4, 8), is_last_stage=True, tp_group=None)
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return
@@ -214,6 +226,13 @@ def deferred_weight_gradients(config: Any, model: Any, *, is_last_stage: bool, t
     """Clear the buffers for a new step, and return the function that computes its deferred gradients (idempotent).
 
     Call it before any sum of the weight's gradient: the ``REDUCE`` of a tied weight, and the data-parallel reduction.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(defer_embedding_wgrad_compute=False)
+        >>> finish = deferred_weight_gradients(config, torch.nn.Linear(4, 8), is_last_stage=True, tp_group=None)
+        >>> finish()
     """
     module = clear_embedding_activation_buffer(config, model, is_last_stage)
     return partial(finish_embedding_wgrad_compute, config, module, is_last_stage and module is not None, tp_group)

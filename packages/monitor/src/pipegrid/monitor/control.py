@@ -24,7 +24,14 @@ _DIFFERENT = 1 << 32
 
 
 class ControlStore(Protocol):
-    """The part of a `torch.distributed.Store` that a job's control needs."""
+    """The part of a `torch.distributed.Store` that a job's control needs.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> store: ControlStore = HashStore()  # or a FileStore, a TCPStore, or control_store of topology
+        >>> Control(store, rank=0, ranks=(0,)).record("the data has ended").rank
+        0
+    """
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -76,8 +83,12 @@ class DisagreementError(ValueError):
 
     Examples:
         >>> from torch.distributed import HashStore
-        >>> issubclass(DisagreementError, Exception)
-        True
+        >>> control = Control(HashStore(), rank=0, ranks=(0,))
+        >>> failure = control.record("ranks 0 and 1 run plans of 6 and 8 steps", disagreement=True)
+        >>> raise DisagreementError(failure.text)
+        Traceback (most recent call last):
+            ...
+        pipegrid.monitor.control.DisagreementError: ranks 0 and 1 run plans of 6 and 8 steps
     """
 
 

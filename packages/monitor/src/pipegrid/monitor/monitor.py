@@ -61,7 +61,18 @@ class AnyPlan(Protocol):
 
 
 class JobFailedError(RuntimeError):
-    """The job has failed, on another rank or in the store; nothing was sent."""
+    """The job has failed, on another rank or in the store; nothing was sent.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> monitor = Monitor(HashStore(), rank=0, ranks=[0], deadline=60.0)
+        >>> _ = monitor.failed("the data has ended")
+        >>> monitor.check()
+        Traceback (most recent call last):
+            ...
+        pipegrid.monitor.monitor.JobFailedError: the data has ended. Rebuild the communicator, the runtime and the
+            monitor, with a store of another label
+    """
 
 
 @frozen

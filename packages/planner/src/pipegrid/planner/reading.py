@@ -31,6 +31,14 @@ def read_job(path: str | Path) -> Job:
 
     Raises:
         JobError: the file, the path of the fault in it, and what is wrong.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("job.toml").write_text("global_batch = 16")
+        >>> read_job("job.toml")
+        Traceback (most recent call last):
+            ...
+        pipegrid.planner.errors.JobError: job.toml: modules: the key 'modules' is missing
     """
     return read_as(path, parse_job)
 

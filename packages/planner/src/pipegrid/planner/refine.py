@@ -23,6 +23,13 @@ def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, 
         memory: bytes of a GPU; activations get what the rest of the fullest position leaves.
         ahead: the most microbatches that a frozen module is ahead of those that it feeds; pass it to `lower` as well.
         effort: of the search.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB", pp=[2])
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=Network("450GB", "50GB"))
+        >>> winner = plan(job, gpus=2, limit=20).winner
+        >>> refined(winner, memory=80e9, effort=0.1).step <= winner.step
+        True
     """
     plan = choice.plan
     found = search(

@@ -74,6 +74,14 @@ def what_if(
             the recorded step did not run.
         PlanError: no such schedule, or one that does not fit.
         CostsError: a position without a track.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> from pipegrid.timeline import Recorded, Recording, Track
+        >>> times = [Recorded(0, 0.0, 1.0), Recorded(1, 1.0, 3.0)]  # the forward and the backward
+        >>> found = what_if(Recording(gpipe(1, 1), [Track(0, 0, times)]), schedule="gpipe", microbatches=2)
+        >>> found.measured, found.predicted
+        (3.0, 3.0)
     """
     plan, costs = recording.plan, recorded_costs(recording, input_share=input_share)
     starts = [action.start for track in recording.tracks for action in track.actions]

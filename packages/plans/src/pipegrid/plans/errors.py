@@ -16,6 +16,10 @@ class Fault:
         message: what was found, the rule and the remedy.
         position: where; None: the plan as a whole.
         step: its step there.
+
+    Examples:
+        >>> str(Fault("duplicate", "0F1 comes twice", position=0, step=2))
+        '[duplicate] position 0, step 2: 0F1 comes twice'
     """
 
     rule: str
@@ -30,11 +34,18 @@ class Fault:
 
 
 class PlanError(ValueError):
-    """A plan breaks the rules, or its parts contradict each other.
+    r"""A plan breaks the rules, or its parts contradict each other.
 
     Attributes:
         faults: every fault of the plan that was found; empty where there is no plan yet.
         path: to the part that contradicts another, such as ``groups[0].positions``; None where there is no such part.
+
+    Examples:
+        >>> verify(from_text("microbatches 1\n0: 0F0 0B0 0F0"))
+        Traceback (most recent call last):
+            ...
+        pipegrid.plans.errors.PlanError: the plan has 1 fault:
+          [duplicate] position 0, step 2: 0F0 has been done before, and may be done once
     """
 
     def __init__(self, message: str, *, faults: Sequence[Fault] = (), path: str | None = None) -> None:
@@ -45,7 +56,15 @@ class PlanError(ValueError):
 
 
 class PlanSyntaxError(PlanError):
-    """Text that is not a plan: its place (``line`` and ``column``, from 1), what was found, what was expected."""
+    """Text that is not a plan: its place (``line`` and ``column``, from 1), what was found, what was expected.
+
+    Examples:
+        >>> from_text("microbatches one")
+        Traceback (most recent call last):
+            ...
+        pipegrid.plans.errors.PlanSyntaxError: line 1, column 14: found 'one'; expected one number of at least 1 and
+            at most 9 digits, after 'microbatches'
+    """
 
     def __init__(self, *, line: int, column: int, found: str, expected: str) -> None:
         self.line = line

@@ -18,6 +18,14 @@ class RankPart:
     Attributes:
         plan: the plan that the rank runs a part of.
         rank: the global rank.
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> part = RankPart(plan_reshard(*sides, Sizes((6, 8), axes=axis_names(2))), rank=1)
+        >>> part.source_shape, sorted(part.sends)
+        ((2, 8), [3, 4])
     """
 
     plan: ReshardPlan

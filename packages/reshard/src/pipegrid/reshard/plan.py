@@ -97,6 +97,14 @@ class ReshardPlan:
         reductions: ranks that add up their partial sums (step 1).
         messages: boxes that cross the boundary (step 2).
         completions: copies that give each other what they got (step 3).
+
+    Examples:
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 3}, "language": {"dp": 2}}, world_size=5)
+        >>> sides = boundary_side(grids["images"], "source"), boundary_side(grids["language"], "destination")
+        >>> plan = plan_reshard(*sides, Sizes((6, 8), axes=axis_names(2)))
+        >>> len(plan.messages), plan.completions
+        (4, ())
     """
 
     src: Side

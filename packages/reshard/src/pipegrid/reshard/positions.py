@@ -41,6 +41,16 @@ def check_places(
 
     Raises:
         BridgeError: some stage or place has none.
+
+    Examples:
+        >>> from pipegrid.core import ModuleGraph
+        >>> from pipegrid.topology import place
+        >>> grids = place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4)
+        >>> graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
+        >>> check_places(graph, grids, {"images": [0], "language": [0, 0]})
+        Traceback (most recent call last):
+            ...
+        pipegrid.reshard.errors.BridgeError: module 'language' has 2 stages on places (0, 0), not on 0 to 1
     """
     for what, by_module in (("grids", grids), ("stage_placement", stage_placement)):
         if not by_module.keys() >= set(graph.order):
@@ -106,6 +116,14 @@ def collective_edges(
     """The edges whose data travels by a collective, ascending.
 
     ``sides`` names each edge with its two sides: source module, destination module, source side, destination side.
+
+    Examples:
+        >>> from pipegrid.core import ModuleGraph
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grids = HyperCommGrid([2], ["tp"], world_size=2), HyperCommGrid([2], ["dp"], world_size=2)
+        >>> edge = "a", "b", boundary_side(grids[0], "source"), boundary_side(grids[1], "destination")
+        >>> collective_edges(ModuleGraph({"a": 1, "b": 1}, {"a": ["b"]}), Positions([[0, 1]], [[0], [0]]), [edge])
+        (Edge(source=0, destination=1),)
     """
     position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
     needing = {

@@ -29,7 +29,13 @@ Interval = tuple[Fraction, Fraction]
 
 
 class Placement:
-    """The placement of a tensor on the ranks along a dim of a grid: `Replicate`, `Shard` or `Partial`."""
+    """The placement of a tensor on the ranks along a dim of a grid: `Replicate`, `Shard` or `Partial`.
+
+    Examples:
+        >>> placements: dict[str, Placement] = {"tp": Shard("s"), "ep": Replicate()}
+        >>> [str(one) for one in placements.values()]
+        ['cuts s', 'copies']
+    """
 
 
 @frozen
@@ -101,6 +107,12 @@ class GridLike(Protocol):
     """The part of `pipegrid.topology.grid.Grid` that a side reads: the first dim varies fastest.
 
     Its ranks are consecutive, or those of an attribute ``ranks``, ascending.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid: GridLike = HyperCommGrid([2, 2], ["tp", "dp"], world_size=4)
+        >>> boundary_side(grid, "source").ranks
+        (0, 1, 2, 3)
     """
 
     @property
@@ -147,6 +159,12 @@ class Side:
         lane_weights: in which proportion the replicas share the batch, for instance samples per replica; by default
             equally.
         members: the ranks, where they are not those of a formula.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
+        >>> side.ranks, [dim.name for dim in side.dims]
+        ((0, 1, 2, 3), ['dp', 'tp'])
     """
 
     name: str

@@ -42,6 +42,12 @@ def marked_samples(tensor: Any) -> tuple[int, ...] | None:
 
     Raises:
         ShapeError: the attribute has something else than numbers of rows.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> tensor = SimpleNamespace(shape=(5, 4), **{SPLIT_SIZES: [2, 3]})
+        >>> marked_samples(tensor)
+        (2, 3)
     """
     marked = getattr(tensor, SPLIT_SIZES, None)
     if marked is None:
@@ -67,7 +73,12 @@ def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
 
 
 def as_axes(value: AxisNames) -> AxisNames:
-    """The names of each axis of a tensor, of which the batch alone may have a second name: what is folded into it."""
+    """The names of each axis of a tensor, of which the batch alone may have a second name: what is folded into it.
+
+    Examples:
+        >>> as_axes([("b",), ("s",), ("h",)])
+        (('b',), ('s',), ('h',))
+    """
     axes: AxisNames = checked(value, tuple[tuple[Name, ...], ...], "axes", BridgeError)
     for names in axes:
         if len(names) > 2 or (len(names) == 2 and names[0] != BATCH):

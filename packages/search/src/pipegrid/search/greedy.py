@@ -120,7 +120,15 @@ def greedy(
 
 
 def candidates(shapes: Iterable[Problem]) -> Iterator[Found]:
-    """The named schedules under the cap, then the list scheduler's plans; ``origin`` is a name, or ``"list"``."""
+    """The named schedules under the cap, then the list scheduler's plans; ``origin`` is a name, or ``"list"``.
+
+    Examples:
+        >>> from pipegrid.plans import Costs
+        >>> from pipegrid.search.greedy import problems
+        >>> found = list(candidates(problems(Costs(), 4, num_positions=2, num_microbatches=4)))
+        >>> found[0].origin, found[0].makespan
+        ('gpipe', 15.0)
+    """
     for problem in shapes:
         yield from named(problem)
         yield from listed(problem)

@@ -55,6 +55,13 @@ class Assignment:
         stage_of_layer: by the layer's name.
         stage_of_parameter: by name; a tied parameter has several names.
         ties: parameters on several stages.
+
+    Examples:
+        >>> from torch import nn
+        >>> layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        >>> assigned = assign(nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": layers}), "Et|tL", Names("layers"))
+        >>> assigned.stage_of_layer
+        {'layers.0': 0, 'layers.1': 1}
     """
 
     num_stages: int

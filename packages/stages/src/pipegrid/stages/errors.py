@@ -10,7 +10,14 @@ class CutError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved, found or loaded; the last good one is still there."""
+    """A checkpoint could not be saved, found or loaded; the last good one is still there.
+
+    Examples:
+        >>> Checkpoints("runs/b").load(TrainingState(stages={}), step=3)
+        Traceback (most recent call last):
+            ...
+        pipegrid.stages.errors.CheckpointError: runs/b has no checkpoint of step 3; it has the steps []
+    """
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -65,6 +65,11 @@ def tie_stage_parameters(
         CutError: copies on one rank are two parameters, their stages cut by separate calls; a layout with other than pp
             x chunks stages; another placement than that of the stages.
         GradientError: as `tie_parameters`.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> tie_stage_parameters([], [], HyperCommGrid([1], ["pp"], world_size=1))
+        ()
     """
     if isinstance(ties, nn.Module):
         raise CutError(f"ties is a {type(ties).__name__}; give stage.ties, or ties_of(...)")

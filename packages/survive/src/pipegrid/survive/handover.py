@@ -27,7 +27,14 @@ _PLACES = ("grad", "main_grad")
 
 
 class Stateful(Protocol):
-    """An object with a state of tensors and plain data: an optimizer, a learning-rate scheduler, a data position."""
+    """An object with a state of tensors and plain data: an optimizer, a learning-rate scheduler, a data position.
+
+    Examples:
+        >>> import torch
+        >>> part: Stateful = torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1)
+        >>> sorted(part.state_dict())
+        ['param_groups', 'state']
+    """
 
     def state_dict(self) -> Any:
         """The state, of tensors and plain data."""

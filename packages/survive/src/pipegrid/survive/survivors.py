@@ -81,6 +81,14 @@ class Survivors(Generic[W]):
     Attributes:
         epochs: the agreement on living ranks and finished keys.
         events: the deaths so far, and the new processes.
+
+    Examples:
+        >>> import torch, torch.distributed as dist, types
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> build = lambda epoch: types.SimpleNamespace(abort=print, close=lambda: None)
+        >>> with Survivors(dist.HashStore(), build, modules=torch.nn.Linear(4, 4)) as survivors:
+        ...     survivors.run("step 0", lambda world: 0.5)
+        0.5
     """
 
     def __init__(

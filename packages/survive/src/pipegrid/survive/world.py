@@ -190,6 +190,13 @@ class PipelineJob:
 
     Raises:
         SurviveError: the grids do not fit the plan, or each other; or another text than ``"measured"``.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> job = PipelineJob(HyperCommGrid([2, 2], ["pp", "dp"], world_size=4), one_f_one_b(2, 4))
+        >>> job.plan.num_microbatches
+        4
     """
 
     grid: Grids

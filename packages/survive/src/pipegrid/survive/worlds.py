@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 
 class World(Protocol):
-    """The means of communication in one epoch: groups, a communicator, a plan."""
+    """The means of communication in one epoch: groups, a communicator, a plan.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> world: World = SimpleNamespace(abort=print, close=lambda: None)
+        >>> world.abort("rank 1 died")
+        rank 1 died
+    """
 
     def abort(self, cause: str) -> None:
         """End all connections, so that no rank waits for this one, nor this one for others. From any thread, or twice.

@@ -41,6 +41,12 @@ class Ranks:
         store: a ``torch.distributed`` store for the test's own keys, apart from the default group's; a file, which
             ranks on both hosts reach whatever the wire does.
         fake_device: with ``fake_nccl``, the fake GPU: launches in order, violations, entries that have not ended.
+
+    Examples:
+        >>> import pytest
+        >>> @pytest.mark.ranks(4)
+        ... def test_every_rank_has_a_device(ranks: Ranks) -> None:
+        ...     assert ranks.world_size == 4 and ranks.device.type == "cpu"
     """
 
     rank: int

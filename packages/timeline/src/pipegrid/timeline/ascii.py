@@ -111,7 +111,13 @@ def ascii_timeline(timeline: Timeline | Sequence[Timeline], *, width: Count = WI
 
 
 def terminal_timeline(timeline: Timeline) -> str:
-    """`ascii_timeline` as wide as the terminal, in colour where standard output is one."""
+    """`ascii_timeline` as wide as the terminal, in colour where standard output is one.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> terminal_timeline(timeline(gpipe(2, 2))).splitlines()[0]
+        '2 positions, 2 microbatches'
+    """
     columns = shutil.get_terminal_size((WIDTH, 24)).columns
     beside = max(map(len, timeline.rows), default=0) + max(map(len, timeline.notes), default=0) + 5
     return ascii_timeline(timeline, width=max(20, columns - beside), colour=sys.stdout.isatty())

@@ -13,7 +13,14 @@ from pipegrid.plans.plan import Plan, require_plan
 
 
 class TimelineError(ValueError):
-    """Rows, spans or flows that do not fit together."""
+    """Rows, spans or flows that do not fit together.
+
+    Examples:
+        >>> Span(row=0, start=2.0, end=1.0, kind="F")
+        Traceback (most recent call last):
+            ...
+        pipegrid.timeline.recording.TimelineError: F on row 0 starts at 2.0 and ends before, at 1.0
+    """
 
 
 Time: TypeAlias = Annotated[float, Rule(number(least=-math.inf).convert, "a finite number")]

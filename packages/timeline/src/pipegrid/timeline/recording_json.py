@@ -42,6 +42,12 @@ def recording_from_json(text: str) -> Recording:
         PlanSyntaxError: text that is not JSON.
         PlanError: a plan that is wrong, by the path in it.
         TimelineError: a track that is wrong, by its path.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> text = recording_to_json(Recording(gpipe(1, 1), [Track(0, 0, [Recorded(0, 0.0, 1.0)])]))
+        >>> recording_from_json(text).tracks[0].actions[0].end
+        1.0
     """
     data = load_json(text)
     if not isinstance(data, dict) or set(data) != {"plan", "tracks"} or not isinstance(data["tracks"], list):

@@ -62,6 +62,13 @@ class Communicator:
         deadline: seconds that any one transfer may take.
         exchanges: whether there is `collective`, which modules that share ranks need.
         fixed_shapes: whether all messages of an edge have one shape.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with P2PCommunicator(dist.group.WORLD) as communicator:
+        ...     isinstance(communicator, Communicator), communicator.deadline
+        (True, 300.0)
     """
 
     rank: int | None = None

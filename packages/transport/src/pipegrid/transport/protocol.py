@@ -53,7 +53,15 @@ class ReusableReceive(ReceiveHandle, Protocol):
 
 @runtime_checkable
 class PipelineCommunicator(Protocol):
-    """Traffic between neighbouring stages. Shapes are optional unless the communicator was opened with ``"given"``."""
+    """Traffic between neighbouring stages. Shapes are optional unless the communicator was opened with ``"given"``.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with P2PCommunicator(dist.group.WORLD) as communicator:
+        ...     isinstance(communicator, PipelineCommunicator), communicator.is_pp_first_stage
+        (True, True)
+    """
 
     @property
     def is_pp_first_stage(self) -> bool:

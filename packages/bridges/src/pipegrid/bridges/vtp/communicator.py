@@ -68,6 +68,13 @@ class VTPCommunicator(VTPFunctions):
         BridgeError: the world does not fit the topology, or this rank has no place in it.
         P2PUsageError: settings that contradict each other, the topology or the device.
         P2PTimeoutError: a rank did not arrive before the deadline.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with VTPCommunicator(VTPTopology([1])) as communicator:
+        ...     communicator.is_pp_first_stage
+        True
     """
 
     def __init__(

@@ -48,7 +48,8 @@ class VTPTopology:
         ShapeError: a sequence that a stage cannot cut.
 
     Examples:
-        >>> VTPTopology([2, 1, 4], dp=2).world_size
+        >>> VTPTopology([2, 1, 4], dp=2).stage_ranks
+        ((0, 1, 2, 3), (4, 5), (6, 7, 8, 9, 10, 11, 12, 13))
     """
 
     tp_sizes: tuple[Count, ...]

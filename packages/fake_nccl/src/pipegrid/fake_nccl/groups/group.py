@@ -49,6 +49,14 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     A group connects when it is made. Of the groups that do so at their first use, the first batch or collective holds
     the host until every member has reached one.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice()
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'FakeGroup'
+        >>> device.close()
     """
 
     supports_coalescing = True

@@ -21,6 +21,14 @@ class LazyGroup(PairsGroup, Nccl2Group):
     - `abort` waits for lone messages under way, since the primary goes first.
     - The name of a pair's communicator counts the pairs of those two *ranks in their groups*, of all groups of the
       process. Ranks with different numbers of such groups look for different names, and both wait until the timeout.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice(nccl2=Nccl2Rules(), lazy=True)
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'LazyGroup'
+        >>> device.close()
     """
 
     pair_class: ClassVar[type[FakeGroup]] = Nccl2Group

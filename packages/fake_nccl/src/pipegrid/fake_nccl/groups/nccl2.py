@@ -93,6 +93,14 @@ class Nccl2Group(FakeGroup):
     - The default group is bound to a device, so a new group is a split of it by all ranks of the world: one that does
       not join holds the others until the timeout, as after ``new_group(use_local_synchronization=True)`` by some
       ranks. A group with the option ``lazy_init`` is no split, and connects at its first use.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice(nccl2=Nccl2Rules())
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'Nccl2Group'
+        >>> device.close()
     """
 
     supports_splitting = True

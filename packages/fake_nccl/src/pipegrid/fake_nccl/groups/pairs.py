@@ -107,6 +107,14 @@ class LegacyGroup(PairsGroup):
     with a bound device (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator
     for everything; new groups beside a bound default group are splits of it. An abort ends all communicators of a group
     together.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice(lazy=True)
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'LegacyGroup'
+        >>> device.close()
     """
 
     supports_splitting = True

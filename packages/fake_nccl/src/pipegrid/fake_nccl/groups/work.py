@@ -28,6 +28,14 @@ class FakeWork(WorkBase):  # type: ignore[misc]
         device: that it was launched on.
         holds: whether a wait holds the host.
         abort: that of the group.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice()
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.all_reduce(torch.ones(4), async_op=True)).__name__
+        'FakeWork'
+        >>> device.close()
     """
 
     def __init__(self, entry: Entry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:

@@ -51,6 +51,14 @@ class LateRun:
             them (`Tensor.record_stream`).
         peak_bytes: the most of them.
         shapes: of the results of calls, as far as they are known.
+
+    Examples:
+        >>> import torch
+        >>> device = FakeDevice()
+        >>> with device.late() as late:
+        ...     loss = torch.ones(4).sum().item()
+        >>> loss, [sync.what for sync in late.syncs]
+        (4.0, ['_local_scalar_dense'])
     """
 
     player: Player

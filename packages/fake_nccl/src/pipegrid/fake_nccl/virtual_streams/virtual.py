@@ -24,7 +24,15 @@ _Stream: Any = torch.Stream
 
 
 class VirtualStream(_Stream):  # type: ignore[misc]
-    """A stream without a GPU; a subclass of torch's, since `Tensor.record_stream` takes no other."""
+    """A stream without a GPU; a subclass of torch's, since `Tensor.record_stream` takes no other.
+
+    Examples:
+        >>> streams = Streams(violations=[])
+        >>> streams.make_stream("copies")
+        copies
+        >>> streams.make_stream("copies").query()
+        True
+    """
 
     streams: Order
     name: str
@@ -71,7 +79,14 @@ class VirtualStream(_Stream):  # type: ignore[misc]
 
 
 class VirtualEvent:
-    """An event: a stream's work up to a point."""
+    """An event: a stream's work up to a point.
+
+    Examples:
+        >>> streams = Streams(violations=[])
+        >>> event = streams.current_stream().record_event()
+        >>> event.query()
+        True
+    """
 
     def __init__(self, streams: Order, **_: object) -> None:
         self._streams = streams

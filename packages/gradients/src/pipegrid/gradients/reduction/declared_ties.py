@@ -20,6 +20,14 @@ def required_ties(
     Raises:
         GradientError: a tie of one of ``stages`` without a copy in ``models``, a tied parameter whose tie the config
             does not have, or one whose wrapper would sum over replicas what its ``REDUCE`` sums as well.
+
+    Examples:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> head = torch.nn.Linear(4, 8, bias=False)
+        >>> config = SimpleNamespace(tied_parameters=[TiedParameters("embedding", (0, 3), (head.weight,))])
+        >>> [tie.name for tie in required_ties(models=[head], config=config, stages=[3])]
+        ['embedding']
     """
     ties: tuple[TiedParameters, ...] = tuple(getattr(config, "tied_parameters", ()))
     parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}

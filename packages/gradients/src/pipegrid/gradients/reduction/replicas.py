@@ -36,7 +36,20 @@ _PART = 0.9  # of the deadline: before that of a reduction in which a replica wi
 
 
 class ReplicaError(RuntimeError):
-    """Replicas of a parameter, or of its gradient, differ: made with other seeds, or reduced on some ranks alone."""
+    """Replicas of a parameter, or of its gradient, differ: made with other seeds, or reduced on some ranks alone.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> copies = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.zeros(4))
+        >>> TiedParameters("embedding", (0, 1), copies).require_equal()
+        Traceback (most recent call last):
+            ...
+        pipegrid.gradients.reduction.replicas.ReplicaError: the copies of tied parameter 'embedding' have drifted
+            apart since they were tied; their checksums are a500000000000000 beside 0000000000000000. Update them
+            alike: options that are chosen by name or place must be the same for each copy (named_parameters() of a
+            Pipeline has one name for all of them)
+    """
 
 
 def meet_replicas(module: str, group: dist.ProcessGroup, waiting: Waiting) -> None:

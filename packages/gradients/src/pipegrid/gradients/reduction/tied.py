@@ -139,6 +139,13 @@ def tie_parameters(
     Raises:
         GradientError: stages, grids and copies do not match; copies differ in shape, dtype or value (raised on every
             rank with a copy); a copy is already tied under another name.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> copies = {0: torch.nn.Parameter(torch.ones(4)), 1: torch.nn.Parameter(torch.ones(4))}
+        >>> tie_parameters("embedding", copies, stages=[0, 1], group=dist.group.WORLD).stages
+        (0, 1)
     """
     stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", GradientError)))
     if len(set(stages)) != len(stages) or len(stages) < 2:
@@ -169,6 +176,14 @@ def ties_among(
 
     All of ``ranks`` call it, with their ties in the order of `PipelineConfig`. ``label`` is another one for each call,
     such as the number of an epoch.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> copies = {0: torch.nn.Parameter(torch.ones(4)), 1: torch.nn.Parameter(torch.ones(4))}
+        >>> tied = tie_parameters("embedding", copies, stages=[0, 1], group=dist.group.WORLD)
+        >>> ties_among([tied], [0], label="epoch 1")[0].name
+        'embedding'
     """
     specs: dict[str, GroupSpec] = {}
     ties = tuple(ties)

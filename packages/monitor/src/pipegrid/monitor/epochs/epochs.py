@@ -89,6 +89,13 @@ class Epochs:
         incarnation: the number of this process among those of its rank, from 1.
         current: the epoch that this rank is in.
         ready: whether this rank has the state of the job; the caller says so of a process that has joined.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> epochs = Epochs(HashStore(), rank=0, ranks=[0])
+        >>> epochs.done("step 0"), epochs.vote("step 1").epoch.members
+        (True, (0,))
+        >>> epochs.close()
     """
 
     def __init__(

@@ -30,4 +30,15 @@ class RankLostError(RuntimeError):
 
 
 class FencedError(JobFailedError):
-    """The other ranks go on without this one, which they took for dead, or which has retired."""
+    """The other ranks go on without this one, which they took for dead, or which has retired.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> first, second = Epochs(store, rank=0, ranks=[0]), Epochs(store, rank=0, ranks=[0])
+        >>> second.done("step 0")
+        Traceback (most recent call last):
+            ...
+        pipegrid.monitor.epochs.errors.FencedError: rank 0 is outside of the job, and the others go on without it:
+            join() has not returned
+    """

@@ -25,7 +25,16 @@ LEFT = 1 << 40
 
 
 class EpochStore(ControlStore, Protocol):
-    """The part of a `torch.distributed.Store` that epochs need; ``clone()``, where it exists, gives a connection."""
+    """The part of a `torch.distributed.Store` that epochs need; ``clone()``, where it exists, gives a connection.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> store: EpochStore = HashStore()
+        >>> epochs = Epochs(store, rank=0, ranks=[0])
+        >>> epochs.current.members
+        (0,)
+        >>> epochs.close()
+    """
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when all keys are there."""

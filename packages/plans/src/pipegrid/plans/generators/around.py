@@ -41,7 +41,12 @@ U_SHAPE = "u_shape"
 
 @checked_arguments(PlanError)
 def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
-    """The schedules that train ``num_chunks`` stages of a module on each position (of a U, one more on the first)."""
+    """The schedules that train ``num_chunks`` stages of a module on each position (of a U, one more on the first).
+
+    Examples:
+        >>> fitting_schedules(1), find_schedule("1f1b", num_chunks=2).name
+        (('gpipe', '1f1b', 'zero_bubble_h1', 'zero_bubble_h2', 'u_shape'), 'interleaved_1f1b')
+    """
     fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
     return tuple(known.name for known in fitting if not known.sliced)
 
@@ -99,6 +104,10 @@ def schedule_for(
         placement: the positions of each stage (`stage_places` has them for one module); None: one position per stage.
         forward_only: frozen modules, which run no backward.
         num_slices: slices of each microbatch, of a single module.
+
+    Examples:
+        >>> schedule_for(chain(4), "zero_bubble_v", 4, placement=stage_places("zero_bubble_v", 2)).placement
+        ((0,), (1,), (1,), (0,))
     """
     require_graph(graph)
     known = find_schedule(name)

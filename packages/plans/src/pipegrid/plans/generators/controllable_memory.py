@@ -31,6 +31,10 @@ def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
     ``(3P-7)/2`` passes of a whole stage for even P of at least 4, ``(3P-4)/2`` for odd P of at least 3, and 1/2 for
     P = 2, for any M of at least P. Source: see this file's heading; the hops of the upward forward and of the last pass
     take two slots, so that a microbatch's two lifetimes on a position have the same sum on every position.
+
+    Examples:
+        >>> [verify(schedule(4, 8)).peak_live[0] for schedule in (one_f_one_b, v_half, v_min)]
+        [4.0, 3.0, 2.0]
     """
     if num_positions % 2:
         block = _Block(((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1), ahead=num_positions)

@@ -43,6 +43,10 @@ def multi_module_1f1b(
     Source: the 1F1B rule of Narayanan et al. 2021, section 2.2.1, by the distance to the sink. It cannot deadlock: give
     the forward of microbatch ``m`` at a stage with distance ``d`` the date ``2m - d``, and its backward ``2m + d + 1``;
     every dependency goes from a smaller date to a larger one, and so does a position, through all of its stages.
+
+    Examples:
+        >>> multi_module_1f1b(chain(3), 4) == one_f_one_b(3, 4)
+        True
     """
     require_graph(graph)
     without = frozen_stages(graph, forward_only)

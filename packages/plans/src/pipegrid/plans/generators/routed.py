@@ -45,6 +45,10 @@ def routed(plan: Plan, routes: Routes, *, memory_limit: Amount | None = None) ->
     Raises:
         PlanError: the plan communicates, has routes or slices, or another number of microbatches; the routes do not fit
             it; or the units do not fit the memory limit in this order.
+
+    Examples:
+        >>> [str(step) for step in routed(one_f_one_b(1, 2), Routes([2, 2], {(3, 0): 0})).positions[0]]
+        ['0F0', '0B0', '0F1', '0F3', '0B1', '0B3']
     """
     require_plan(plan)
     if plan.routes is not None or plan.num_slices > 1:

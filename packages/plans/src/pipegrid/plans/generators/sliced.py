@@ -30,6 +30,11 @@ def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count)
         1: .    F0.0 F0.1 B0.1 ---- F1.0 B0.0 ---- F1.1 B1.1 ---- B1.0 ---- .    .
 
     Source: Sun et al. 2024, "Seq1F1B".
+
+    Examples:
+        >>> schedules = seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
+        >>> [round(simulate(schedule(4, 8, num_slices=2)).bubble(), 3) for schedule in schedules]
+        [0.158, 0.086, 0.059]
     """
     pieces = num_microbatches * num_slices
 

@@ -86,6 +86,10 @@ def u_shape_counts(
     there are periods in the way from it to the tail and back, rounded up; the head one more, so that the passes of
     position 0 need not fit like a puzzle. Tail passes come one a period, so the first head backward is due after as
     many as there are periods in the gradient's way back, rounded down, and the one that was already waiting.
+
+    Examples:
+        >>> u_shape_counts(4), u_shape(4, 8).placement
+        (UShapeCounts(in_flight=(5, 4, 3, 2), head_warmup=5, tail_extra=3), ((0,), (1,), (2,), (3,), (0,)))
     """
     way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
     held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]

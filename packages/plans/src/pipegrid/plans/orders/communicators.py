@@ -72,6 +72,11 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
 
     Raises:
         PlanError: as `orders_of_plan`; or a plan that gets stuck even with a communicator for each lane.
+
+    Examples:
+        >>> print(fewest_communicators(lower(gpipe(2, 4)), "nccl2"))
+        1 per rank, the fewest under nccl2, also with waits for the whole device; with one for each lane 2
+          0: positions 0, 1: F0>1 B1>0
     """
     models = tuple(model_named(order) for order in orders or ORDER_MODELS)
     lanes = sorted(dataflow_of(plan).lanes)

@@ -67,6 +67,10 @@ class Orders:
         begins: per rank, whether its list begins with the step; otherwise it is a fragment, and what came before has
             ended.
         ends: per rank, whether its list ends with the step; otherwise more is launched after it.
+
+    Examples:
+        >>> orders_of_plan(lower(gpipe(2, 4))).begins
+        (True, True)
     """
 
     ranks: tuple[tuple[Launch, ...], ...]

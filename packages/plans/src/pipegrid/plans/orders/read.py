@@ -43,10 +43,15 @@ _Part: TypeAlias = Action | Launch
 
 
 def orders_from_json(text: str) -> Orders:
-    """Read orders.
+    r"""Read orders.
 
     Raises:
         PlanError: text that is not such a document; its ``path`` leads to the part.
+
+    Examples:
+        >>> text = '{"ranks": [["0F0", "0SEND_F0>1"], ["1RECV_F0<0", "1F0"]]}'
+        >>> orders_from_json(text) == orders_from_csv("0F0,0SEND_F0\n1RECV_F0,1F0", batched=False)
+        True
     """
     document = load_json(text)
     if not isinstance(document, dict) or not isinstance(document.get("ranks"), list) or not document["ranks"]:

@@ -434,6 +434,10 @@ def with_reduce(plan: Plan, tied: _Ties) -> Plan:
     Args:
         plan: lowered.
         tied: the stages with a copy, by name.
+
+    Examples:
+        >>> with_reduce(lower(gpipe(2, 1)), {"embedding": (0, 1)}).groups
+        (Group(name='embedding', positions=(0, 1), edges=(), tied=(0, 1)),)
     """
     require_plan(plan)
     added = tied_groups(plan, tied)

@@ -39,6 +39,10 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
     Raises:
         PlanError: a limit that does not hold one microbatch of each stage that is between two computes; a plan that
             offloads already, or with slices, of which later ones read what earlier ones keep.
+
+    Examples:
+        >>> verify(offload(one_f_one_b(4, 8), memory_limit=3)).peak_live
+        (3.0, 3.0, 2.0, 1.0)
     """
     require_plan(plan)
     if plan.num_slices > 1:

@@ -130,6 +130,10 @@ class Action:
         edge: of a message, from source to destination of the activation, also for a gradient, which flows against it.
         group: the name of the group of a ``REDUCE`` or ``COLLECTIVE``.
         slice: the part of the microbatch's sequence, in a plan with slices.
+
+    Examples:
+        >>> str(Action(ActionKind.F, stage=0, microbatch=3)), ActionKind.F.is_compute
+        ('0F3', True)
     """
 
     kind: ActionKind

@@ -50,6 +50,11 @@ def to_torch(plan: Plan, *, waits: bool = False) -> str:
     Raises:
         PlanError: a plan that torch does not run: no chain, a stage on several positions, routes, slices, forwards
             alone, or actions other than computes, messages, a ``REDUCE`` of each stage, ``UNSHARD`` and ``RESHARD``.
+
+    Examples:
+        >>> print(to_torch(lower(gpipe(2, 1))))
+        0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
+        1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD
     """
     require_plan(plan)
     for there, name in (
@@ -112,6 +117,10 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
         PlanError: the parts contradict each other; the line where known.
+
+    Examples:
+        >>> from_csv(to_csv(gpipe(2, 4))) == gpipe(2, 4)
+        True
     """
     reader = Reader(num_stages=num_stages, num_microbatches=num_microbatches)
     lines = text.splitlines()

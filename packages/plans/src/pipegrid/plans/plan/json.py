@@ -62,6 +62,10 @@ def from_json(text: str) -> Plan:
     Raises:
         PlanSyntaxError: text that is not JSON: line and column, what was found, what was expected.
         PlanError: a value that is wrong, or parts that contradict each other; with the path, ``positions[3][2]``.
+
+    Examples:
+        >>> from_json(to_json(gpipe(2, 4))) == gpipe(2, 4)
+        True
     """
     from cattrs import BaseValidationError
 

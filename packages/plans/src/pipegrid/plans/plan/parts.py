@@ -65,7 +65,12 @@ class Group:
 
 
 def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or those of the batch."""
+    """The actions of a step: one, or those of the batch.
+
+    Examples:
+        >>> [str(action) for step in lower(one_f_one_b(2, 2)).positions[1] for action in actions_of(step)]
+        ['1RECV_F0<0', '1F0', '1B0', '1RECV_F1<0', '1SEND_B0>0', '1F1', '1B1', '1SEND_B1>0']
+    """
     return (step,) if isinstance(step, Action) else step
 
 

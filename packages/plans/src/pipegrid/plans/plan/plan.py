@@ -195,7 +195,13 @@ def compute_plan(
     num_slices: int = 1,
     routes: Routes | None = None,
 ) -> Plan:
-    """A plan of computes, one order per position (or actor); ``graph`` may be the number of stages of a chain."""
+    """A plan of computes, one order per position (or actor); ``graph`` may be the number of stages of a chain.
+
+    Examples:
+        >>> order = [Action(ActionKind.F, 0, 0), Action(ActionKind.B, 0, 0)]
+        >>> compute_plan([order], graph=1, placement=[0], num_microbatches=1).positions == gpipe(1, 1).positions
+        True
+    """
     return Plan(
         positions=orders,
         graph=chain(graph) if isinstance(graph, int) else graph,

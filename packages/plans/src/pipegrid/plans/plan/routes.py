@@ -30,6 +30,10 @@ class Actor:
     Attributes:
         position: its number.
         replica: its number.
+
+    Examples:
+        >>> str(Actor(position=2, replica=1))
+        '2@1'
     """
 
     position: Index

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 
 class CostsError(ValueError):
-    """Costs that are negative, not numbers, or missing for a stage or an edge."""
+    """Costs that are negative, not numbers, or missing for a stage or an edge.
+
+    Examples:
+        >>> Costs(F=-1.0)
+        Traceback (most recent call last):
+            ...
+        pipegrid.plans.simulate.costs.CostsError: Costs.F is -1.0; it must be a finite number of at least 0, or one
+            for each stage
+    """
 
 
 class OtherCutError(CostsError):
@@ -318,6 +326,10 @@ def costs_from_json(text: str) -> Costs:
 
     Raises:
         CostsError: not a JSON object, an unknown key, or a value that is not a cost.
+
+    Examples:
+        >>> costs_from_json(costs_to_json(Costs(F=[1.0, 2.0]))).F
+        (1.0, 2.0)
     """
     names = [attribute.name for attribute in fields(Costs)]
     try:

@@ -38,6 +38,11 @@ class Simulation:
         start: per position, when each action starts, in the order of `Plan.actions` and the unit of the costs; of a
             message, when its transfer starts, at both ends, not when it is posted.
         end: likewise, when each ends.
+
+    Examples:
+        >>> plan = gpipe(2, 1)
+        >>> simulate(plan, unit_costs(plan)).end
+        ((1.0, 6.0), (2.0, 4.0))
     """
 
     plan: Plan

@@ -45,6 +45,11 @@ class Proof:
             1/n, from its ``F`` to the end of its ``B`` or ``W``, less the time on the host (``RELEASE`` to ``RELOAD``).
         peak_live_inputs: the same, to the end of its ``B`` or ``I``.
         peak_gathered: per position, the most sharded stages whose parameters are gathered at once.
+
+    Examples:
+        >>> proof = verify(lower(gpipe(2, 4)))
+        >>> proof.num_messages, proof.drains, proof.peak_live
+        (8, True, (4.0, 4.0))
     """
 
     plan: Plan = field(repr=False)

@@ -45,6 +45,8 @@ def get_forward_backward_func(
         PlanError: no schedule has that name, or it has no slices.
 
     Examples:
+        >>> get_forward_backward_func(pp_size=1).__name__
+        'forward_backward_no_pipelining'
         >>> get_forward_backward_func(pp_size=4).__name__
         'forward_backward_pipelining_without_interleaving'
         >>> get_forward_backward_func(pp_size=4, vp_size=2).__name__

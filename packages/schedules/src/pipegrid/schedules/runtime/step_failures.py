@@ -22,9 +22,20 @@ _ABORT_SECONDS = 0.3
 
 
 class PipelineError(RuntimeError):
-    """A step failed. The first line is the first failure: "rank 3, stage 2, microbatch 3: ValueError: ...".
+    r"""A step failed. The first line is the first failure: "rank 3, stage 2, microbatch 3: ValueError: ...".
 
     This rank's place in the plan and how the failure reached it follow; this rank's own error is chained.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> stage = SimpleNamespace(forward=lambda microbatch, inputs: 1 / 0)
+        >>> PipelineRuntime(from_text("microbatches 1\n0: 0F0 0B0"), {0: stage}, None).step()
+        Traceback (most recent call last):
+            ...
+        pipegrid.schedules.runtime.step_failures.PipelineError: stage 0, microbatch 0: ZeroDivisionError: division
+            by zero
+          at position 0, step 1 of 2: 0F0
+        No message is under way: rebuild the runtime before the next one
     """
 
 

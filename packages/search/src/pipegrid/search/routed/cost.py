@@ -85,6 +85,12 @@ class LostRank:
         bound: no makespan is shorter.
         whole: with backwards that are not split, and any memory.
         room: per position, the units of memory that are enough for the last of ``makespans``.
+
+    Examples:
+        >>> from pipegrid.plans import one_f_one_b
+        >>> found = lost_rank_costs(one_f_one_b(2, 4), 2, positions=[0])[0]
+        >>> found.position, found.undisturbed, found.whole
+        (0, 15.0, 24.0)
     """
 
     plan: Plan

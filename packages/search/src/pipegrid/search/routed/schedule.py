@@ -31,6 +31,14 @@ class RoutedStep:
         makespan: until its last action ends.
         bound: no plan with these actors, whatever its routes, is shorter.
         peaks: per actor, the most it holds, in the unit of the memory limit.
+
+    Examples:
+        >>> from pipegrid.plans import Routes, one_f_one_b
+        >>> plan = one_f_one_b(2, 4)
+        >>> routes = reroute(Routes.identity(2, 4), {0: [1]}, plan=plan)
+        >>> step = schedule_routes(plan, routes, effort=0.1)
+        >>> step.makespan, len(step.peaks)
+        (24.0, 3)
     """
 
     plan: Plan

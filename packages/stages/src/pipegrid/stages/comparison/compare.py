@@ -67,6 +67,14 @@ class StageComparison:
         strides: where rounding depends on the strides of hidden states, by how much; the stages are compared with the
             whole model whose hidden states are contiguous between stages, as the received ones are.
         updates: what an optimizer of each stage makes of its parameters.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> found = check_stages(model, "t|t", (torch.ones(2, 4),), names=Names("0"), loss=torch.sum)
+        >>> [one.name for one in found.gradients]
+        ['gradient of 0.0.weight', 'gradient of 0.0.bias', 'gradient of 0.1.weight', 'gradient of 0.1.bias']
     """
 
     proof: CutProof

@@ -74,6 +74,14 @@ class CutProof:
         unproved: what the trace could not decide, in words; `check_stages` compares numbers.
         alone: the layers after which the layout may end a stage: the hidden states alone cross there.
         asked: what the model is asked for besides, by its config or the call, such as ``output_router_logits``.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        >>> proof = prove_cut(model, "t|t", (torch.ones(2, 4),), names=Names("0"), loss=torch.sum)
+        >>> [(one.stage, one.sent) for one in proof.boundaries]
+        [(1, ('float32 (2, 4)',))]
     """
 
     layout: str

@@ -47,6 +47,13 @@ class PipelineModule:
             modules sent is in ``stage.received``, by module.
         output: as in `pipeline_stage`: from what the model returns to what is sent to other modules.
         frozen: no gradients, and no backward.
+
+    Examples:
+        >>> import torch
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid = HyperCommGrid([2], ["dp"], world_size=2)
+        >>> PipelineModule(lambda: torch.nn.Linear(4, 4), None, grid, frozen=True).frozen
+        True
     """
 
     model: nn.Module | ModelFactory

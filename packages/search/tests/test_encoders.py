@@ -60,7 +60,7 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
     _, costs, limit, options = shape
     (problem,) = problems(costs, limit, **options)
     network = as_network(problem)
-    for policy in itertools.islice(policies(chunked=False, shared=True), 0, None, 13):
+    for policy in itertools.islice(policies(problem), 0, None, 13):
         plan = planned(problem, list_schedule(problem, policy))
         verify(lower(plan, ahead=options["ahead"]))
         orders = network.orders_of(plan)

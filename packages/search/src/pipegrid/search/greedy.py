@@ -258,8 +258,7 @@ def listed(problem: Problem) -> Iterator[Found]:
     seen = set()
     make = cache(Action)  # the same few thousand actions, over and over
     one_module = len(problem.graph.modules) == 1
-    chunked = one_module and problem.graph.num_stages > problem.num_positions
-    tried = list(policies(chunked=chunked, shared=any(len(places) > 1 for places in problem.placement)))
+    tried = list(policies(problem))
     if not one_module:  # a search may stop among them: different ones first
         tried = [tried[index * SPREAD % len(tried)] for index in range(len(tried))]
     for policy in tried:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
@@ -49,21 +50,32 @@ class Policy:
 _Weights: TypeAlias = tuple[Literal["at once", "idle"], float]
 
 
-def policies(*, chunked: bool = True, shared: bool = False) -> Iterator[Policy]:
-    """The policies that `greedy` tries, a few dozen.
-
-    ``chunked``: whether a position has several stages; ``shared``: whether a stage has several positions.
-    """
-    weights: tuple[_Weights, ...] = (("at once", 1.0), ("idle", 1.0), ("idle", 0.5), ("idle", 0.0))
+def policies(problem: Problem) -> Iterator[Policy]:
+    """The policies that `greedy` tries, a few dozen; the warmups end with as many forwards as a round trip takes."""
+    weights: tuple[_Weights, ...] = (("idle", 1.0), ("idle", 0.5), ("idle", 0.0), ("at once", 1.0))
     firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
-    for block, first, (when, patience), deep, warmup in itertools.product(
+    chunked = len(problem.graph.modules) == 1 and problem.graph.num_stages > problem.num_positions
+    shared = any(len(places) > 1 for places in problem.placement)
+    for block, (when, patience), deep, first, warmup in itertools.product(
         (None, 1, 2, 4) if shared else (None,),
-        firsts,
         weights,
         (False, True) if chunked else (False,),
-        (None, 1.0, 1.5, 2.0),
+        firsts,
+        dict.fromkeys((_round_trip(problem), None, 1.0, 1.5, 2.0)),
     ):
         yield Policy(first, when, patience, deep, warmup, block)
+
+
+def _round_trip(problem: Problem) -> float:
+    """Forwards of a stage, on average, in the time to the next one and back: as many keep it busy until then."""
+    costs, stages, edges = problem.costs, problem.graph.num_stages, problem.graph.stage_edges
+    forward, back = (costs.overhead + math.fsum(costs.per_stage(kind, stages)) / stages for kind in ("F", "I"))
+    ways = [
+        sum(travel)
+        for edge, travel in costs.travel(edges).items()
+        if problem.placement[edge.source] != problem.placement[edge.destination]
+    ]
+    return 1.0 + (back + 2.0 * math.fsum(ways) / max(len(edges), 1)) / forward if forward else 2.0
 
 
 @define(eq=False)

@@ -204,7 +204,7 @@ class _Search:
     # The four steps; each yields after a piece of work.
 
     def _from_schedules(self) -> Iterator[None]:
-        """The named schedules, and the list schedules: one where all would take more than a quarter of the effort."""
+        """The named schedules, and the list schedules: a few where all would take more than a quarter of the effort."""
         one_module = len(self.problem.graph.modules) == 1
         few = LISTED * self.operations <= self.budget / 4
         for source in (named, listed):
@@ -218,7 +218,7 @@ class _Search:
                 if source is listed:
                     self.spent += (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations
                 yield
-                if source is listed and not few and (one_module or self.spent >= self.budget / 3):
+                if source is listed and not few and self.spent >= self.budget / (12 if one_module else 3):
                     break
 
     def _from_patterns(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from pipegrid.search.anneal import anneal
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.exact import has_equal_costs, shortest
 from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems, with_whole_backwards
+from pipegrid.search.justify import justified
 from pipegrid.search.patterns import patterns
 
 
@@ -110,8 +111,8 @@ MOST = 60_000_000
 TOLD = 100
 """The least number of progress reports while orders are improved."""
 
-TIMED, SQUEEZED, LISTED, LISTED_GRAPH, STATE = 1, 8, 4000, 60, 20
-"""What timing fixed orders, squeezing a pattern, all list schedules of a chain and one of modules cost per operation,
+TIMED, SQUEEZED, JUSTIFIED, LISTED, LISTED_GRAPH, STATE = 1, 8, 12, 4000, 60, 20
+"""What timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain and one of modules cost per operation,
 and a state of `shortest`, all in the time it takes to time one operation."""
 
 
@@ -173,7 +174,7 @@ class _Search:
         return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        for step in (self._from_schedules(), self._from_patterns(), self._from_all_orders(), self._improve(clock)):
+        for step in self._steps(clock):
             for _ in step:
                 clock.tell()
                 if clock.stop():
@@ -182,6 +183,10 @@ class _Search:
                 break
         self.spent = self.budget
         clock.tell()
+
+    def _steps(self, clock: _Clock) -> tuple[Iterator[None], ...]:
+        ways = self._from_schedules(), self._from_patterns(), self._justified()
+        return (*ways, self._from_all_orders(), self._improve(clock))
 
     def _is_done(self) -> bool:
         return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
@@ -201,7 +206,7 @@ class _Search:
         for written in (entries, with_whole_backwards(entries)):
             self._offer(candidate(origin, planned(self.problem, written), self.problem))
 
-    # The four steps; each yields after a piece of work.
+    # The five steps; each yields after a piece of work.
 
     def _from_schedules(self) -> Iterator[None]:
         """The named schedules, and the list schedules: a few where all would take more than a quarter of the effort."""
@@ -265,6 +270,30 @@ class _Search:
         for _, orders, origin in self._best_starts(1):
             self._offer_orders(orders, origin)
             yield
+
+    def _justified(self) -> Iterator[None]:
+        """The best orders, justified as long as that makes them shorter, for a quarter of the effort left."""
+        if any(len(places) > 1 for places in self.network.positions):
+            return
+        ends = self.spent + (self.budget - self.spent) / 4
+        for value, orders, origin in self._best_starts(len(self.starts)):
+            shorter = True
+            while shorter and self.spent < ends:
+                timing = self.network.timed(orders, self.objective)
+                assert timing is not None
+                orders = justified(self.network, timing.end)
+                timing = self.network.timed(orders, self.objective)
+                assert timing is not None
+                self.spent += JUSTIFIED * self.operations
+                shorter = timing.value < value
+                if shorter:
+                    value = timing.value
+                    self._start(value, orders, f"{origin}, justified")
+            yield
+            if self.spent >= ends:
+                break
+        for _, orders, origin in self._best_starts(1):
+            self._offer_orders(orders, origin)
 
     def _from_all_orders(self) -> Iterator[None]:
         """All orders, where costs are equal and positions few."""

@@ -112,8 +112,8 @@ TOLD = 100
 """The least number of progress reports while orders are improved."""
 
 TIMED, SQUEEZED, JUSTIFIED, LISTED, LISTED_GRAPH, STATE = 1, 8, 12, 4000, 60, 20
-"""What timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain and one of modules cost per operation,
-and a state of `shortest`, all in the time it takes to time one operation."""
+"""What timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain and one of modules
+cost per operation, and a state of `shortest`, all in the time it takes to time one operation."""
 
 
 @define
@@ -272,28 +272,24 @@ class _Search:
             yield
 
     def _justified(self) -> Iterator[None]:
-        """The best orders, justified as long as that makes them shorter, for a quarter of the effort left."""
+        """All orders so far, justified, the best first: a slow start or end says little of what is between."""
         if any(len(places) > 1 for places in self.network.positions):
             return
-        ends = self.spent + (self.budget - self.spent) / 4
-        for value, orders, origin in self._best_starts(len(self.starts)):
-            shorter = True
-            while shorter and self.spent < ends:
-                timing = self.network.timed(orders, self.objective)
-                assert timing is not None
-                orders = justified(self.network, timing.end)
-                timing = self.network.timed(orders, self.objective)
-                assert timing is not None
-                self.spent += JUSTIFIED * self.operations
-                shorter = timing.value < value
-                if shorter:
-                    value = timing.value
-                    self._start(value, orders, f"{origin}, justified")
-            yield
+        ends = self.spent + (self.budget - self.spent) / 3
+        for _, orders, origin in self._best_starts(len(self.starts)):
             if self.spent >= ends:
                 break
+            timing = self.network.timed(orders, self.objective)
+            assert timing is not None
+            orders = justified(self.network, timing.end)
+            timing = self.network.timed(orders, self.objective)
+            assert timing is not None
+            self._start(timing.value, orders, f"{origin}, justified")
+            self.spent += JUSTIFIED * self.operations
+            yield
         for _, orders, origin in self._best_starts(1):
             self._offer_orders(orders, origin)
+            yield
 
     def _from_all_orders(self) -> Iterator[None]:
         """All orders, where costs are equal and positions few."""

@@ -275,17 +275,16 @@ class _Search:
         """All orders so far, justified, the best first: a slow start or end says little of what is between."""
         if any(len(places) > 1 for places in self.network.positions):
             return
-        ends = self.spent + (self.budget - self.spent) / 3
-        for _, orders, origin in self._best_starts(len(self.starts)):
-            if self.spent >= ends:
-                break
+        cost = JUSTIFIED * self.operations
+        for _, orders, origin in self._best_starts(int(self.budget / 4 / cost)):
+            self.budget += cost  # other steps are as long as without
+            self.spent += cost
             timing = self.network.timed(orders, self.objective)
             assert timing is not None
             orders = justified(self.network, timing.end)
             timing = self.network.timed(orders, self.objective)
             assert timing is not None
             self._start(timing.value, orders, f"{origin}, justified")
-            self.spent += JUSTIFIED * self.operations
             yield
         for _, orders, origin in self._best_starts(1):
             self._offer_orders(orders, origin)

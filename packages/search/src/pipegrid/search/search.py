@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from attrs import define, evolve, field, frozen
 
@@ -14,7 +15,7 @@ from pipegrid.plans.network.network import Network, Objective, Orders, as_networ
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.network.squeeze import Squeeze, squeezed
 from pipegrid.plans.simulate import GivenCosts
-from pipegrid.search.anneal import anneal
+from pipegrid.search.anneal import Annealing
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.exact import has_equal_costs, shortest
 from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems, with_whole_backwards
@@ -174,7 +175,8 @@ class _Search:
         return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        for step in self._steps(clock):
+        first = self._from_schedules(), self._from_patterns(), self._justified()
+        for step in (*first, self._from_all_orders(), self._improve(clock)):
             for _ in step:
                 clock.tell()
                 if clock.stop():
@@ -183,10 +185,6 @@ class _Search:
                 break
         self.spent = self.budget
         clock.tell()
-
-    def _steps(self, clock: _Clock) -> tuple[Iterator[None], ...]:
-        ways = self._from_schedules(), self._from_patterns(), self._justified()
-        return (*ways, self._from_all_orders(), self._improve(clock))
 
     def _is_done(self) -> bool:
         return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
@@ -277,14 +275,14 @@ class _Search:
             return
         cost = JUSTIFIED * self.operations
         for _, orders, origin in self._best_starts(int(self.budget / 4 / cost)):
-            self.budget += cost  # other steps are as long as without
+            before = self.network.timed(orders, self.objective)
+            assert before is not None
+            better = justified(self.network, before.end)
+            after = self.network.timed(better, self.objective)
+            assert after is not None
+            self._start(after.value, better, f"{origin}, justified")
             self.spent += cost
-            timing = self.network.timed(orders, self.objective)
-            assert timing is not None
-            orders = justified(self.network, timing.end)
-            timing = self.network.timed(orders, self.objective)
-            assert timing is not None
-            self._start(timing.value, orders, f"{origin}, justified")
+            self.budget += cost  # the other steps take as long as without
             yield
         for _, orders, origin in self._best_starts(1):
             self._offer_orders(orders, origin)
@@ -317,37 +315,21 @@ class _Search:
             tries = left // 2 if start is None else left // (2 * (ANNEALED - index))
             if tries < 1:
                 return
-            value, orders = self._annealed(clock, orders, tries, 0.1 * duration, index)
+            before = self.spent
+            annealing = Annealing(self.network, orders, self.objective, seed=index)
+            value, orders = annealing.run(tries, 0.1 * duration, partial(self._ends, clock))
+            self.spent = before + tries * TIMED * self.operations
             origin = origin if origin.endswith("improved") else f"{origin}, improved"
             self._start(value, orders, origin)
             self._offer_orders(orders, origin)
             yield
 
-    def _annealed(
-        self, clock: _Clock, orders: Orders, tries: int, temperature: float, seed: int
-    ) -> tuple[float, Orders]:
-        """`anneal`, which tells of its progress now and then."""
-        before = told = self.spent
-
-        def stop(best: float) -> bool:
-            nonlocal told
-            self.spent += TIMED * self.operations
-            if self.spent - told >= self.budget / TOLD:
-                told = self.spent
-                clock.tell()
-            return clock.stop() or best <= self.bound * (1 + 1e-9)
-
-        found = anneal(
-            self.network,
-            orders,
-            objective=self.objective,
-            tries=tries,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-        )
-        self.spent = before + tries * TIMED * self.operations
-        return found
+    def _ends(self, clock: _Clock, best: float) -> bool:
+        """Whether annealing is to end after one more timed move; now and then, the progress is told."""
+        before, self.spent = self.spent, self.spent + TIMED * self.operations
+        if int(self.spent * TOLD / self.budget) > int(before * TOLD / self.budget):
+            clock.tell()
+        return clock.stop() or best <= self.bound * (1 + 1e-9)
 
     def _best_starts(self, count: int) -> list[tuple[float, Orders, str]]:
         ranked = sorted(self.starts.items(), key=lambda entry: entry[1][0])[:count]

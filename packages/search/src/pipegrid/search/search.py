@@ -140,7 +140,7 @@ class _Clock:
             return
         objective = self.searches[0].objective
         best = min(found, key=lambda entry: value_of(entry, objective))
-        shares = [min(1.0, one.spent / one.budget) if one.budget else 1.0 for one in self.searches]
+        shares = [min(1.0, one.spent / one.total) if one.total else 1.0 for one in self.searches]
         if self.progress(Progress(sum(shares) / len(shares), value_of(best, objective), best.origin)):
             self.stopped = True
 
@@ -160,6 +160,7 @@ class _Search:
         operations = 3 * problem.graph.num_stages * problem.num_microbatches
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
+        self.total = 1.5 * self.budget  # with justification, the last step
         self.spent = 0.0
         self.best: Found | None = None
         self.proved = False
@@ -175,15 +176,15 @@ class _Search:
         return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        first = self._from_schedules(), self._from_patterns(), self._justified()
-        for step in (*first, self._from_all_orders(), self._improve(clock)):
+        first = self._from_schedules(), self._from_patterns(), self._from_all_orders()
+        for step in (*first, self._improve(clock), self._justify(clock)):
             for _ in step:
                 clock.tell()
                 if clock.stop():
                     return
             if self._is_done():
                 break
-        self.spent = self.budget
+        self.spent = self.total
         clock.tell()
 
     def _is_done(self) -> bool:
@@ -204,7 +205,7 @@ class _Search:
         for written in (entries, with_whole_backwards(entries)):
             self._offer(candidate(origin, planned(self.problem, written), self.problem))
 
-    # The five steps; each yields after a piece of work.
+    # The steps; each yields after a piece of work.
 
     def _from_schedules(self) -> Iterator[None]:
         """The named schedules, and the list schedules: a few where all would take more than a quarter of the effort."""
@@ -269,25 +270,6 @@ class _Search:
             self._offer_orders(orders, origin)
             yield
 
-    def _justified(self) -> Iterator[None]:
-        """All orders so far, justified, the best first: a slow start or end says little of what is between."""
-        if any(len(places) > 1 for places in self.network.positions):
-            return
-        cost = JUSTIFIED * self.operations
-        for _, orders, origin in self._best_starts(int(self.budget / 4 / cost)):
-            before = self.network.timed(orders, self.objective)
-            assert before is not None
-            better = justified(self.network, before.end)
-            after = self.network.timed(better, self.objective)
-            assert after is not None
-            self._start(after.value, better, f"{origin}, justified")
-            self.spent += cost
-            self.budget += cost  # the other steps take as long as without
-            yield
-        for _, orders, origin in self._best_starts(1):
-            self._offer_orders(orders, origin)
-            yield
-
     def _from_all_orders(self) -> Iterator[None]:
         """All orders, where costs are equal and positions few."""
         chain = self.network
@@ -307,27 +289,55 @@ class _Search:
 
     def _improve(self, clock: _Clock) -> Iterator[None]:
         """The best few orders, improved; then the best of them once more, with the rest of the effort."""
-        duration = sum(self.network.duration) / len(self.network.duration)
         chosen = self._best_starts(ANNEALED)
         for index, start in enumerate([*chosen, None]):
-            value, orders, origin = self._best_starts(1)[0] if start is None else start
             left = int((self.budget - self.spent) / TIMED / self.operations)
             tries = left // 2 if start is None else left // (2 * (ANNEALED - index))
             if tries < 1:
                 return
-            before = self.spent
-            annealing = Annealing(self.network, orders, self.objective, seed=index)
-            value, orders = annealing.run(tries, 0.1 * duration, partial(self._ends, clock))
-            self.spent = before + tries * TIMED * self.operations
-            origin = origin if origin.endswith("improved") else f"{origin}, improved"
-            self._start(value, orders, origin)
-            self._offer_orders(orders, origin)
+            self._anneal(clock, start or self._best_starts(1)[0], tries, index)
+            yield
+
+    def _anneal(self, clock: _Clock, start: tuple[float, Orders, str], tries: int, seed: int) -> None:
+        _, orders, origin = start
+        before, duration = self.spent, sum(self.network.duration) / len(self.network.duration)
+        annealing = Annealing(self.network, orders, self.objective, seed=seed)
+        value, orders = annealing.run(tries, 0.1 * duration, partial(self._ends, clock))
+        self.spent = before + tries * TIMED * self.operations
+        origin = origin if origin.endswith("improved") else f"{origin}, improved"
+        self._start(value, orders, origin)
+        self._offer_orders(orders, origin)
+
+    def _justify(self, clock: _Clock) -> Iterator[None]:
+        """All orders, justified while that makes them shorter; then the best of all improved.
+
+        The longest are tried as well: a slow start or end says little of what is between.
+        """
+        if any(len(places) > 1 for places in self.network.positions):
+            return
+        ends = (self.spent + self.total) / 2
+        for value, orders, origin in self._best_starts(len(self.starts)):
+            best, before = value, self.network.timed(orders, self.objective)
+            while before is not None and self.spent < ends:
+                better = justified(self.network, before.end)
+                self.spent += JUSTIFIED * self.operations
+                before = self.network.timed(better, self.objective)
+                if before is None or before.value >= best:
+                    break
+                best = before.value
+                self._start(best, better, f"{origin}, justified")
+                yield
+        best_start = self._best_starts(1)[0]
+        self._offer_orders(*best_start[1:])
+        tries = int((self.total - self.spent) / TIMED / self.operations)
+        if tries > 0 and not self._is_done():
+            self._anneal(clock, best_start, tries, ANNEALED + 1)
             yield
 
     def _ends(self, clock: _Clock, best: float) -> bool:
         """Whether annealing is to end after one more timed move; now and then, the progress is told."""
         before, self.spent = self.spent, self.spent + TIMED * self.operations
-        if int(self.spent * TOLD / self.budget) > int(before * TOLD / self.budget):
+        if int(self.spent * TOLD / self.total) > int(before * TOLD / self.total):
             clock.tell()
         return clock.stop() or best <= self.bound * (1 + 1e-9)
 

@@ -211,6 +211,7 @@ class _Search:
         """The named schedules, and the list schedules: a few where all would take more than a quarter of the effort."""
         one_module = len(self.problem.graph.modules) == 1
         few = LISTED * self.operations <= self.budget / 4
+        cost, listing = (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations, 0.0
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
@@ -220,9 +221,11 @@ class _Search:
                     if timing is not None:  # a frozen module may be farther ahead than its queue is long
                         self._start(timing.value, orders, entry.origin)
                 if source is listed:
-                    self.spent += (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations
+                    if few or not one_module or not listing:  # a few more of a large chain leave the others their time
+                        self.spent += cost
+                    listing += cost
                 yield
-                if source is listed and not few and self.spent >= self.budget / (12 if one_module else 3):
+                if source is listed and not few and listing >= self.budget / (12 if one_module else 3):
                     break
 
     def _from_patterns(self) -> Iterator[None]:

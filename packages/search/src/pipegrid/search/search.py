@@ -215,14 +215,15 @@ class _Search:
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
-                orders = self.network.orders_of(entry.plan)
-                if all(map(self.network.keeps_to_limit, orders)):
-                    timing = self.network.timed(orders, self.objective)
-                    if timing is not None:  # a frozen module may be farther ahead than its queue is long
-                        self._start(timing.value, orders, entry.origin)
-                if source is listed:
-                    if few or not one_module or not listing:  # a few more of a large chain leave the others their time
+                if few or not one_module or not listing:  # the other steps of a large chain are as without the others
+                    orders = self.network.orders_of(entry.plan)
+                    if all(map(self.network.keeps_to_limit, orders)):
+                        timing = self.network.timed(orders, self.objective)
+                        if timing is not None:  # a frozen module may be farther ahead than its queue is long
+                            self._start(timing.value, orders, entry.origin)
+                    if source is listed:
                         self.spent += cost
+                if source is listed:
                     listing += cost
                 yield
                 if source is listed and not few and listing >= self.budget / (12 if one_module else 3):

@@ -3,9 +3,9 @@
     python tools/bench/search.py [--effort 1] [--large]
 
 Makespans in the unit of the costs; for the span, the share of it in which the busiest position waits. *Theirs*: what
-the programs of arXiv 2405.15362 reach at the same peak, and for ZB-2p the rate printed in arXiv 2401.10241, table 5.
-*Optimum*: proved by a search of all orders. *Seconds* of this process's CPU. ``--large``: 64 positions x 256
-microbatches x 2 chunks.
+the programs of arXiv 2405.15362 reach at the same peak (at half caps, its formula), and for ZB-2p the rate printed in
+arXiv 2401.10241, table 5. *Optimum*: proved by a search of all orders. *Seconds* of this process's CPU. ``--large``:
+64 positions x 256 microbatches x 2 chunks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from pipegrid.search.greedy import named, problems
 
 UNIT = Costs(F=1, I=1, W=1)
 PROFILED = Costs(F=4959, I=5217, W=3519, latency=213)
-# Of an activation, 34 + 5as/h bytes per token and hidden unit, W needs 32 (a = 24 heads, s = 1024, h = 2304).
-ZB_2P = Costs(F=18.522, I=18.086, W=9.337, latency=0.601, input_release=1 - 32 / (34 + 5 * 24 * 1024 / 2304))
+
+
+def measured(forward: float, inputs: float, weights: float, hop: float, *, heads: int, hidden: int) -> Costs:
+    """Costs of arXiv 2401.10241, table 9: of an activation, 34 + 5as/h bytes per token and hidden unit, W needs 32."""
+    released = 1 - 32 / (34 + 5 * heads * 1024 / hidden)
+    return Costs(F=forward, I=inputs, W=weights, latency=hop, input_release=released)
+
+
+LARGER, LARGEST = {"heads": 40, "hidden": 5120}, {"heads": 48, "hidden": 6144}
+ZB_2P = measured(18.522, 18.086, 9.337, 0.601, heads=24, hidden=2304)
 
 
 @frozen
@@ -46,8 +54,16 @@ CASES = (
     Case("V, equal costs", UNIT, 6, 18, 3, 125),
     Case("V, equal costs", UNIT, 8, 24, 5, 161),
     Case("V, equal costs", UNIT, 8, 24, 4, 167),
+    Case("V, equal costs", UNIT, 6, 18, 3.5, 122),
+    Case("V, equal costs", UNIT, 6, 18, 4.5, 116),
+    Case("V, equal costs", UNIT, 8, 24, 4.5, 164),
+    Case("V, equal costs", UNIT, 8, 24, 5.5, 158),
     Case("V, profiled", PROFILED, 8, 24, 5, 769_413),
     Case("ZB-2p, bubble of span", ZB_2P, 8, 24, 16, 0.0433, chunks=1, span=True),
+    Case("  14.6B", measured(11.325, 11.308, 8.109, 0.378, **LARGER), 16, 128, 32, 0.0028, chunks=1, span=True),
+    Case("  28.3B", measured(10.419, 10.207, 7.715, 0.408, **LARGEST), 32, 96, 64, 0.0038, chunks=1, span=True),
+    Case("  28.3B", measured(10.408, 10.204, 7.703, 0.408, **LARGEST), 32, 128, 64, 0.0029, chunks=1, span=True),
+    Case("  28.3B", measured(10.402, 10.248, 7.698, 0.460, **LARGEST), 32, 256, 64, 0.0018, chunks=1, span=True),
     Case("  all live until W", evolve(ZB_2P, input_release=0), 8, 24, 16, None, chunks=1, span=True),
 )
 LARGE = (Case("V, equal costs", UNIT, 64, 256, 33, None), Case("V, profiled", PROFILED, 64, 256, 40, None))

@@ -14,6 +14,7 @@ from pipegrid.plans.network.network import as_network
 from pipegrid.search import search
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.greedy import greedy, named, planned, problems
+from pipegrid.search.justify import justified
 from pipegrid.search.list_scheduler import list_schedule, policies
 from plan_kit.orders import least_makespan, split_passes
 from plan_kit.plans import examples
@@ -60,7 +61,7 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
     _, costs, limit, options = shape
     (problem,) = problems(costs, limit, **options)
     network = as_network(problem)
-    for policy in itertools.islice(policies(chunked=False, shared=True), 0, None, 13):
+    for policy in itertools.islice(policies(problem), 0, None, 13):
         plan = planned(problem, list_schedule(problem, policy))
         verify(lower(plan, ahead=options["ahead"]))
         orders = network.orders_of(plan)
@@ -70,6 +71,11 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
         if options["ahead"] is None or not options["forward_only"]:
             assert timing.value == pytest.approx(simulate(plan, costs).makespan)
         assert timing.value >= lower_bound(network, "makespan") - 1e-9
+        if all(len(places) == 1 for places in network.positions):
+            better = justified(network, timing.end)
+            assert [sorted(order) for order in better] == [sorted(order) for order in orders]
+            assert all(map(network.keeps_to_limit, better))
+            assert network.timed(better) is not None
 
 
 @given(shapes())

@@ -15,14 +15,16 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import multi_module_1f1b, v_half, v_min, zero_bubble_v
 from pipegrid.plans.generators.registry import SCHEDULES
+from pipegrid.plans.network.network import as_network
 from pipegrid.plans.network.problem import Problem
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Action, chain
 from pipegrid.plans.simulate.costs import Costs, CostsError
 from pipegrid.plans.simulate.simulation import simulate
 from pipegrid.plans.verify.verify import verify
-from pipegrid.search.greedy import candidates, greedy, with_whole_backwards
+from pipegrid.search.greedy import candidates, greedy, planned, with_whole_backwards
 from pipegrid.search.greedy import problems as problems_of
+from pipegrid.search.justify import justified
 from pipegrid.search.list_scheduler import list_schedule, policies
 from plan_kit.plans import examples, module_graphs, random_module_plan
 
@@ -163,7 +165,7 @@ def test_stages_on_several_positions_start_on_all_of_them_at_once(seed):
     least = max(map(len, plan.stages_at))
     for cap in (float("inf"), least, 1.5 * least):
         problem = Problem(plan.graph, plan.placement, plan.num_microbatches, Costs(), size, cap)
-        for policy in itertools.islice(policies(), seed % 7, None, 7):
+        for policy in itertools.islice(policies(problem), seed % 7, None, 7):
             split = list_schedule(problem, policy)
             for orders in (split, with_whole_backwards(split)):
                 positions = [[Action(*entry) for entry in order] for order in orders]
@@ -188,7 +190,7 @@ def problems(draw):
 @examples(day=15, night=30)
 def test_the_list_scheduler_never_locks_itself_in(problem):
     """Every microbatch gets through under any policy, any graph and the tightest cap that holds one."""
-    for policy in policies():
+    for policy in policies(problem):
         orders = list_schedule(problem, policy)
         done = sum(map(len, orders))
         places = sum(map(len, problem.placement))
@@ -198,6 +200,18 @@ def test_the_list_scheduler_never_locks_itself_in(problem):
             for kind, stage, _ in order:
                 live += {"F": 1, "I": 0, "W": -1}[kind] * problem.activation[stage]
                 assert live <= problem.memory_limit * (1 + 1e-9) + 1e-6, (policy, position)
+
+
+@given(problem=problems())
+@examples(day=15, night=60)
+def test_justified_orders_are_whole_and_keep_to_the_limit(problem):
+    network = as_network(problem)
+    for policy in itertools.islice(policies(problem), 0, None, 7):
+        orders = network.orders_of(planned(problem, list_schedule(problem, policy)))
+        better = justified(network, network.timed(orders).end)
+        assert [sorted(order) for order in better] == [sorted(order) for order in orders]
+        assert all(map(network.keeps_to_limit, better))
+        assert network.timed(better) is not None
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,11 @@ def on_a_v(costs, cap, p, m, **options):
         (4, 6, 2.5, 44, 0.1),
         pytest.param(4, 12, 2.5, 80, 1, marks=nightly),
         (6, 18, 3, 125, 0.1),
+        (6, 18, 3.5, 122, 0.2),
+        pytest.param(6, 18, 4.5, 116, 1, marks=nightly),
         pytest.param(8, 24, 4, 167, 1, marks=nightly),
+        pytest.param(8, 24, 4.5, 164, 1, marks=nightly),
+        pytest.param(8, 24, 5.5, 158, 1, marks=nightly),
         pytest.param(8, 24, 5, 161, 1, marks=nightly),
         pytest.param(8, 24, 6, 155, 1, marks=nightly),
     ],
@@ -148,6 +152,25 @@ def test_steps_apart_the_search_finds_the_printed_zb_2p_and_proves_that_none_is_
     assert bubble_rate(found.span) == 0.0433
     assert found.optimal
     assert found.peak <= 16
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "times", "heads", "hidden", "rate", "effort"),
+    [
+        (16, 128, (11.325, 11.308, 8.109, 0.378), 40, 5120, 0.0028, 0.02),
+        pytest.param(32, 96, (10.419, 10.207, 7.715, 0.408), 48, 6144, 0.0038, 1, marks=nightly),
+        pytest.param(32, 128, (10.408, 10.204, 7.703, 0.408), 48, 6144, 0.0029, 1, marks=nightly),
+        pytest.param(32, 256, (10.402, 10.248, 7.698, 0.460), 48, 6144, 0.0018, 1, marks=nightly),
+    ],
+)
+def test_the_search_finds_the_printed_zb_2p_of_larger_models(p, m, times, heads, hidden, rate, effort):
+    forward, inputs, weights, latency = times
+    costs = Costs(
+        F=forward, I=inputs, W=weights, latency=latency, input_release=1 - 32 / (34 + 5 * heads * 1024 / hidden)
+    )
+    found = search(costs, 2 * p, num_positions=p, num_microbatches=m, objective="span", effort=effort)
+    assert round(1 - m * (forward + inputs + weights) / found.span, 4) <= rate
+    assert found.peak <= 2 * p
 
 
 def test_the_bound_holds_where_whole_backwards_are_cheap():

@@ -16,29 +16,12 @@ FARTHEST = 12
 """The most places that an operation moves at once."""
 
 
-def anneal(
-    network: Network,
-    orders: Orders,
-    *,
-    objective: Objective,
-    tries: int,
-    temperature: float,
-    seed: int = 0,
-    stop: Callable[[float], bool] = lambda _: False,
-) -> tuple[float, Orders]:
-    """The best orders met in ``tries`` moves and their value, starting from ``orders``.
+class Annealing:
+    """Orders that are improved; a compute of a stage on several positions keeps its place, others move past it."""
 
-    ``temperature``: the lengthening that the first moves accept, falling to 0. ``stop`` is called with the best value
-    after each timed move; True ends the search. A compute of a stage on several positions keeps its place; others move
-    past it.
-    """
-    rng = random.Random(seed)  # noqa: S311 -- no secret
-    return _Annealing(network, orders, objective, rng).run(tries, temperature, stop)
-
-
-class _Annealing:
-    def __init__(self, network: Network, orders: Orders, objective: Objective, rng: random.Random) -> None:
-        self.network, self.objective, self.rng = network, objective, rng
+    def __init__(self, network: Network, orders: Orders, objective: Objective, *, seed: int = 0) -> None:
+        self.network, self.objective = network, objective
+        self.rng = random.Random(seed)  # noqa: S311 -- no secret
         self.orders = [list(order) for order in orders]
         self.place = [{operation: index for index, operation in enumerate(order)} for order in orders]
         timing = network.timed(self.orders, objective)
@@ -46,6 +29,11 @@ class _Annealing:
         self.timing = timing
 
     def run(self, tries: int, temperature: float, stop: Callable[[float], bool]) -> tuple[float, Orders]:
+        """The value and the orders of the best met in ``tries`` moves.
+
+        ``temperature``: the lengthening that the first moves accept, falling to 0. ``stop`` is called with the best
+        value after each timed move; True ends the search.
+        """
         best, kept = self.timing.value, [list(order) for order in self.orders]
         critical = self._critical()
         for index in range(tries):

@@ -24,7 +24,7 @@ from pipegrid.plans.generators import (
 )
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, compute_plan, require_graph
-from pipegrid.plans.simulate import Costs, GivenCosts, activation_sizes, simulate
+from pipegrid.plans.simulate import GivenCosts, activation_sizes, simulate
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.list_scheduler import list_schedule, policies
 
@@ -162,7 +162,12 @@ def problems(
     without = frozen_stages(graph, forward_only)
     limit = as_limit(memory_limit)
     placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
-    shapes = [_problem(graph, places, num_microbatches, costs, limit, without, ahead) for places in placements]
+    shapes = []
+    for places in placements:
+        rows = [()] * (1 + max((position for own in places for position in own), default=0))
+        options: dict[str, Any] = {"graph": graph, "placement": places, "forward_only": without}
+        sizes = activation_sizes(compute_plan(rows, num_microbatches=num_microbatches, **options), costs)
+        shapes.append(Problem(graph, places, num_microbatches, costs, sizes, limit, without, ahead))
     for shape in shapes:
         if shape.num_positions != num_positions:
             raise PlanError(
@@ -182,28 +187,6 @@ def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ..
     if num_stages == 2 * num_positions and num_positions > 1:
         found.append(v_placement(num_positions))
     return [as_placement(places) for places in found]
-
-
-def _problem(
-    graph: ModuleGraph,
-    placement: tuple[tuple[int, ...], ...],
-    num_microbatches: int,
-    costs: Costs,
-    limit: float,
-    forward_only: frozenset[int],
-    ahead: int | None,
-) -> Problem:
-    num_positions = 1 + max((position for places in placement for position in places), default=0)
-    empty = compute_plan(
-        [()] * num_positions,
-        graph=graph,
-        placement=placement,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-    )
-    return Problem(
-        graph, placement, num_microbatches, costs, activation_sizes(empty, costs), limit, forward_only, ahead
-    )
 
 
 def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Action] = Action) -> Plan:
@@ -266,8 +249,7 @@ def listed(problem: Problem) -> Iterator[Found]:
     seen = set()
     make = cache(Action)  # the same few thousand actions, over and over
     one_module = len(problem.graph.modules) == 1
-    chunked = one_module and problem.graph.num_stages > problem.num_positions
-    tried = list(policies(chunked=chunked, shared=any(len(places) > 1 for places in problem.placement)))
+    tried = list(policies(problem))
     if not one_module:  # a search may stop among them: different ones first
         tried = [tried[index * SPREAD % len(tried)] for index in range(len(tried))]
     for policy in tried:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from attrs import define, field, frozen
 
@@ -29,41 +30,47 @@ from pipegrid.plans.plan import ActionKind
 class Policy:
     """The ranking by which a free position chooses among ready actions.
 
-    ``first``: backwards, forwards, or each after the other. ``weights``: a ``W`` right after its ``I``, or
-    when nothing else is ready; then it may start if it ends no later than ``patience`` of its duration after
-    the next input arrives. ``deep``: among forwards, later stages first, otherwise older microbatches.
-    ``warmup``: forwards a stage may be ahead of its backwards, per step of distance to the sink (None: as
-    memory allows). ``block``: computes of a stage on several positions come that many in a row, and its positions stop
-    for them: forwards when its consumer has used up the last block, backwards when a block of gradients is there, each
-    with its ``W`` (None: whenever all its positions are free at once).
+    ``first``: backwards, forwards, or each after the other. A ``W`` starts when nothing else is ready, if it ends no
+    later than ``patience`` of its duration after the next input arrives (infinite: right after its ``I``). ``deep``:
+    among forwards, later stages first, otherwise older microbatches. ``warmup``: forwards a stage may be ahead of its
+    backwards, per step of distance to the sink (None: as memory allows). ``block``: computes of a stage on several
+    positions come that many in a row, and its positions stop for them: forwards when its consumer has used up the last
+    block, backwards when a block of gradients is there, each with its ``W`` (None: whenever all its positions are free
+    at once).
     """
 
     first: Literal["backward", "forward", "alternate"]
-    weights: Literal["at once", "idle"]
     patience: float
     deep: bool
     warmup: float | None
     block: int | None = None
 
 
-_Weights: TypeAlias = tuple[Literal["at once", "idle"], float]
-
-
-def policies(*, chunked: bool = True, shared: bool = False) -> Iterator[Policy]:
-    """The policies that `greedy` tries, a few dozen.
-
-    ``chunked``: whether a position has several stages; ``shared``: whether a stage has several positions.
-    """
-    weights: tuple[_Weights, ...] = (("at once", 1.0), ("idle", 1.0), ("idle", 0.5), ("idle", 0.0))
+def policies(problem: Problem) -> Iterator[Policy]:
+    """The policies that `greedy` tries, a few dozen; the warmups end with as many forwards as a round trip takes."""
     firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
-    for block, first, (when, patience), deep, warmup in itertools.product(
+    chunked = len(problem.graph.modules) == 1 and problem.graph.num_stages > problem.num_positions
+    shared = any(len(places) > 1 for places in problem.placement)
+    for block, patience, deep, first, warmup in itertools.product(
         (None, 1, 2, 4) if shared else (None,),
-        firsts,
-        weights,
+        (1.0, 0.5, 0.0, math.inf),
         (False, True) if chunked else (False,),
-        (None, 1.0, 1.5, 2.0),
+        firsts,
+        dict.fromkeys((_round_trip(problem), None, 1.0, 1.5, 2.0)),
     ):
-        yield Policy(first, when, patience, deep, warmup, block)
+        yield Policy(first, patience, deep, warmup, block)
+
+
+def _round_trip(problem: Problem) -> float:
+    """Forwards of a stage, on average, in the time to the next one and back: as many keep it busy until then."""
+    costs, stages, edges = problem.costs, problem.graph.num_stages, problem.graph.stage_edges
+    forward, back = (costs.overhead + math.fsum(costs.per_stage(kind, stages)) / stages for kind in ("F", "I"))
+    ways = [
+        sum(travel)
+        for edge, travel in costs.travel(edges).items()
+        if problem.placement[edge.source] != problem.placement[edge.destination]
+    ]
+    return 1.0 + (back + 2.0 * math.fsum(ways) / max(len(edges), 1)) / forward if forward else 2.0
 
 
 @define(eq=False)
@@ -302,7 +309,7 @@ class _ListScheduler:
             self._release(unit, microbatch, unit.released)
             self.did_forward[position] = False
             self._send(unit, microbatch, done, forward=False)
-            if self.policy.weights == "at once" or self._in_blocks(unit):
+            if self.policy.patience == math.inf or self._in_blocks(unit):
                 self.busy_until[position] = done
                 self._start_one(unit, ActionKind.W, microbatch, done)
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from attrs import define, evolve, field, frozen
 
@@ -14,10 +15,11 @@ from pipegrid.plans.network.network import Network, Objective, Orders, as_networ
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.network.squeeze import Squeeze, squeezed
 from pipegrid.plans.simulate import GivenCosts
-from pipegrid.search.anneal import anneal
+from pipegrid.search.anneal import Annealing
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.exact import has_equal_costs, shortest
 from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems, with_whole_backwards
+from pipegrid.search.justify import justified
 from pipegrid.search.patterns import patterns
 
 
@@ -110,9 +112,9 @@ MOST = 60_000_000
 TOLD = 100
 """The least number of progress reports while orders are improved."""
 
-TIMED, SQUEEZED, LISTED, LISTED_GRAPH, STATE = 1, 8, 4000, 60, 20
-"""What timing fixed orders, squeezing a pattern, all list schedules of a chain and one of modules cost per operation,
-and a state of `shortest`, all in the time it takes to time one operation."""
+TIMED, SQUEEZED, JUSTIFIED, LISTED, LISTED_GRAPH, STATE = 1, 8, 12, 4000, 60, 20
+"""What timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain and one of modules
+cost per operation, and a state of `shortest`, all in the time it takes to time one operation."""
 
 
 @define
@@ -138,7 +140,7 @@ class _Clock:
             return
         objective = self.searches[0].objective
         best = min(found, key=lambda entry: value_of(entry, objective))
-        shares = [min(1.0, one.spent / one.budget) if one.budget else 1.0 for one in self.searches]
+        shares = [min(1.0, one.spent / one.total) if one.total else 1.0 for one in self.searches]
         if self.progress(Progress(sum(shares) / len(shares), value_of(best, objective), best.origin)):
             self.stopped = True
 
@@ -158,6 +160,7 @@ class _Search:
         operations = 3 * problem.graph.num_stages * problem.num_microbatches
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
+        self.total = 1.5 * self.budget  # with justification, the last step
         self.spent = 0.0
         self.best: Found | None = None
         self.proved = False
@@ -173,14 +176,15 @@ class _Search:
         return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        for step in (self._from_schedules(), self._from_patterns(), self._from_all_orders(), self._improve(clock)):
+        first = self._from_schedules(), self._from_patterns(), self._from_all_orders()
+        for step in (*first, self._improve(clock), self._justify(clock)):
             for _ in step:
                 clock.tell()
                 if clock.stop():
                     return
             if self._is_done():
                 break
-        self.spent = self.budget
+        self.spent = self.total
         clock.tell()
 
     def _is_done(self) -> bool:
@@ -201,24 +205,28 @@ class _Search:
         for written in (entries, with_whole_backwards(entries)):
             self._offer(candidate(origin, planned(self.problem, written), self.problem))
 
-    # The four steps; each yields after a piece of work.
+    # The steps; each yields after a piece of work.
 
     def _from_schedules(self) -> Iterator[None]:
-        """The named schedules, and the list schedules: one where all would take more than a quarter of the effort."""
+        """The named schedules, and the list schedules: a few where all would take more than a quarter of the effort."""
         one_module = len(self.problem.graph.modules) == 1
         few = LISTED * self.operations <= self.budget / 4
+        cost, listing = (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations, 0.0
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
-                orders = self.network.orders_of(entry.plan)
-                if all(map(self.network.keeps_to_limit, orders)):
-                    timing = self.network.timed(orders, self.objective)
-                    if timing is not None:  # a frozen module may be farther ahead than its queue is long
-                        self._start(timing.value, orders, entry.origin)
+                if few or not one_module or not listing:  # the other steps of a large chain are as without the others
+                    orders = self.network.orders_of(entry.plan)
+                    if all(map(self.network.keeps_to_limit, orders)):
+                        timing = self.network.timed(orders, self.objective)
+                        if timing is not None:  # a frozen module may be farther ahead than its queue is long
+                            self._start(timing.value, orders, entry.origin)
+                    if source is listed:
+                        self.spent += cost
                 if source is listed:
-                    self.spent += (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations
+                    listing += cost
                 yield
-                if source is listed and not few and (one_module or self.spent >= self.budget / 3):
+                if source is listed and not few and listing >= self.budget / (12 if one_module else 3):
                     break
 
     def _from_patterns(self) -> Iterator[None]:
@@ -285,45 +293,57 @@ class _Search:
 
     def _improve(self, clock: _Clock) -> Iterator[None]:
         """The best few orders, improved; then the best of them once more, with the rest of the effort."""
-        duration = sum(self.network.duration) / len(self.network.duration)
         chosen = self._best_starts(ANNEALED)
         for index, start in enumerate([*chosen, None]):
-            value, orders, origin = self._best_starts(1)[0] if start is None else start
             left = int((self.budget - self.spent) / TIMED / self.operations)
             tries = left // 2 if start is None else left // (2 * (ANNEALED - index))
             if tries < 1:
                 return
-            value, orders = self._annealed(clock, orders, tries, 0.1 * duration, index)
-            origin = origin if origin.endswith("improved") else f"{origin}, improved"
-            self._start(value, orders, origin)
-            self._offer_orders(orders, origin)
+            self._anneal(clock, start or self._best_starts(1)[0], tries, index)
             yield
 
-    def _annealed(
-        self, clock: _Clock, orders: Orders, tries: int, temperature: float, seed: int
-    ) -> tuple[float, Orders]:
-        """`anneal`, which tells of its progress now and then."""
-        before = told = self.spent
-
-        def stop(best: float) -> bool:
-            nonlocal told
-            self.spent += TIMED * self.operations
-            if self.spent - told >= self.budget / TOLD:
-                told = self.spent
-                clock.tell()
-            return clock.stop() or best <= self.bound * (1 + 1e-9)
-
-        found = anneal(
-            self.network,
-            orders,
-            objective=self.objective,
-            tries=tries,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-        )
+    def _anneal(self, clock: _Clock, start: tuple[float, Orders, str], tries: int, seed: int) -> None:
+        _, orders, origin = start
+        before, duration = self.spent, sum(self.network.duration) / len(self.network.duration)
+        annealing = Annealing(self.network, orders, self.objective, seed=seed)
+        value, orders = annealing.run(tries, 0.1 * duration, partial(self._ends, clock))
         self.spent = before + tries * TIMED * self.operations
-        return found
+        origin = origin if origin.endswith("improved") else f"{origin}, improved"
+        self._start(value, orders, origin)
+        self._offer_orders(orders, origin)
+
+    def _justify(self, clock: _Clock) -> Iterator[None]:
+        """All orders, justified while that makes them shorter; then the best of all improved.
+
+        The longest are tried as well: a slow start or end says little of what is between.
+        """
+        if any(len(places) > 1 for places in self.network.positions):
+            return
+        ends = (self.spent + self.total) / 2
+        for value, orders, origin in self._best_starts(len(self.starts)):
+            best, before = value, self.network.timed(orders, self.objective)
+            while before is not None and self.spent < ends:
+                better = justified(self.network, before.end)
+                self.spent += JUSTIFIED * self.operations
+                before = self.network.timed(better, self.objective)
+                if before is None or before.value >= best:
+                    break
+                best = before.value
+                self._start(best, better, f"{origin}, justified")
+                yield
+        best_start = self._best_starts(1)[0]
+        self._offer_orders(*best_start[1:])
+        tries = int((self.total - self.spent) / TIMED / self.operations)
+        if tries > 0 and not self._is_done():
+            self._anneal(clock, best_start, tries, ANNEALED + 1)
+            yield
+
+    def _ends(self, clock: _Clock, best: float) -> bool:
+        """Whether annealing is to end after one more timed move; now and then, the progress is told."""
+        before, self.spent = self.spent, self.spent + TIMED * self.operations
+        if int(self.spent * TOLD / self.total) > int(before * TOLD / self.total):
+            clock.tell()
+        return clock.stop() or best <= self.bound * (1 + 1e-9)
 
     def _best_starts(self, count: int) -> list[tuple[float, Orders, str]]:
         ranked = sorted(self.starts.items(), key=lambda entry: entry[1][0])[:count]

@@ -19,12 +19,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # Time never decides a test: on a fresh machine the first text drawn builds a table for a second. Half of the
-    # examples that hypothesis draws by default are enough for one run of many; each night draws others.
+    # Time never decides a test: on a fresh machine the first text drawn builds a table for a second.
     slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("pipegrid", slow, max_examples=50)
+    settings.register_profile("day", slow, max_examples=20)
+    settings.register_profile("thorough", slow, max_examples=50)
     settings.register_profile("night", slow, max_examples=200, derandomize=False)
-    settings.load_profile("pipegrid")
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "day"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Every check of the project, one session each. `nox` alone runs `tests`; `nox -l` lists them.
+"""Every check of the project, one session each. `nox` alone runs `tests`, the day's; `nox -l` lists them.
 
 Environments are made once and reused: a session installs again only when a metadata file, the constraints
 or its own list of requirements changed. What several environments need is made once for all: what is large, each in a
@@ -31,6 +31,13 @@ nox.options.sessions = ["tests"]
 
 # Hundreds of ranks and scripts import the packages from their sources: each would compile them anew, for 0.2 to 0.5 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# What a change must pass, and what a release, a merge and each night must pass as well: pages, equipment of tests, dry
+# runs, products of axes; with them every property again, on more examples.
+DAY = "not nightly and not thorough"
+THOROUGH = "(thorough or hypothesis) and not nightly"
+DAY_CPU_SECONDS = 1000
+"""Of `tests`, environments made, on a machine of 2026. Another machine may need three times as many."""
 
 ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
@@ -153,12 +160,22 @@ def install(
     stamp.write_text(key)
 
 
+def _pytest(session: nox.Session, *arguments: str) -> None:
+    """The day's tests, or those that an ``-m`` among the session's own arguments chooses; prints their CPU seconds."""
+    none_of_them = [5] if THOROUGH in session.posargs else []
+    before = os.times()
+    session.run("pytest", "-m", DAY, *arguments, *session.posargs, success_codes=[0, *none_of_them])
+    after = os.times()
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    print(f"{session.name}: {seconds:.0f} CPU seconds of tests", flush=True)
+
+
 def _test_package(session: nox.Session, name: str) -> None:
     needs = TEST_NEEDS[name]
     others = [need for need in needs if not _siblings([need])]
     install(session, _with_needs(name, *_siblings(needs)), *others)
     preload = ("-o", PRELOAD) if "pipegrid-testing" in needs else ()
-    session.run("pytest", "-m", "not nightly", *preload, str(PACKAGES / name / "tests"), *session.posargs)
+    _pytest(session, *preload, str(PACKAGES / name / "tests"))
 
 
 def _declare_package_sessions() -> None:
@@ -197,14 +214,14 @@ def contract(session: nox.Session) -> None:
     # numpy is for a peer that a benchmark compares with: torch's own pipelining sends objects, which needs it.
     install(session, ALL, "import-linter", "pytest", "numpy", "hypothesis", "hatchling", "griffelib", *NOTEBOOK)
     session.run("lint-imports")
-    session.run("pytest", "-m", "not nightly", "tools/tests")
+    _pytest(session, "tools/tests")
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """The packages composed on ranks. Takes `--backend gloo|nccl|fake_nccl|staged` and pytest's own options."""
     install(session, ALL, *EVERY_TEST)
-    session.run("pytest", "-m", "not nightly", "-o", PRELOAD, "integration_tests", *session.posargs)
+    _pytest(session, "-o", PRELOAD, "integration_tests")
 
 
 @nox.session
@@ -236,14 +253,14 @@ def _over_fake_nccl(session: nox.Session) -> None:
 
 @nox.session(name="tests-torch")
 def tests_torch(session: nox.Session) -> None:
-    """Every default test with another torch: `nox -s tests-torch -- 2.15.0`. pytest's options go after it."""
+    """The day's tests with another torch: `nox -s tests-torch -- 2.15.0`. pytest's options go after it."""
     version, *options = session.posargs or [""]
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         session.error(f"give a version of torch after --, such as 2.15.0; got {version!r}")
     constraints = Path(session.virtualenv.location) / "constraints.txt"
     constraints.write_text(re.sub(r"^torch==.*$", f"torch=={version}", CONSTRAINTS.read_text(), flags=re.MULTILINE))
     install(session, ALL, *EVERY_TEST, "import-linter", "hatchling", "griffelib", *NOTEBOOK, constraints=constraints)
-    session.run("pytest", "-m", "not nightly", "packages", "integration_tests", "tools/tests", *options)
+    session.run("pytest", "-m", DAY, "packages", "integration_tests", "tools/tests", *options)
 
 
 def _with_other_releases(session: nox.Session, kind: str, pinned: dict[str, str], *wanted: str) -> None:
@@ -315,6 +332,13 @@ def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[
     return paths
 
 
+def _require_complete(session: nox.Session) -> list[str]:
+    """Raise unless the install line of each README is complete; what the one for everything installs."""
+    for name in ALL:
+        _installed_by(session, PACKAGES / name / "README.md", {name})
+    return _installed_by(session, ROOT / "README.md", set(ALL))
+
+
 @nox.session(name="install", reuse_venv=False)
 def install_as_written(session: nox.Session) -> None:
     """The `pip install` lines of the READMEs: each is complete; the one for everything works where nothing is.
@@ -322,9 +346,7 @@ def install_as_written(session: nox.Session) -> None:
     Before that what installs without torch, and its commands; fake_nccl and testing, alone, in a project of others.
     Then all packages with the extras that docs/install.md names.
     """
-    for name in ALL:
-        _installed_by(session, PACKAGES / name / "README.md", {name})
-    everything = _installed_by(session, ROOT / "README.md", set(ALL))
+    everything = _require_complete(session)
     quick = ("--no-compile", *PIP, str(CONSTRAINTS))  # each is imported once
     # pip builds each in an environment of its own, which is under the second name; before pip 25.3 under the first.
     builds = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(CONSTRAINTS))
@@ -398,39 +420,62 @@ def docs(session: nox.Session) -> None:
     session.run("python", "tools/documentation.py")
 
 
-def _run_beside(name: str, options: list[str]) -> tuple[str, int, str]:
-    """A session in a process of its own: its name, its exit status, and all that it wrote."""
+def _run_beside(name: str, options: list[str], env: dict[str, str]) -> tuple[str, int, str, float]:
+    """A session in a process of its own: its name, its exit status, all that it wrote, and its CPU seconds."""
     command = [sys.executable, "-m", "nox", "--session", name, "--", *options]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return name, done.returncode, done.stdout
+    merged = {**os.environ, **env}
+    run = subprocess.Popen(command, cwd=ROOT, env=merged, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.stdout is not None
+    output = run.stdout.read()
+    _, status, usage = os.wait4(run.pid, 0)  # with all that it has waited for
+    run.returncode = os.waitstatus_to_exitcode(status)
+    return name, run.returncode, output, usage.ru_utime + usage.ru_stime
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Lint, types, contract, documentation, installing as written, every package alone, integration on gloo.
+def _run_all_beside(session: nox.Session, names: tuple[str, ...], options: list[str], env: dict[str, str]) -> float:
+    """Sessions side by side; each is printed whole when it ends. Their CPU seconds.
 
-    Sessions run side by side, one more than there are cores, since many a test waits (at most 4); each is printed whole
-    when it ends.
+    One more than there are cores, since many a test waits (at most 4).
     """
     # What the environments share is made before any wants it, what is large two at a time.
     for name in ALL:
         _editable(session, name)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: _shared(session, CONSTRAINTS, name), LARGE))
-    # The longest first: what is left for the end is short.
-    packages = sorted(
-        ALL, key=lambda name: -sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/**/*.py"))
-    )
-    names = ("integration", *(f"test-{name}" for name in packages[:2]), "contract")
-    names += (*(f"test-{name}" for name in packages[2:]), "types", "docs", "install", "lint")
-    failed = []
+    failed, spent = [], dict.fromkeys(names, 0.0)
     with ThreadPoolExecutor(min(4, 1 + (os.cpu_count() or 1))) as pool:
-        for done in as_completed([pool.submit(_run_beside, name, session.posargs) for name in names]):
-            name, status, output = done.result()
-            print(output, end="", flush=True)
+        for done in as_completed([pool.submit(_run_beside, name, options, env) for name in names]):
+            name, status, output, spent[name] = done.result()
+            print(output, f"{name}: {spent[name]:.0f} CPU seconds", sep="", flush=True)
             failed += [name] if status else []
+    total = sum(spent.values())
+    print(f"{total:.0f} CPU seconds: {', '.join(f'{name} {each:.0f}' for name, each in spent.items())}", flush=True)
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+    return total
+
+
+def _with_tests() -> tuple[str, ...]:
+    """The sessions of pytest, the longest first: what is left for the end is short."""
+    sizes = {name: sum(path.stat().st_size for path in (PACKAGES / name).glob("tests/**/*.py")) for name in ALL}
+    first, second, *others = (f"test-{name}" for name in sorted(ALL, key=lambda name: -sizes[name]))
+    return "integration", first, second, "contract", *others
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Lint, types, contract, documentation, every package alone, integration on gloo: what a change must pass."""
+    _require_complete(session)
+    spent = _run_all_beside(session, (*_with_tests(), "types", "docs", "lint"), session.posargs, {})
+    if spent > 3 * DAY_CPU_SECONDS:
+        session.error(f"{spent:.0f} CPU seconds are three times those of a day; mark what is not the core as thorough")
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """What is not by day: tests marked so, properties on more examples, installing as the READMEs say."""
+    options = ["-m", THOROUGH, *session.posargs]
+    _run_all_beside(session, (*_with_tests(), "install"), options, {"HYPOTHESIS_PROFILE": "thorough"})
 
 
 @nox.session(default=False)

@@ -100,6 +100,7 @@ def test_a_layout_and_the_whole_model_load_from_each_other(ranks, layout):
         job.pipeline.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 def test_twenty_steps_through_four_layouts_are_those_of_one_process(ranks):
     """Stopped every five steps, and resumed with other grids, another schedule and another cut."""
@@ -129,6 +130,7 @@ def test_twenty_steps_through_four_layouts_are_those_of_one_process(ranks):
     checkpoints.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 def test_a_run_interrupted_in_the_same_layout_is_bit_equal(ranks):
     layout = Layout(2, 2, 2, "dualpipe_v")

@@ -35,6 +35,7 @@ def command(*arguments):
     return [sys.executable, str(TRAIN), *arguments]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -65,6 +66,7 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(arguments, text):
     assert text in line
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "arguments"),
     [
@@ -97,6 +99,7 @@ def test_the_first_steps_gradients_are_those_of_one_process(dtype, arguments):
     assert float(found[1]) < {"float32": 1e-5, "float64": 1e-10}[dtype]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -138,6 +141,7 @@ def standing(text):
     return {rank for span in spans for rank in range(span[0], span[-1] + 1)}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks through /proc")
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
@@ -181,6 +185,7 @@ def test_of_a_rank_that_a_signal_ended_its_own_word_is_told_and_no_other_ranks(s
     assert text in _what_happened(ChildFailedError("train.py", failures), Control(store, -1, (2, 3)))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_named_with_what_it_said_and_where_all_stood(tmp_path):
     (tmp_path / "file").write_text("")
     done = run("--steps", "1", "--batch", "16", "--out", str(tmp_path / "file"))

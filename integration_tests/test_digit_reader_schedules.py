@@ -97,6 +97,7 @@ PLACES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "place",
     [

@@ -70,14 +70,17 @@ def judged(arguments, *, cases=(), seconds):
     return result.stdout.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_one_fault_of_each_kind_and_place():
     assert judged(["--case", "-", "--jobs", "4"], cases=CASES, seconds=600) == f"{len(CASES)} passed, 0 failed"
 
 
+@pytest.mark.thorough
 def test_faults_over_the_fake_nccl():
     assert judged(["--case", "-", "--jobs", "4"], cases=FAKES, seconds=600) == f"{len(FAKES)} passed, 0 failed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "backend", [BACKENDS[1], *(pytest.param(each, marks=pytest.mark.nightly) for each in BACKENDS[2:])]
 )

@@ -98,6 +98,7 @@ def over(backend, *modes, size=3):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", over("fake_nccl", *MODES))
 def test_a_plan_of_every_schedule(ranks, mode):
     for name, schedule in SCHEDULES.items():

@@ -134,6 +134,7 @@ def live(ranks, kind, *, warmup, steps, malloc):
     return before, after
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["lanes", "bridge"])
 @pytest.mark.ranks(2, backend="fake_nccl", deadline=300)
 def test_nothing_grows_or_ends_in_forty_days(ranks, kind):

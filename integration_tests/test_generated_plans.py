@@ -46,6 +46,7 @@ def on(*sizes, deadline):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", on(3, deadline=240))
 def test_a_plan_of_every_schedule(ranks, mode):
     for name in SCHEDULES:

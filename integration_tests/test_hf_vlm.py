@@ -47,6 +47,7 @@ def test_the_glue_is_short_and_little_of_it_is_about_pipegrid():
     assert not [name for name in (*imported, "pipegrid") if re.search(rf"\b{name}\b", outside)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_short_run_writes_the_same_in_the_pipeline_and_in_plain_transformers(tmp_path):
     result = run(

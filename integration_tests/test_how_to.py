@@ -103,6 +103,7 @@ def test_a_script_prints_what_the_page_says(name, tmp_path, monkeypatch):
     compare(run_here(name, tmp_path, tmp_path, monkeypatch), script(name)[3])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_a_script_on_ranks_prints_what_the_page_says(name, ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")

@@ -47,6 +47,7 @@ def test_the_script_goes_on_in_another_layout_and_recites(tmp_path):
     assert texts[-1].startswith("the fog comes on little cat feet.")
 
 
+@pytest.mark.thorough
 def test_the_loop_of_one_process_runs():
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -54,6 +55,7 @@ def test_the_loop_of_one_process_runs():
     assert len(re.findall(r"loss \d+\.\d+", printed.getvalue())) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_sharded_script_trains(tmp_path):
     (tmp_path / "page.py").write_text(SHARDED, encoding="utf-8")

@@ -31,6 +31,7 @@ OBJECTS, RSS_BYTES = 24, 8 * 2**20
 LANES = 2  # of a rank; each starts a thread of its own once, when a transfer first outlives its step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("warmup", "steps"),
     [

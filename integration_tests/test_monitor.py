@@ -72,6 +72,7 @@ def test_an_error_on_one_rank_is_every_ranks_first_failure(ranks):
     assert seconds < LANE_DEADLINE
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(STAGES)
 def test_a_rank_that_dies_leaves_its_last_word(ranks):
     ranks.plan_fault(Fault("kill", rank=2, at="F3"))

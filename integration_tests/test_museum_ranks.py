@@ -15,6 +15,8 @@ import pytest
 
 from .kit.museum import BACKENDS, stuck_at, table
 
+pytestmark = pytest.mark.thorough
+
 HERE = Path(__file__).parent
 SESSIONS = 2
 CELLS = {f"{name}/{model}": verdict for (name, model), verdict in table().items() if model in BACKENDS}

@@ -179,6 +179,7 @@ def test_without_a_loss_all_that_the_model_returns_is_compared():
     assert next(one for one in other.gradients if one.name == "gradient of scale.bias").norm == 0
 
 
+@pytest.mark.thorough
 def test_the_page_about_cuts_prints_what_it_says(capsys):
     page = (Path(__file__).parents[3] / "docs" / "concepts" / "cuts.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(python|text)\n(.*?)```", page, re.DOTALL)
@@ -367,6 +368,7 @@ def tiny(**options):
     )
 
 
+@pytest.mark.thorough
 def test_the_command_compares_the_model_of_a_config(tmp_path, capsys):
     folder = saved(tmp_path, tiny(architectures=["LlamaForSequenceClassification"], pad_token_id=0))
     assert main(["check", folder, "Et|t|tL", "--dtype", "float64"]) == 0
@@ -381,6 +383,7 @@ def broken():
     return Reading(PLAIN, "none")
 
 
+@pytest.mark.thorough
 def test_the_command_ends_with_1_where_stages_differ_and_2_where_nothing_is_compared(tmp_path, capsys):
     here = __name__
     arguments = [f"{here}:broken", LAYOUT, "--layers", "blocks", "--batch", f"{looped.__name__}:batch"]

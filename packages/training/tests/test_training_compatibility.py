@@ -90,6 +90,7 @@ def outcomes():
     return [eval(line.removeprefix("cells ")) for line in done.stdout.splitlines() if line.startswith("cells ")]
 
 
+@pytest.mark.thorough
 def test_some_families_are_right_or_refused_by_name(outcomes):
     found = {cell: word for cell, word, _ in outcomes[0]}
     assert found == OFTEN, outcomes[0]
@@ -200,6 +201,7 @@ def test_a_cell_is_as_bad_as_its_worst_rank(words, word):
     assert together(found, len(words), 5.0).word == word
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_or_dies_fails_its_cell_alone(outcomes):
     assert [(column, word) for (_, column), word, _ in outcomes[1]] == [
         ("fine", "right"),

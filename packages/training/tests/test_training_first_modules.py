@@ -159,7 +159,13 @@ RIGHT = {
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("two towers for one", "colocated") else pytest.mark.thorough)
+        for name in RIGHT
+    ],
+)
 def test_the_first_step_of_two_modules_is_compared_and_no_error(ranks, name, monkeypatch, capfd):
     compared = watched(monkeypatch)
     with warnings.catch_warnings():

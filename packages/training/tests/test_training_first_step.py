@@ -417,7 +417,13 @@ UNCOMPARED = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", UNCOMPARED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("tp", "objects", "hooks") else pytest.mark.thorough)
+        for name in UNCOMPARED
+    ],
+)
 def test_what_is_not_compared_is_one_line_of_the_first_rank(ranks, name, monkeypatch, capfd):
     options, why = UNCOMPARED[name]
     monkeypatch.setattr(first_step, "LARGEST", 10 if name == "large" else first_step.LARGEST)
@@ -467,7 +473,13 @@ def momentum_is_lost(optimizer, rank):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adafactor])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.AdamW,
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in (torch.optim.NAdam, torch.optim.Adafactor)),
+    ],
+)
 def test_the_first_update_of_a_resumed_optimizer_is_compared(ranks, kind, monkeypatch, capfd):
     compared = []
     original = FirstUpdate._difference

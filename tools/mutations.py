@@ -80,13 +80,6 @@ MUTATIONS = (
     ),
     Mutation(
         "plans/plan/dataflow.py",
-        "        pairs = _pairs(sources, destinations, all_to_all=group is not None)\n",
-        "        pairs = _pairs(sources, destinations)\n",
-        "a group does not share the results of positions that hold both stages",
-        "verify/test_collectives.py lowering/test_lowering.py",
-    ),
-    Mutation(
-        "plans/plan/dataflow.py",
         "sorted({routes.call(unit, destination) for unit in passing})",
         "[routes.call(passing[0], destination)]",
         "of the units of a call, only the first one's goes on",
@@ -95,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "plans/plan/plan.py",
         "edge for edge in self.graph.stage_edges if edge.source not in without and edge.destination not in without",
-        "edge for edge in self.graph.stage_edges if edge.source not in without",
-        "a stage without a backward is to send a gradient",
+        "edge for edge in self.graph.stage_edges if edge.destination not in without",
+        "a stage without a backward is to receive a gradient",
         "plan/test_plan.py lowering/test_lowering.py",
     ),
     Mutation(

@@ -128,28 +128,6 @@ def test_small_graphs_reach_the_optimum_of_all_orders(placement, m, cap, frozen)
     assert found.makespan == pytest.approx(best)
 
 
-def waiting(plan, stage):
-    """The most messages of frozen ``stage`` that its consumer has posted a receive for, and not used yet."""
-
-    def change(action):
-        kind = str(action.kind)
-        return (kind == "RECV_F" and action.edge.source == stage) - (kind == "F" and action.stage == stage + 1)
-
-    return max(most for p in range(plan.num_positions) for most in itertools.accumulate(map(change, plan.actions(p))))
-
-
-@pytest.mark.parametrize("ahead", [1, 2, 4])
-def test_lower_holds_a_frozen_encoder_back_to_its_queue(ahead):
-    graph = ModuleGraph({"images": 1, "language": 3}, {"images": ["language"]})
-    base = multi_module_1f1b(graph, 12, forward_only=("images",))
-    assert waiting(lower(base), 0) > 4
-    plan = lower(base, ahead=ahead)
-    verify(plan)
-    assert 1 <= waiting(plan, 0) <= ahead
-    costs = Costs(F=[0.5, 1, 1, 1])
-    assert simulate(plan, costs).makespan == simulate(lower(base), costs).makespan
-
-
 def test_a_whole_encoder_on_all_positions_stops_them_for_blocks_not_for_every_idle_moment():
     """The language model's bubbles do not coincide, so a stage of all positions needs them to stop."""
     graph = ModuleGraph({"images": 1, "language": 4}, {"images": ["language"]})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
+    Costs,
     Group,
     PlanError,
     actions_of,
@@ -21,6 +22,7 @@ from pipegrid.plans import (
     lower,
     multi_module_1f1b,
     one_f_one_b,
+    simulate,
     verify,
     zero_bubble_v,
 )
@@ -61,6 +63,28 @@ def test_receives_may_be_posted_early():
     # The second activation is on its way while the first backward runs.
     assert rows(late)[1] == "1RECV_F0<0 1F0 1B0 [1RECV_F1<0 1SEND_B0>0] 1F1 1B1 1SEND_B1>0"
     assert rows(early)[1] == "1RECV_F0<0 1RECV_F1<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0"
+
+
+def waiting(plan, stage):
+    """The most messages of frozen ``stage`` that its consumer has posted a receive for, and not used yet."""
+
+    def change(action):
+        kind = str(action.kind)
+        return (kind == "RECV_F" and action.edge.source == stage) - (kind == "F" and action.stage == stage + 1)
+
+    return max(most for p in range(plan.num_positions) for most in itertools.accumulate(map(change, plan.actions(p))))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_lower_holds_a_frozen_encoder_back_to_its_queue(ahead):
+    graph = ModuleGraph({"images": 1, "language": 3}, {"images": ["language"]})
+    base = multi_module_1f1b(graph, 12, forward_only=("images",))
+    assert waiting(lower(base), 0) > 4
+    plan = lower(base, ahead=ahead)
+    verify(plan)
+    assert 1 <= waiting(plan, 0) <= ahead
+    costs = Costs(F=[0.5, 1, 1, 1])
+    assert simulate(plan, costs).makespan == simulate(lower(base), costs).makespan
 
 
 @pytest.mark.parametrize("receives", ["late", "early"])

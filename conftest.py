@@ -1,13 +1,15 @@
 """For the tests of every package: settings of hypothesis, name lookups, READMEs, and what the fake NCCL stands for."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,33 @@ if find_spec("hypothesis") is not None:
     settings.register_profile("thorough", slow, max_examples=50)
     settings.register_profile("night", slow, max_examples=200, derandomize=False)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "day"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of a test that are not by day: behind the first few, or with pairs of values that others have."""
+    tests: dict[tuple[pytest.Item | pytest.Collector | None, str], list[Any]] = {}
+    for item in items:
+        marked = item.get_closest_marker("few") or item.get_closest_marker("pairs")
+        if marked is not None and item.get_closest_marker("nightly") is None:
+            tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for cases in tests.values():
+        few = cases[0].get_closest_marker("few")
+        values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
+        by_day = pairs(values) if few is None else range(few.args[0])
+        for case in (case for place, case in enumerate(cases) if place not in by_day):
+            case.add_marker("thorough")
+
+
+def pairs(cases: Sequence[Mapping[str, object]]) -> list[int]:
+    """Which of ``cases``, by number, have every value and every pair of values of two axes that any case has."""
+    left = [set(itertools.combinations(sorted(case.items()), min(2, len(case)))) for case in cases]
+    chosen = []
+    while any(left):
+        best = max(range(len(cases)), key=lambda place: len(left[place]))
+        chosen.append(best)
+        left = [own - left[best] for own in left]
+    return chosen
 
 
 @pytest.fixture(autouse=True)

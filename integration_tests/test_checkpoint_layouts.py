@@ -73,6 +73,7 @@ def undisturbed(tied, frozen, steps):
     return losses, values_of(whole.state)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", CASES)
 def test_a_layout_and_the_whole_model_load_from_each_other(ranks, layout):
     """Twenty steps: two in the layout, sixteen on one process, two in the layout again; bit for bit where it can be."""

@@ -31,6 +31,7 @@ def reference(stages, microbatches, *, vary, device):
     return parts, chain_in_one_process(parts, data, microbatches)
 
 
+@pytest.mark.few(6)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("microbatches", [1, 4, 10])
 @pytest.mark.parametrize(

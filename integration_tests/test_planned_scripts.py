@@ -55,6 +55,7 @@ def watched(script, losses):
     return names
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_v"])
 def test_a_written_script_trains_every_arrangement(schedule):
@@ -95,6 +96,7 @@ def choices_of_all_ranks(job):
     return found.values()
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_a_written_script_leaves_frozen_modules_as_they_are(schedule):
@@ -106,6 +108,7 @@ def test_a_written_script_leaves_frozen_modules_as_they_are(schedule):
             assert all(torch.equal(began[key], ended[key]) for key in began) == (module == "images"), module
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_a_dry_run_counts_the_communicators_that_ranks_open(schedule):

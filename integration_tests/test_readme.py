@@ -45,7 +45,9 @@ def test_the_tutorial_shows_the_script_that_runs():
     assert SCRIPT.read_text().split('"""\n', 1)[1].strip() == shown.strip()
 
 
-@pytest.mark.parametrize("script", [FIRST, SCRIPT], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [pytest.param(FIRST, marks=pytest.mark.thorough), SCRIPT], ids=lambda path: path.stem
+)
 def test_the_script_trains(script, request):
     if script == SCRIPT:  # the other by interpreters, as it is started after the README
         request.getfixturevalue("warm_ranks")

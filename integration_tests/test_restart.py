@@ -75,6 +75,7 @@ def test_a_killed_rank_and_a_failed_one_of_two_agents_cost_nothing_but_time(tmp_
     require_undisturbed(tmp_path, 16)
 
 
+@pytest.mark.thorough
 def test_sigterm_on_one_rank_saves_on_all_with_an_exit_code_and_without_a_restart(tmp_path):
     agents = Launch(restarts=2).start(tmp_path, ["--steps=100000", "--every=100000", "--pause=0.02"])
     try:
@@ -115,6 +116,7 @@ except RestartError as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_second_failure_at_one_step_ends_the_run_and_torchrun(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

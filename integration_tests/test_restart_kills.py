@@ -71,6 +71,7 @@ def wait_to_kill(chance, directory, ranks):
     return kind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "kills"),
     [(1000, 3), *(pytest.param(number, KILLS // EPISODES, marks=pytest.mark.nightly) for number in range(EPISODES))],
@@ -166,6 +167,7 @@ def line_with(text):
     return found
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_outside_of_a_step_ends_the_others_by_a_typed_error_in_seconds(tmp_path, context):
     """Before its first step, in which the others wait for all; and between steps, in a collective of the script."""
     lines = [line_with("loss = train_step(step)"), line_with("dist.all_reduce(loss)")]

@@ -37,6 +37,7 @@ def test_replicas_with_unequal_numbers_of_microbatches(ranks, by_unit):
     job.communicator.close()
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("job", [BESIDE, COLOCATED, TOKENS, FROZEN], ids=["beside", "colocated", "per token", "frozen"])
 @pytest.mark.parametrize("by_unit", [False, True], ids=["iterator", "by unit"])
@@ -48,6 +49,7 @@ def test_microbatches_without_images_skip_the_encoder(ranks, job, by_unit):
     job.communicator.close()
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("job", [BESIDE, COLOCATED, TOKENS], ids=["beside", "colocated", "per token"])
 @pytest.mark.parametrize("by_unit", [False, True], ids=["iterator", "by unit"])
@@ -129,6 +131,7 @@ def test_units_move_between_replicas(ranks):
     job.communicator.close()
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dead", [(0, 0), (1, 0), (0, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize(
@@ -232,6 +235,7 @@ def test_every_schedule_around_a_dead_rank_has_the_gradients_of_one_process(rank
     job.communicator.close()
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", in_a_few(NAMED))
 @pytest.mark.parametrize("job", [BESIDE, COLOCATED], ids=["beside", "colocated"])

@@ -60,6 +60,7 @@ def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("page", "number"), ALONE, ids=lambda value: getattr(value, "stem", str(value)))
 def test_code_on_one_process_prints_what_the_page_says(page, number):
     code, said = python(page)[number]
@@ -85,6 +86,7 @@ def run_on_ranks(number, code):
 END = "\ndist.barrier()\ndist.destroy_process_group()\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_runtime_and_its_monitor_run_on_ranks():
     (run,) = (code for code, _ in python(SCHEDULES) if needs_ranks(code))
@@ -96,6 +98,7 @@ def test_the_runtime_and_its_monitor_run_on_ranks():
     run_on_ranks(2, run + learnt + monitored + "\nmonitor.close()\ncommunicator.close()\n" + END)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_reduce_of_ones_own_sums_tied_gradients():
     _, code = registering()
@@ -119,6 +122,7 @@ def registering():
     return [code for code, _ in python(SCHEDULES) if "runtime.register(" in code]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_parameter_is_tied_on_ranks():
     tied = python(GRADIENTS)[0][0]

@@ -136,11 +136,13 @@ SEVERAL = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
 def test_the_others_go_on_wherever_ranks_are_killed(context, tmp_path, case):
     require_undisturbed(context, case, tmp_path / "case")
 
 
+@pytest.mark.thorough
 def test_the_tensor_parallel_peer_of_a_dead_rank_retires_and_the_others_go_on(context, tmp_path):
     case = Case("sums", 1, 4, (Kill(3, "compute"),), pairs=True)
     outcomes, logs = play(context, case, tmp_path / "case")
@@ -164,6 +166,7 @@ def test_the_example_is_as_accurate_as_undisturbed(tmp_path):
         assert title in drawn
 
 
+@pytest.mark.thorough
 def test_the_loop_of_the_page_trains(context, tmp_path):
     case = Case("page", 2, 1)
     outcomes, logs = play(context, case, tmp_path / "case")

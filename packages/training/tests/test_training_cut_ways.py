@@ -405,10 +405,8 @@ def switch():
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize(
-    ("make", "layout"),
-    [(ctrl, "Ett|ttL"), (switch, "Eee|ttL"), pytest.param(switch, "Eee,t|tL", marks=pytest.mark.thorough)],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("make", "layout"), [(ctrl, "Ett|ttL"), (switch, "Eee|ttL"), (switch, "Eee,t|tL")])
 def test_an_embedding_scaled_in_place_and_an_encoder_that_returns_more_than_a_tuple(make, layout):
     def made():
         torch.manual_seed(0)
@@ -507,9 +505,8 @@ ADAPTERS = {
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # of PEFT's own call
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
 @pytest.mark.filterwarnings("ignore:Unsupported layer type .*LlamaRMSNorm:UserWarning")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "LoRA" else pytest.mark.thorough) for kind in ADAPTERS]
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_llama_with_an_adapter_of_peft_is_cut_without_names(kind):
     peft = pytest.importorskip("peft")
     config, options, text = ADAPTERS[kind]

@@ -37,6 +37,7 @@ def of_one_process(*, step, lane, microbatches):
     return logits, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("checkpointed", [None, False, True], ids=["", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masks_are_those_of_one_process_whatever_the_cut(layout, checkpointed):

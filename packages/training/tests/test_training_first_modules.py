@@ -159,13 +159,8 @@ RIGHT = {
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("two towers for one", "colocated") else pytest.mark.thorough)
-        for name in RIGHT
-    ],
-)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", RIGHT)
 def test_the_first_step_of_two_modules_is_compared_and_no_error(ranks, name, monkeypatch, capfd):
     compared = watched(monkeypatch)
     with warnings.catch_warnings():
@@ -309,6 +304,7 @@ def test_the_first_step_of_tensor_parallel_ranks_is_compared(ranks, monkeypatch,
     assert all("the first update is not compared with one process: parameters are sharded" in line for line in lines)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.filterwarnings("ignore:To construct DTensor from torch.Tensor:UserWarning")
 @pytest.mark.parametrize("check", [None, False])

@@ -304,6 +304,7 @@ def test_an_update_that_one_process_would_not_make_is_an_error_on_every_rank(ran
         two_steps(make, **({} if between is None else {"between": between}))
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("make", "options", "why"),
@@ -417,13 +418,8 @@ UNCOMPARED = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("tp", "objects", "hooks") else pytest.mark.thorough)
-        for name in UNCOMPARED
-    ],
-)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", UNCOMPARED)
 def test_what_is_not_compared_is_one_line_of_the_first_rank(ranks, name, monkeypatch, capfd):
     options, why = UNCOMPARED[name]
     monkeypatch.setattr(first_step, "LARGEST", 10 if name == "large" else first_step.LARGEST)
@@ -473,13 +469,8 @@ def momentum_is_lost(optimizer, rank):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        torch.optim.AdamW,
-        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in (torch.optim.NAdam, torch.optim.Adafactor)),
-    ],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adafactor])
 def test_the_first_update_of_a_resumed_optimizer_is_compared(ranks, kind, monkeypatch, capfd):
     compared = []
     original = FirstUpdate._difference

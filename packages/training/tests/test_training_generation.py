@@ -50,6 +50,7 @@ def of_hugging_face(whole, batch, sampling, number, **options):
     return found if "input_ids" not in batch else found[:, batch["input_ids"].shape[1] :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "schedule", "sampling", "microbatches"), CASES)
 def test_tokens_are_those_of_one_process(ranks, name, schedule, sampling, microbatches):

@@ -341,6 +341,7 @@ def of_one_process(microbatches_of, batch):
     return whole
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
 def test_losses_that_layers_attach_are_in_the_mean_of_a_step(ranks, schedule):

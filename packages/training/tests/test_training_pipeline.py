@@ -58,6 +58,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "layout", "cut"), SCHEDULES)
 def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
@@ -136,6 +137,7 @@ def test_a_run_goes_on_in_another_layout_and_schedule(ranks):
             torch.testing.assert_close(parameter, expected[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
 def test_tokens_are_those_of_one_process(ranks, schedule):
@@ -184,6 +186,7 @@ def test_a_monitor_tells_every_rank_the_first_failure(ranks):
     pipeline.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("monitor", [False, True])
 @pytest.mark.parametrize("first", [False, True])
@@ -286,6 +289,7 @@ def test_what_cannot_be_a_batch_is_a_typed_error_before_anything_is_sent(ranks):
         pipeline.step(texts(0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("call", "among", "check"),
@@ -442,6 +446,7 @@ def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks
             microbatch(texts(0, rows=1), Share(0, 2), torch.device("cpu"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize("spare", [0, 4])
 def test_modules_on_every_other_rank_beside_a_spare_one_are_those_of_one_process(ranks, spare):
@@ -717,6 +722,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_loop_of_the_docs_runs_on_a_rank_with_nothing_to_train(ranks, kind):

@@ -66,6 +66,7 @@ def assert_every_verb_delivers(ranks, communicator, activation, gradient, shapes
         assert_received(received, expected)
 
 
+@pytest.mark.pairs
 @MODES
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_every_verb_delivers_what_was_sent(ranks, communicator):
@@ -96,6 +97,7 @@ def test_every_verb_delivers_tensors_of_every_dtype_and_number_of_dimensions(ran
     communicator.close()
 
 
+@pytest.mark.pairs
 @STAGES
 @BATCHED
 @pytest.mark.parametrize("varying", [False, True], ids=["agreed", "variable"])

@@ -64,6 +64,7 @@ in_time = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(2)
 @MODES
 @pytest.mark.ranks(2, 4)
 @in_time
@@ -80,6 +81,7 @@ def test_a_peer_that_dies_is_named(ranks, settings, latest):
     communicator.close()
 
 
+@pytest.mark.few(2)
 @MODES
 @pytest.mark.ranks(2, 4)
 @in_time

@@ -80,6 +80,7 @@ BACKENDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(5)
 @BACKENDS
 @MODES
 def test_lanes_to_another_replica_open_once_and_carry_messages(ranks, backend, settings):
@@ -115,6 +116,7 @@ def test_lanes_to_another_replica_open_once_and_carry_messages(ranks, backend, s
     assert len(dist.distributed_c10d._world.pg_map) == 2  # the default group, and this rank's pipeline
 
 
+@pytest.mark.few(5)
 @BACKENDS
 @MODES
 def test_a_batch_has_lanes_of_both_kinds(ranks, backend, settings):

@@ -148,6 +148,7 @@ def test_a_message_that_is_too_short_arrives_silently(ranks):
         assert buffer.tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.thorough
 def test_a_message_that_is_too_long_ends_the_process(tmp_path):
     program = textwrap.dedent(f"""
         import os, sys

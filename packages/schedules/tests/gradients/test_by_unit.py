@@ -100,6 +100,7 @@ def test_an_unknown_order_is_named(add):
         clip_grad_norm_(nn.Linear(1, 1), ALONE, 1.0, add=add)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 def test_a_norm_does_not_depend_on_the_order_of_ranks(ranks):
     """Parts that are lost in a sum that begins with the largest."""

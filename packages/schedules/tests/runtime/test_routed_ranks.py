@@ -119,6 +119,7 @@ def test_buffers_of_a_call_are_reused_once_its_last_unit_is_done(ranks):
                 assert lane.stats.live == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(6)
 @pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_every_named_schedule_runs_around_a_dead_rank(ranks, strict):

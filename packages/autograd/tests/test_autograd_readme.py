@@ -1,6 +1,9 @@
 """The README's example runs with this package and what it declares."""
 
+import pytest
 
+
+@pytest.mark.thorough
 def test_it_runs(readme_example):
     first, second, third = readme_example.splitlines()
     assert first.endswith("can be sent; None")

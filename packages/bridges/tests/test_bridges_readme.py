@@ -1,6 +1,9 @@
 """The README's example runs with this package and what it declares."""
 
+import pytest
 
+
+@pytest.mark.thorough
 def test_samples_cross_to_fewer_replicas_and_gradients_return(readme_example):
     assert sorted(readme_example.splitlines()) == [
         "rank 0: gradients [3.0, 3.0]",

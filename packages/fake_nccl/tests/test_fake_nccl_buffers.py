@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from .waiting import running, until
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 STREAMS = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="streams")
 NCCL2 = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from .waiting import until
 
+pytestmark = pytest.mark.thorough
+
 fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
 
 

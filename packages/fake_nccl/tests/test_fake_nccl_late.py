@@ -7,6 +7,8 @@ from torch import nn
 
 from pipegrid.fake_nccl import FakeDevice, Mark
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def device():

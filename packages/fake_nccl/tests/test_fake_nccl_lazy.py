@@ -12,6 +12,8 @@ from pipegrid.fake_nccl import LazyGroup
 
 from .waiting import until
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 LAZY = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="lazy")
 BOTH = pytest.mark.parametrize(

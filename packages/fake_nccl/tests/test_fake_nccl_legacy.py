@@ -12,6 +12,8 @@ import torch.distributed as dist
 from pipegrid.fake_nccl import FakeGroup, LegacyGroup
 from pipegrid.fake_nccl.torch_compat import BOUND_KIND
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 LEGACY = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="legacy")
 SHORT = timedelta(seconds=0.5)

@@ -11,6 +11,8 @@ from pipegrid.testing.clock import moved_clock
 
 from .waiting import ended, running
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=0.5)
 EVERY = pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from pipegrid.fake_nccl import Nccl2Group, Nccl2Rules
 
 from .waiting import until
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 NCCL2 = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
 ENDED = "the process was ended by nccl2's watchdog: "

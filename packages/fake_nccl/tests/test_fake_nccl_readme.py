@@ -1,5 +1,9 @@
 """The example of the README, in processes that can import nothing else of pipegrid."""
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 
 def test_both_ranks_that_send_first_pass_over_gloo_and_hang_over_the_fake(readme_example):
     for line in (  # two processes write to one pipe: lines may join

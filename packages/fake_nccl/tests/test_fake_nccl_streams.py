@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from pipegrid.fake_nccl import FakeDevice, Mark, Streams
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def races():

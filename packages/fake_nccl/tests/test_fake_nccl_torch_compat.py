@@ -1,9 +1,12 @@
 """Facts of torch without a public name that the fake GPU relies on."""
 
+import pytest
 import torch
 
 from pipegrid.fake_nccl import torch_compat
 from pipegrid.fake_nccl.torch_compat import TorchDispatchMode, WeakStorage, living
+
+pytestmark = pytest.mark.thorough
 
 
 class Seen(TorchDispatchMode):

@@ -13,6 +13,8 @@ from pipegrid.testing.clock import moved_clock
 
 from .waiting import until
 
+pytestmark = pytest.mark.thorough
+
 STREAMS = pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="streams")
 LONG = timedelta(days=7)
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from pipegrid.fake_nccl import Nccl2Rules
 from pipegrid.testing.clock import moved_clock
 
+pytestmark = pytest.mark.thorough
+
 DAY = 24 * 3600.0
 
 

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 FAILING = """
 import ctypes, logging, os, signal, sys, threading, time, warnings
 import pytest, torch, torch.distributed as dist

@@ -13,6 +13,8 @@ from pipegrid.testing import Fault, FaultError, InjectedFault
 
 from . import waiting
 
+pytestmark = pytest.mark.thorough
+
 NEVER = 100.0
 # No machine is so busy that a rank needs longer to write a line; the assertions after it say what came instead.
 until = partial(waiting.until, seconds=30.0)

@@ -17,6 +17,8 @@ from pipegrid.testing.hosts import ADDRESSES, NAMES
 from pipegrid.testing.messages import Channel, HostsRefused
 from pipegrid.testing.wire import Carrier
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.ranks(4, hosts=2)
 def test_ranks_live_on_two_hosts_and_a_cut_wire_holds_messages_back(ranks):

@@ -31,7 +31,10 @@ def test_hangs(ranks):
     time.sleep(500)
 """
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads process states from /proc")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads process states from /proc"),
+]
 
 
 def alive(pid: int) -> bool:

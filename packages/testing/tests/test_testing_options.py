@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 pytest_plugins = ["pytester"]
 
 SETTINGS = """

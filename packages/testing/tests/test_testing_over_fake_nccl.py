@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.ranks(2, backend="fake_nccl")
+pytestmark = [pytest.mark.thorough, pytest.mark.ranks(2, backend="fake_nccl")]
 TURNS = []
 
 @pytest.mark.parametrize("turn", [0, 1])

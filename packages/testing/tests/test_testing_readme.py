@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 
 def test_its_two_tests_pass(session):
     example = (Path(__file__).parents[1] / "README.md").read_text().rpartition("```python\n")[2].removesuffix("```\n")

@@ -137,7 +137,7 @@ def test_and_fewer_need_no_new_one():
     assert PIDS == [os.getpid()]
 """
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")]
 
 
 @pytest.fixture(scope="module")

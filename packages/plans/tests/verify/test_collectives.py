@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 
 from pipegrid.plans.errors import PlanError
+from pipegrid.plans.generators import one_f_one_b
 from pipegrid.plans.passes.lowering import lower
-from pipegrid.plans.plan import from_text
+from pipegrid.plans.plan import Action, ActionKind, Group, from_text
 from pipegrid.plans.simulate import simulate
 from pipegrid.plans.verify import verify
 from plan_kit.collectives import APART, BRIDGE, COLOCATED
@@ -48,3 +50,28 @@ def test_the_computes_of_a_stage_on_several_positions_come_in_one_order_on_all_o
         for p, times in enumerate(zip(joined.start, joined.end, strict=True))
     ]
     assert [entry for entry in when[0] if entry[2][0] == "0"] == [entry for entry in when[1] if entry[2][0] == "0"]
+
+
+def test_positions_of_a_stage_wait_for_each_other_whatever_their_numbers():
+    plan = from_text(APART)
+    last = plan.num_positions - 1
+    turned = evolve(
+        plan,
+        positions=plan.positions[::-1],
+        placement=[[last - place for place in places] for places in plan.placement],
+        groups=[evolve(group, positions=[last - place for place in group.positions]) for group in plan.groups],
+    )
+    with pytest.raises(PlanError) as error:
+        verify(turned)
+    assert [fault.rule for fault in error.value.faults] == ["cycle"]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_each_member_of_a_group_of_three_has_its_order(wrong):
+    base = lower(one_f_one_b(3, 2))
+    calls = [Action(ActionKind.COLLECTIVE, 0, microbatch, None, "all") for microbatch in range(2)]
+    rows = [[*steps, *(calls[::-1] if place == wrong else calls)] for place, steps in enumerate(base.positions)]
+    groups = [Group("all", [0, 1, 2])]
+    verify(evolve(base, groups=groups, positions=[[*steps, *calls] for steps in base.positions]))
+    with pytest.raises(PlanError, match=r"group 'all': collective 0 differs between members: position 0, step \d+: "):
+        verify(evolve(base, groups=groups, positions=rows))

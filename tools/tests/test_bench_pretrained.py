@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 BENCH = Path(__file__).parents[1] / "bench" / "pretrained.py"
 HIDDEN, VOCAB = 128, 4000
 ROW = re.compile(

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 300
 # Before torch 2.12, the ZB-V of torch's own runtime deadlocks over gloo, and the tables say so in place of a figure.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 BENCH = Path(__file__).parents[1] / "bench" / "slices.py"
 
 

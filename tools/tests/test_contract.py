@@ -142,6 +142,7 @@ def of_circles(copied):
     return broken(result.stdout)["no circles of packages, nor inside them"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BACK)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_planted_circle_is_reported(of_circles, package, kind):

@@ -53,6 +53,7 @@ def code_of(one):
     return re.findall(r"^ *(?:>>>|\.\.\.) .+", inspect.getdoc(one) or "", re.MULTILINE)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_examples_of_a_package_run_with_what_it_declares(package, run_alone):
     assert int(run_alone(ROOT / "packages" / package, RUN.format(package=package)).splitlines()[-1]) > 0

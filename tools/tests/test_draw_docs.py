@@ -5,10 +5,13 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 DRAWN = runpy.run_path(str(ROOT / "tools" / "draw_docs.py"))
 
 
+@pytest.mark.thorough
 def test_committed_pictures_are_up_to_date():
     pictures = DRAWN["pictures"]()
     committed = {path.name: path.read_text(encoding="utf-8") for path in DRAWN["FOLDER"].glob("*.svg")}

@@ -24,6 +24,7 @@ def test_a_script_is_valid_shell_documented_and_bounded(script):
     assert sum(seconds) <= 600
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "printed"),
     [
@@ -72,6 +73,7 @@ def spin(*arguments, **environment):
     ).stdout
 
 
+@pytest.mark.thorough
 def test_a_dry_run_of_the_spinning_kernel_answers_every_question():
     """With calls that wait as is assumed: a row's answer is what it assumes."""
     rows = [line.strip("| ").split(" | ") for line in spin("7_spin.py", DRY_RUN="1").splitlines() if line[:1] == "|"]
@@ -86,6 +88,7 @@ def test_a_dry_run_of_the_spinning_kernel_answers_every_question():
     assert f"| `{'7_spin.py'}`" in (ROOT / "tools/gpu/README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_what_is_packed_holds_the_library_under_the_name_that_the_scripts_look_for(tmp_path):
     (tmp_path / "some.xz").write_bytes(b"x")
     subprocess.run(
@@ -108,6 +111,7 @@ def test_the_tests_that_the_pages_on_gpus_name_exist():
     assert named <= known
 
 
+@pytest.mark.thorough
 def test_the_transport_that_works_outlives_the_folder_of_results(tmp_path):
     """Which is a new one for each script, where results are brought home from another machine."""
     kept = tmp_path / "kept"
@@ -124,6 +128,7 @@ def test_the_transport_that_works_outlives_the_folder_of_results(tmp_path):
     assert done.stdout == "1 lo\n"
 
 
+@pytest.mark.thorough
 def test_the_machines_own_plugins_and_warnings_do_not_stop_the_tests(tmp_path):
     """A plugin that warns as soon as it is loaded, as those of other projects on the machine do."""
     (tmp_path / "other").mkdir()

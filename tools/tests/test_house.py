@@ -55,6 +55,7 @@ def test_lines_that_only_validate_are_told_from_work(house):
     assert len(house._code_lines(tree)) == 10
 
 
+@pytest.mark.thorough
 def test_the_report_runs():
     result = subprocess.run([sys.executable, HOUSE], capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr

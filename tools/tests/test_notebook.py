@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import run_notebook  # noqa: E402  -- a script beside this folder, not an installed package
 
+pytestmark = pytest.mark.thorough
+
 
 def test_the_notebook_shows_what_a_run_prints():
     pytest.importorskip("nbclient", reason="the contract session has it")

@@ -106,6 +106,7 @@ def test_a_readme_on_an_index_has_no_relative_link(folder):
     assert all((ROOT / target.partition("#")[0]).is_file() for target in targets)
 
 
+@pytest.mark.thorough
 def test_what_is_built_leads_to_the_repository(tmp_path, monkeypatch):
     monkeypatch.setattr(release, "FOLDERS", {"pipegrid-transport": ROOT / "packages" / "transport"} | META)
     release.build(tmp_path, "https://host.example/owner/name")

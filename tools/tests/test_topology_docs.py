@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "topology.md"
 
 # Ranks of a world without communication: what the page's code creates is counted, not used.

@@ -291,14 +291,14 @@ MUTATIONS = (
         "            self._sum_over(self.replicas)\n",
         "            self._sum_over(self.tensor)\n",
         "the second sum of a partial gradient is over tp again, not over replicas",
-        "/packages/schedules/tests/gradients/test_reduction.py",
+        "/packages/schedules/tests/gradients/test_sharded_gradients.py",
     ),
     Mutation(
         "gradients/reduction/buckets.py",
         "            if gradient is None and anywhere:",
         "            if gradient is None:",
         "a parameter without a gradient on any rank gets zeros",
-        "/packages/schedules/tests/gradients/test_reduction.py",
+        "test_sums_and_norms.py /packages/schedules/tests/gradients/test_gradient_promise.py",
     ),
     Mutation(
         "gradients/reduction/buckets.py",
@@ -319,14 +319,14 @@ MUTATIONS = (
         "    if layout.marks.replica:\n        return False\n",
         "",
         "a tied parameter counts once for each copy",
-        "/packages/schedules/tests/gradients/test_reduction.py test_sums_and_norms.py",
+        "test_sums_and_norms.py",
     ),
     Mutation(
         "gradients/clip.py",
         "and (layout.marks.sharded or _first_outside(mesh, layout.tensor, layout))",
         "and _first_outside(mesh, layout.tensor, layout)",
         "of a parameter that is sharded over tp only the first shard counts",
-        "/packages/schedules/tests/gradients/test_reduction.py test_sums_and_norms.py",
+        "test_sums_and_norms.py",
     ),
     Mutation(
         "gradients/reduction/tied.py",

@@ -212,7 +212,7 @@ MUTATIONS = (
         "        self._table.clear()\n        self.passed = [] if learn else None",
         "        self.passed = [] if learn else None",
         "announcements of an earlier step are those of the next one",
-        "test_transport_learned.py",
+        "test_transport_specs.py",
     ),
     Mutation(
         "transport/lane/incoming.py",

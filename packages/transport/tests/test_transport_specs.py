@@ -23,7 +23,7 @@ from pipegrid.transport import (
     pipeline_lanes,
 )
 from pipegrid.transport.config import as_config
-from pipegrid.transport.messages.message import ShapeContract, Signature, TensorSpec, decode, encode
+from pipegrid.transport.messages.message import ShapeContract, Signature, StepShapes, TensorSpec, decode, encode
 from pipegrid.transport.messages.trees import places
 
 
@@ -272,6 +272,17 @@ class TestAgreement:
         assert receiver.receive() == one(2)
         with pytest.raises(P2PMismatchError, match="message 1 of lane 0>1 is .*, but .* was announced to rank 1"):
             sender.send(one(2), 1)
+
+    def test_a_step_begins_with_its_own_messages_whatever_the_one_before_has_left(self):
+        sender, receiver = (ShapeContract(LaneSpec(0, 1), "learned") for _ in range(2))
+        step = StepShapes((one(2), one(3)), 1)
+        for _ in range(2):
+            for side in (sender, receiver):
+                side.begin_step(step, learn=False)
+            assert not sender.send(one(2), 0)
+            assert receiver.receive() == one(2)
+        sender.begin_step(None, learn=True)
+        assert sender.send(one(4), 1)
 
     def test_a_message_in_no_manifest_is_refused(self):
         with pytest.raises(P2PUsageError, match=r"message 5 of lane 0>1 is in no manifest; call announce\(\)"):

@@ -240,6 +240,7 @@ def test_stages_of_models_that_keep_something_on_the_host_are_right_or_a_cut_err
     assert 2 < sum(each == "right" for each in found) < 8
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 def test_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_ranks(ranks):
     found = [require_host_judged(seed, judge_host_on_ranks) for seed in range(5, 13)]

@@ -205,6 +205,7 @@ def test_tensor_parallel_ranks_draw_alike_unless_they_are_seeded_otherwise(ranks
             assert torch.equal(one, other) == alike
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
 def test_a_checkpointed_layer_draws_the_masks_of_its_forward_again(ranks, schedule):
@@ -225,6 +226,7 @@ def test_a_checkpointed_layer_draws_the_masks_of_its_forward_again(ranks, schedu
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 def test_the_masks_of_one_process_where_a_script_asks_for_them(ranks):
     texts = [batch_of("gpt2", seed=lane, rows=4) for lane in range(2)]

@@ -159,7 +159,7 @@ RIGHT = {
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_first_step_of_two_modules_is_compared_and_no_error(ranks, name, monkeypatch, capfd):
     compared = watched(monkeypatch)
@@ -189,6 +189,7 @@ def twice(monkeypatch):
     monkeypatch.setattr(GivenLoss, "__call__", weighed)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("places", "mistake", "text"),

@@ -140,6 +140,7 @@ MISTAKES = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda each: each.__name__)
 def test_a_planted_mistake_is_an_error_on_every_rank(ranks, mistake, monkeypatch):
@@ -170,6 +171,7 @@ def summed(output, inputs):
     return losses, (inputs["labels"] != -100).sum()
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "options",
@@ -284,6 +286,7 @@ def two_steps(make, *, between=lambda job: None, accumulated=1, **closure):
         return job._steps._update
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("make", "between", "text"),
@@ -490,6 +493,7 @@ def test_a_state_that_one_rank_has_lost_is_an_error_on_every_rank(ranks):
         resumed(ranks, lambda job: torch.optim.AdamW(job.parameters(), lr=0.01), spoil=momentum_is_lost)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("among", [0, 3])
 def test_a_step_of_one_rank_alone_names_it_on_every_rank(ranks, among):

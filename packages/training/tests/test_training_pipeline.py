@@ -82,6 +82,7 @@ def test_a_step_is_that_of_one_process(ranks, schedule, layout, cut):
         require_gradients(pipeline.named_parameters(), whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_the_own_loss_of_a_model_is_a_mean_over_the_tokens_of_the_step(ranks, name):
@@ -101,6 +102,7 @@ def test_the_own_loss_of_a_model_is_a_mean_over_the_tokens_of_the_step(ranks, na
             torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 def test_a_run_goes_on_in_another_layout_and_schedule(ranks):
     """Two steps on dp 2 x pp 2, saved; a third on pp 4 under ZB-H1: parameters of one process that takes three."""
@@ -150,6 +152,7 @@ def test_tokens_are_those_of_one_process(ranks, schedule):
         assert torch.equal(found, expected[:, 4:])
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 def test_a_step_is_recorded_for_the_planner(ranks):
     path = ranks.shared_path / "runs" / "run.json"
@@ -303,6 +306,7 @@ def test_a_call_of_some_ranks_alone_is_an_error_on_all_and_meets_no_other_call(r
     meet_in_other_calls(ranks, HyperCommGrid([2, 2], ["dp", "pp"]), call, among, check=check)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("among", [(0,), (1,)])
 def test_so_where_one_rank_has_all_losses(ranks, among):
@@ -408,6 +412,7 @@ def test_what_the_model_has_frozen_stays_frozen(ranks):
         assert all(parameter.grad is None for parameter in frozen)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "frozen"), [("1f1b", False), ("zero_bubble_v", True)])
 def test_a_vision_module_on_two_lanes_feeds_a_language_model_on_two_stages(ranks, schedule, frozen):

@@ -30,14 +30,14 @@ def require_run(ranks, seed):
         raise
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("seed", [*range(4), pytest.param(1795966543, id="means that are close")])
 def test_three_updates_of_a_recipe_are_those_of_one_process(ranks, seed):
     require_run(ranks, seed)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("seed", [100, 101, pytest.param(50006, id="weights below one")])
 def test_three_updates_of_a_recipe_on_four_ranks_are_those_of_one_process(ranks, seed):

@@ -114,6 +114,7 @@ def require_a_family(ranks, name, schedule, *, checkpointed=False):
     assert all(stage.current_slice is None for stage in stages)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 def test_families_in_slices_have_the_gradients_of_whole_sequences(ranks):
     """Full and sliding attention, rotary and learned positions, padded texts."""

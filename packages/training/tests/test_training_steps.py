@@ -181,14 +181,14 @@ MATRIX = [(name, variant) for name in SCHEDULES for variant in VARIANTS]
 SPREAD_MATRIX = [(name, variant) for name in SCHEDULES for variant in SPREAD]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "variant", "dp"), REPRESENTATIVE)
 def test_a_step_has_the_gradients_of_one_process(ranks, schedule, variant, dp):
     require_a_step(ranks, schedule, variant, dp)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @QUIET
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("schedule", "variant"), OF_A_REPLICA)

@@ -66,7 +66,7 @@ def assert_every_verb_delivers(ranks, communicator, activation, gradient, shapes
         assert_received(received, expected)
 
 
-@pytest.mark.pairs
+@pytest.mark.few(12)
 @MODES
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_every_verb_delivers_what_was_sent(ranks, communicator):

@@ -71,6 +71,7 @@ class Stages:
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.few(6)
 @MODES
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("by", ["edges", "verbs"])
@@ -140,6 +141,7 @@ def test_two_stages_of_two_chunks(ranks, settings, by):
     communicator.close()
 
 
+@pytest.mark.few(6)
 @MODES
 @pytest.mark.ranks(2, 4)
 def test_one_forward_one_backward_with_the_blocking_verbs(ranks, settings):

@@ -36,6 +36,7 @@ def payload_of(size, dtype, number):
     return ((torch.arange(size) * 7 + number) % 101).to(dtype)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2, deadline=300)
 @pytest.mark.parametrize(
     ("messages", "settings"),

@@ -138,6 +138,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "vpp", "placement"), SCHEDULES)
 def test_every_schedule_has_the_gradients_of_one_process(ranks, name, vpp, placement):

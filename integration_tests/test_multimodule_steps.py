@@ -152,6 +152,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("job", "per_token", "strict"),
     [

@@ -130,6 +130,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("job", "strict"),
     [

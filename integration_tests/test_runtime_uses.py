@@ -55,6 +55,7 @@ def opened(ranks, stage=None, **options):
     return communicator, PipelineRuntime(PLAN, {ranks.rank: stage}, communicator, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2, backend="gloo", deadline=120)  # counts gloo's threads and connections
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_communicators_made_again_and_again_leave_nothing(ranks, closed):

@@ -25,6 +25,7 @@ ALL = ModelCase("models", 2, 3, schedule="zero_bubble_h1", traits=TRAITS)
 PAIRS = ModelCase("models", 2, 2, traits=("tied", "dropout", "scaled", "per_token", "norm"), pairs=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -39,6 +40,7 @@ def test_a_step_is_that_of_an_undisturbed_run_whatever_the_model_has(context, tm
     require_undisturbed(context, case, tmp_path / "case")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [

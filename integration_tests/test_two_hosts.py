@@ -79,6 +79,7 @@ def losses_of_one_process():
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4, hosts=2, wire=Wire(delay=0.02, loss=0.02, rate=5e6), deadline=240)
 def test_a_slow_narrow_and_lossy_wire_changes_no_loss(ranks):
     assert losses(ranks) == pytest.approx(losses_of_one_process(), rel=1e-5)
@@ -127,6 +128,7 @@ def judged(arguments, *, seconds):
     return int(re.fullmatch(r"(\d+) right, 0 wrong", lines[-1])[1])
 
 
+@pytest.mark.thorough
 def test_a_wire_that_is_cut_in_a_step_ends_it_on_every_rank():
     assert judged(["--only", "step", "cut"], seconds=300) == 1
 

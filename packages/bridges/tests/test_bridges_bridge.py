@@ -81,6 +81,7 @@ def end(of):
     return of.rank_offset + math.prod(of.shape)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     "name",
     [

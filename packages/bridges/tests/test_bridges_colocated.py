@@ -43,6 +43,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.ranks(math.prod(src.shape))) for name, (src, _) in CASES.items()]
 )

@@ -27,7 +27,7 @@ from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.plans.verify.verify import verify
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
-from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
+from pipegrid.schedules.runtime.stages.edge_queues import PendingFree, SendQueue
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.adapted import as_communicator
 from plan_kit.plans import in_halves
@@ -385,6 +385,15 @@ def test_an_output_that_another_output_was_made_from_is_not_freed(name, made, ne
 
     freed, kept = gradients(deallocate=True), gradients(deallocate=False)
     assert [torch.equal(one, other) for one, other in zip(freed, kept, strict=True)] == [True] * len(kept)
+
+
+def test_an_output_of_several_edges_is_freed_after_its_last_message():
+    output = torch.ones(4, requires_grad=True) * 2
+    pending = PendingFree(2, [output])
+    pending.sent()
+    assert output.tolist() == [2.0] * 4
+    pending.sent()
+    assert output.numel() == 1
 
 
 @pytest.mark.parametrize("number", [1, 4])

@@ -142,6 +142,20 @@ def test_gradients_that_become_whole_one_by_one_cost_one_look_at_each_bucket(ran
     assert all(parameter.grad.tolist() == [1.0, 1.0] for parameter in module)
 
 
+@pytest.mark.ranks(2)
+def test_buckets_of_a_group_start_in_one_order_whichever_fills_up_first(ranks):
+    module = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
+    fill(module, 1.0)
+    reduction = GradientReduction.of(module, Groups(dp=dist.group.WORLD), bucket_bytes=1)
+    filled = reduction.buckets if ranks.rank else reduction.buckets[::-1]
+    for count, bucket in enumerate(filled, start=1):
+        reduction.ready(bucket.parameters)
+        started = [each.started for each in reduction.buckets]
+        assert sum(started) == (count if ranks.rank else 3 * (count == 3))
+    reduction.finish(None, Waiting(20.0))
+    assert [parameter.grad.tolist() for parameter in module] == [[1.0 + number] * 2 for number in range(3)]
+
+
 @pytest.mark.ranks(4)
 def test_the_norm_counts_replicas_once_and_is_the_same_everywhere(ranks):
     """Ranks 0-1: two lanes of one module. Ranks 2-3: two tp ranks of another, one weight sharded, one not."""

@@ -117,7 +117,7 @@ def require_judged(case, seed):
     ("first", "count"),
     [
         (0, 6),
-        pytest.param(6, 14, marks=pytest.mark.thorough),
+        pytest.param(0, 20, marks=pytest.mark.thorough),
         pytest.param(20, 20, marks=pytest.mark.nightly),
     ],
 )

@@ -370,6 +370,22 @@ def test_a_gradient_that_is_refused_leaves_its_activation_waiting():
 
 
 @pytest.mark.ranks(2)
+def test_where_shapes_are_fixed_a_later_gradient_has_that_of_its_activation():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1))
+    for number in range(3):
+        if bridge.is_source:
+            bridge.send_forward(torch.ones(2, 1, 1))
+            assert bridge.recv_backward().shape == (2, 1, 1)
+        else:
+            got = bridge.recv_forward()
+            if number:
+                with pytest.raises(ShapeError, match="the gradient is .*, its activation was of shape"):
+                    bridge.send_backward(torch.ones(3, 1, 1))
+            bridge.send_backward(got.detach())
+    bridge.destroy()
+
+
+@pytest.mark.ranks(2)
 def test_an_activation_that_a_lane_refuses_waits_for_no_gradient():
     bridge = whole_world(grid(dp=1), grid(1, dp=1), shapes="variable")
     if bridge.is_source:

@@ -8,6 +8,7 @@ from pipegrid.search.foreign import (
     orders_of_dualpipe as orders_of_dualpipe,
     orders_of_hyperparallel as orders_of_hyperparallel,
     plan_of_jaxpp as plan_of_jaxpp,
+    plan_of_megatron as plan_of_megatron,
 )
 from pipegrid.plans.network.network import Objective
 from pipegrid.search.routed import (

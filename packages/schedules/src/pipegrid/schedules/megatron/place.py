@@ -206,13 +206,16 @@ def step_plan(
     return step_proof(place, needs, find_schedule(schedule).name, slices).plan
 
 
-def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Proof:
-    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
+def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, *, overlap: bool = False) -> Proof:
+    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions.
+
+    ``overlap``: forwards and backwards run together, where the schedule has pairs.
+    """
     prove = _step_proof if needs.routes is None else _routed_proof
-    return prove(place, needs, schedule, num_slices)
+    return prove(place, needs, schedule, num_slices, overlap)
 
 
-def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Proof:
+def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, overlap: bool) -> Proof:
     computes = schedule_for(
         place.graph,
         schedule,
@@ -221,6 +224,11 @@ def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Pr
         forward_only=place.frozen,
         num_slices=num_slices,
     )
+    if overlap:
+        if len(place.graph.modules) > 1 or place.frozen or needs.routes is not None:
+            raise PlanError(f"{schedule} has pairs of one module that is trained, on replicas that act alike")
+        chunks = place.graph.num_stages // computes.num_positions
+        computes = find_schedule(schedule).plan(computes.num_positions, needs.num_microbatches, chunks, overlap=True)
     return needs.proof(
         computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
     )
@@ -232,10 +240,10 @@ _routed_proof = lru_cache(maxsize=8)(_prove)  # with routes: a plan of all repli
 
 @lru_cache(maxsize=64)
 def interleaved_proof(
-    num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, extra_warmup: int
+    num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, overlap: bool
 ) -> Proof:
     """The proof of the plan of the interleaved step function, cached. Pure."""
     computes = interleaved_1f1b(
-        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
+        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, overlap=overlap
     )
     return needs.proof(computes, receives=receives)

@@ -1,7 +1,8 @@
 """Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
 
 from pipegrid.search.compare import COMPARED, Row, compare, comparison_table
-from pipegrid.search.greedy import Found, candidates, greedy
+from pipegrid.search.found import Found
+from pipegrid.search.greedy import candidates, greedy
 from pipegrid.search.foreign import (
     dualpipe_calls as dualpipe_calls,
     orders_of_deepspeed as orders_of_deepspeed,

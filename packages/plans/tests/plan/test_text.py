@@ -112,7 +112,7 @@ def test_a_pair_is_a_forward_and_then_b_or_i_of_stages_on_one_position():
     listed = to_json(from_text("0: 0F0 (0F1;0B0) 0B1")).replace('"(0F1;0B0)"', '["0F1", "0B0"]')
     with pytest.raises(PlanError, match=r"is no batch"):
         from_json(listed)
-    with pytest.raises(PlanError, match=r"\(0F1;0B0\); stage 0 lies on positions \[0, 1\], and a pair is of stages"):
+    with pytest.raises(PlanError, match=r"\(0F1;0B0\); stage 0 lies on positions \[0, 1\], those of a pair on one"):
         from_text("placement 0,1\n0: 0F0 (0F1;0B0) 0B1\n1: 0F0 0F1 0B0 0B1")
 
 

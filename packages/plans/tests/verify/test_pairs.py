@@ -177,3 +177,15 @@ def test_a_pair_holds_both_of_its_microbatches_beside_copies():
     texts = [step_text(step) for steps in moved.positions for step in steps]
     assert any(text.startswith("(") for text in texts)
     assert any("RELOAD" in text for text in texts)
+
+
+def test_torch_2_15_waits_for_the_activation_that_the_backward_of_a_pair_shows_to_have_come():
+    plan = lower(dualpipe_v(2, 4, overlap=True))
+    rows = [row.split(",") for row in to_torch(plan, waits=True).splitlines()]
+    assert from_csv(to_torch(plan, waits=True)) == from_csv(to_torch(plan))
+    for row in rows:
+        for at, cell in enumerate(row):
+            if cell.startswith("("):
+                stage, microbatch = cell.split(";")[1].split(")")[0].split("B")
+                if f"{stage}SEND_F{microbatch}" in row:
+                    assert row[at + 1] == f"{stage}WAIT_SEND_F{microbatch}"

@@ -9,8 +9,7 @@ from pipegrid.plans.plan import Action, Plan, Step, actions_of, compute_plan
 from pipegrid.plans.plan.actions import backward, forward, input_backward, weight_backward
 
 Order = list[Action]
-Steps = list[Step]
-"""An order with pairs."""
+Steps = list[Step]  # an order with pairs
 
 
 def looped_placement(num_positions: int, num_stages: int) -> tuple[int, ...]:

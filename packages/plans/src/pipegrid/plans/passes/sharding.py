@@ -76,10 +76,7 @@ def with_gathers(
 
 
 def _swaps(uses: Sequence[tuple[int, int]], window: int) -> list[tuple[int, list[int], list[int]]]:
-    """(computes before it, stages to free, stages to gather) of each change; ``uses``: (compute, stage), in order.
-
-    A pair is one compute.
-    """
+    """(computes before it, stages to free, stages to gather) of each change; ``uses``: (compute or pair, stage)."""
     coming: dict[int, list[int]] = {}
     for number, stage in reversed(uses):
         coming.setdefault(stage, []).append(number)

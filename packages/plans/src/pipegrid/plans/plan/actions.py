@@ -70,8 +70,7 @@ class ActionKind(enum.StrEnum):
     RELEASE = "RELEASE"
     RELOAD = "RELOAD"
 
-    F_B = enum.nonmember("F_B")
-    """No kind of an action: the name of a pair, two of them."""
+    F_B = enum.nonmember("F_B")  # no kind of an action: the name of a pair, two of them
 
     @classmethod
     def _missing_(cls, value: object) -> ActionKind:

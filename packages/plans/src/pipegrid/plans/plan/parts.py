@@ -71,8 +71,7 @@ def actions_of(step: Step) -> tuple[Action, ...]:
     return (step,) if isinstance(step, Action) else step
 
 
-PAIR = r"\(\s*([^\s();]+)\s*;\s*([^\s();]+)\s*\)"
-"""A pair as text, as an expression with its two words."""
+PAIR = r"\(\s*([^\s();]+)\s*;\s*([^\s();]+)\s*\)"  # as text, with its two words
 
 
 def is_pair(step: Step) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from attrs import field, frozen
 
@@ -165,12 +166,9 @@ class Plan:
         """Per position, the numbers in `actions` of the forwards of its pairs; the backward of each is the next."""
         found = []
         for steps in self.positions:
-            own, at = set(), 0
-            if any(type(step) is tuple and is_pair(step) for step in steps):
-                for step in steps:
-                    own |= {at} if is_pair(step) else set()
-                    at += len(actions_of(step))
-            found.append(frozenset(own))
+            paired = any(type(step) is tuple and is_pair(step) for step in steps)
+            starts = accumulate(map(len, map(actions_of, steps)), initial=0) if paired else ()
+            found.append(frozenset(at for at, step in zip(starts, steps, strict=False) if is_pair(step)))
         return tuple(found)
 
     def actions(self, position: int) -> Iterator[Action]:
@@ -372,16 +370,12 @@ def _names_slices(plan: Plan) -> bool:
 
 def _check_pairs(plan: Plan) -> None:
     """Raise for a pair of a stage on several positions: their ranks would have to interleave its computes alike."""
-    for position, steps in enumerate(plan.positions):
+    shared = {stage for stage, places in enumerate(plan.placement) if len(places) > 1}
+    for position, steps in enumerate(plan.positions if shared else ()):
         for step in steps:
-            if type(step) is tuple and is_pair(step):
-                for action in step:
-                    if len(places := plan.placement[action.stage : action.stage + 1]) and len(places[0]) > 1:
-                        raise PlanError(
-                            f"position {position} has {step_text(step)}; stage {action.stage} lies on positions "
-                            f"{list(places[0])}, and a pair is of stages that lie on one",
-                            path="positions",
-                        )
+            if type(step) is tuple and is_pair(step) and (held := [a.stage for a in step if a.stage in shared]):
+                what = f"stage {held[0]} lies on positions {list(plan.placement[held[0]])}, those of a pair on one"
+                raise PlanError(f"position {position} has {step_text(step)}; {what}", path="positions")
 
 
 # How a plan is written

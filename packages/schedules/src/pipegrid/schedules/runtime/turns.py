@@ -29,6 +29,7 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.transport import streams
+from pipegrid.transport.collectives.starting import start, wait_inside
 
 FORWARD, BACKWARD = 0, 1
 _here: dict[int, tuple[_Pair, int]] = {}  # by thread: the pair that runs there, and which half of it
@@ -52,6 +53,7 @@ class TakeTurns:
 
     The random numbers of each half are its own: the forward goes on from the generators of the device and of the CPU,
     the backward has a copy of them, for what it recomputes. Autocasting and the current stream are those of the caller.
+    On a device a forward must not differentiate inside itself: the device's backward thread waits for its turn.
 
     Args:
         device: on which the stages compute; None is the CPU.
@@ -199,14 +201,19 @@ def hand_over(point: str, work: Work | None = None) -> None:
     """
     found = _half()
     if found is None:
-        if work is not None:
-            work.wait()
+        _wait(work)
         return
     pair, half = found
     with pair.under_way(point, half):
         pair.hand_over(half)
-        if work is not None:
-            work.wait()
+        _wait(work)
+
+
+def _wait(work: Work | None) -> None:
+    if isinstance(work, dist.Work):
+        wait_inside(work)
+    elif work is not None:
+        work.wait()
 
 
 def exchange_tokens(
@@ -249,6 +256,6 @@ def _exchanged(
 ) -> torch.Tensor:
     tokens = tokens.contiguous()  # in use until the wait
     received = tokens.new_empty((sum(receives), *tokens.shape[1:]))
-    work = dist.all_to_all_single(received, tokens, list(receives), list(sends), group=group, async_op=True)
+    work = start(dist.all_to_all_single, received, tokens, list(receives), list(sends), group=group)
     hand_over(point, work)
     return received

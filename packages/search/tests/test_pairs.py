@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pipegrid.plans import Costs, dualpipe_v, interleaved_1f1b, lower, simulate, verify, zero_bubble_v
 from pipegrid.search import compare, greedy, search
+from pipegrid.search.__main__ import main
 from pipegrid.search.pairs import without_hidden
 
 SIZES = {"num_positions": 2, "num_microbatches": 6, "num_stages": 4}
@@ -76,3 +77,27 @@ def test_a_schedule_is_compared_with_its_pairs():
     assert any(plans[0.2]["dualpipe_v"].plan.pairs)
     assert plans[0.2]["dualpipe_v"].makespan < plans[0.0]["dualpipe_v"].makespan
     assert plans[0.2]["1f1b"].makespan == plans[0.0]["1f1b"].makespan
+
+
+def test_the_command_line_has_pairs(tmp_path, capsys):
+    assert main(["simulate", "dualpipe_v", "--pp", "2", "--microbatches", "4", "--pairs"]) == 0
+    capsys.readouterr()
+    written = tmp_path / "plan.csv"
+    command = [
+        "export",
+        "zero_bubble_v",
+        "--pp",
+        "2",
+        "--microbatches",
+        "4",
+        "--pairs",
+        "--to",
+        "torch",
+        "--out",
+        str(written),
+    ]
+    assert main(command) == 0
+    assert "OVERLAP_F_B" in written.read_text()
+    for name, said in (("gpipe", "gpipe has no pairs"), ("greedy", "greedy forms pairs where the costs say")):
+        assert main(["simulate", name, "--pp", "2", "--microbatches", "4", "--pairs"]) == 2
+        assert said in capsys.readouterr().err

@@ -4,6 +4,8 @@ import random
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipegrid.plans import (
     Costs,
@@ -27,6 +29,7 @@ from pipegrid.plans import (
 from pipegrid.plans.plan import actions_of, step_text
 from plan_kit.explorer import STUCK, explore
 from plan_kit.mutations import MODES, random_mutant, rules_broken, single_mutations
+from plan_kit.player import play
 
 nightly = pytest.mark.nightly
 PAIRED = {
@@ -132,6 +135,49 @@ def test_pairs_that_hide_nothing_take_what_they_take_one_after_the_other_or_long
         apart = simulate(opened(plan)).makespan
         assert simulate(plan).makespan >= apart
         assert simulate(lower(plan)).makespan == pytest.approx(simulate(plan).makespan)
+
+
+NUMBERS = st.integers(1, 12).map(lambda tenths: tenths / 4)
+
+
+@given(st.sampled_from(sorted(PAIRED)), st.integers(1, 4), st.integers(1, 7), st.data())
+def test_times_are_those_of_a_slow_player(name, p, m, data):
+    """Each step starts as soon as its position is free and all that its computes need is there."""
+    plan = PAIRED[name](p, m)
+    costs = {kind: [data.draw(NUMBERS) for _ in range(plan.num_stages)] for kind in ("F", "I", "W", "hidden")}
+    travel = data.draw(NUMBERS)
+    last = plan.num_stages - 1
+
+    def needs(step):
+        for action in actions_of(step):
+            stage, microbatch, kind = action.stage, action.microbatch, str(action.kind)
+            here = plan.placement[stage]
+            if kind == "F" and stage > 0:
+                yield ("F", stage - 1, microbatch), travel * (plan.placement[stage - 1] != here)
+            if kind in "BI":
+                yield ("F", stage, microbatch), 0
+                if stage < last:
+                    yield ("I", stage + 1, microbatch), travel * (plan.placement[stage + 1] != here)
+            if kind == "W":
+                yield ("I", stage, microbatch), 0
+
+    def length(step):
+        halves = {"F": "F", "I": "I", "W": "W", "B": "IW"}
+        times = [sum(costs[half][a.stage] for half in halves[str(a.kind)]) for a in actions_of(step)]
+        saved = sum(costs["hidden"][action.stage] for action in actions_of(step)) / 2 if len(times) > 1 else 0
+        return sum(times) - min(saved, *times)
+
+    def gives(step):
+        return [
+            ("F" if str(a.kind) == "F" else "I", a.stage, a.microbatch) for a in actions_of(step) if str(a.kind) != "W"
+        ]
+
+    times = play(plan.positions, needs=needs, length=length, gives=gives)
+    simulation = simulate(plan, Costs(**costs, latency=travel))
+    for position, steps in enumerate(plan.positions):
+        spans = [span for step, span in zip(steps, times[position], strict=True) for _ in actions_of(step)]
+        found = zip(simulation.start[position], simulation.end[position], strict=True)
+        assert [pytest.approx(span) for span in spans] == [tuple(span) for span in found]
 
 
 def test_the_bubble_of_dualpipe_is_the_papers():

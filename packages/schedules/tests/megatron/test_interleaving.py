@@ -16,7 +16,7 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import interleaved_1f1b
 from pipegrid.plans.verify.verify import verify
-from pipegrid.schedules import TakeTurns, forward_backward_with_schedule, stage_places
+from pipegrid.schedules import TakeTurns, chain, forward_backward_with_schedule, stage_places, step_plan
 from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
@@ -311,3 +311,16 @@ def test_a_plan_is_made_and_proved_once():
     assert interleaved_proof(2, 2, PlanNeeds(4), 2, "late", False) is interleaved_proof(
         2, 2, PlanNeeds(4), 2, "late", False
     )
+
+
+def test_the_plan_of_a_step_has_its_pairs():
+    for name in ("interleaved_1f1b", "dualpipe_v", "zero_bubble_v"):
+        placement = tuple((place,) for place in stage_places(name, 2))
+        options = {"placement": placement, "schedule": name}
+        assert any(step_plan(chain(4), 6, overlap=True, **options).pairs)
+        assert not any(step_plan(chain(4), 6, **options).pairs)
+    with pytest.raises(PlanError, match="1f1b has no pairs of a forward and a backward"):
+        step_plan(chain(2), 4, overlap=True)
+    with pytest.raises(PlanError, match="dualpipe_v has pairs of one module that is trained"):
+        graph = ModuleGraph({"a": 1, "b": 4}, {"a": ["b"]})
+        step_plan(graph, 6, placement=((0,), (1,), (2,), (2,), (1,)), schedule="dualpipe_v", overlap=True)

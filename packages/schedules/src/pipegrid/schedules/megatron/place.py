@@ -173,13 +173,15 @@ def step_plan(
     prefetch: int = 1,
     num_slices: int = 1,
     routes: Routes | None = None,
+    overlap: bool = False,
 ) -> Plan:
     """The verified plan of a step function, cached: for drawing, simulation, or a recording.
 
     ``schedule`` is the name of one that trains, and ``num_slices`` as there (`schedule_for`).
     ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
     ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`, and of `lower`. With ``routes``
-    the plan is of all replicas (`routed`), and ``num_microbatches`` the most that one of them has.
+    the plan is of all replicas (`routed`), and ``num_microbatches`` the most that one of them has. ``overlap``:
+    forwards and backwards run together (``overlap_moe_expert_parallel_comm`` of the config).
 
     Raises:
         PlanError: as `schedule_for` and `lower`.
@@ -203,7 +205,7 @@ def step_plan(
         routes,
     )
     slices = checked(num_slices, Count, "num_slices", PlanError)
-    return step_proof(place, needs, find_schedule(schedule).name, slices).plan
+    return step_proof(place, needs, find_schedule(schedule).name, slices, overlap=overlap).plan
 
 
 def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, *, overlap: bool = False) -> Proof:

@@ -18,6 +18,8 @@ from pipegrid.plans import (
     lower,
     offload,
     one_f_one_b,
+    orders_from_csv,
+    orders_from_json,
     orders_of_plan,
     prove_order,
     simulate,
@@ -235,3 +237,14 @@ def test_torch_2_15_waits_for_the_activation_that_the_backward_of_a_pair_shows_t
                 stage, microbatch = cell.split(";")[1].split(")")[0].split("B")
                 if f"{stage}SEND_F{microbatch}" in row:
                     assert row[at + 1] == f"{stage}WAIT_SEND_F{microbatch}"
+
+
+def test_orders_of_torchs_table_have_the_pair_as_one_launch_that_reads_for_both():
+    table = to_torch(lower(interleaved_1f1b(2, 3, overlap=True)))
+    orders = orders_from_csv(table)
+    prove_order(orders, "nccl-legacy")
+    pairs = {one.text: one.needs for rank in orders.ranks for one in rank if one.text.startswith("(")}
+    assert pairs["(2F2;2B1)"] == {"forward 1>2 2", "backward 2>3 1"}
+    assert pairs["(3F1;3B0)"] == {"forward 2>3 1"}
+    with pytest.raises(PlanError, match=r"ranks\[0\]\[0\]: .* is no batch"):
+        orders_from_json('{"ranks": [["(0B0;0F1)"]]}')

@@ -118,7 +118,7 @@ class Simulator:
                     break  # the last to come carries this position on
                 now, index = done, index + 1
                 continue
-            if index in pairs:
+            if pairs and index in pairs:
                 together = self._pair(position, index, now)
                 if together is None:
                     break

@@ -38,8 +38,10 @@ def searched(ranks, count):
 
 
 def plan_named(name, ranks, count, group):
+    """A named schedule, with pairs where its name says so."""
+    name, *pairs = name.split(" with ")
     if name != "search":
-        return find_schedule(name).plan(ranks.world_size, count)
+        return find_schedule(name).plan(ranks.world_size, count, overlap=bool(pairs))
     found = [to_csv(searched(ranks.world_size, count)) if ranks.rank == 0 else None]
     dist.broadcast_object_list(found, 0, group=group)
     return from_csv(found[0])
@@ -84,6 +86,11 @@ def check(ranks, names, counts):
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_plan_in_torchs_runtime_has_the_gradients_of_one_process(ranks):
     check(ranks, ["v_half", "interleaved_zero_bubble", "search"], [3])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_torch_runs_pairs(ranks):
+    check(ranks, [f"{name} with pairs" for name, known in SCHEDULES.items() if known.pairs], [5])
 
 
 @pytest.mark.nightly

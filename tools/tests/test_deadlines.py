@@ -25,10 +25,12 @@ COLLECTIVES = {
     "transport/collectives/gathering.py": "its callers: Waiting or CollectiveWaits",
 }
 INSIDE_COMPUTES = {
+    "schedules/runtime/turns.py": "exchanges of experts inside autograd: a part of a compute, as in the model",
     "gradients/output_layer.py": "tensor parallelism inside autograd: a part of a compute, as in the model",
 }
 ELSEWHERE = {"transport/backends/nccl.py": "a device's group, which an abort ends"}
 WAITS = {
+    "schedules/runtime/turns.py": "inside a compute: what a stage has started by itself",
     "transport/backends/nccl.py": "orders a stream, or of a work that has ended",
     "transport/collectives/starting.py": "inside a compute: ended by the cut of a monitor that sees the job fail",
     "transport/collectives/waiting.py": "orders a stream, or of a work that has ended",

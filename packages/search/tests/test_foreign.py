@@ -193,16 +193,25 @@ def test_the_calls_of_a_step_are_noted_without_modules_and_groups():
 def test_dualpipe_is_two_copies_of_a_model_and_dualpipev_one():
     both, folded = orders_of("DualPipe 4x8"), orders_of("DualPipeV 3x7")
     for found, stages, microbatches in ((both, 8, 4), (folded, 6, 7)):
-        forwards = sorted(one.text for row in found.ranks for one in row if one.is_compute and "F" in one.text)
+        texts = [one.text for row in found.ranks for one in row if one.is_compute]
+        forwards = sorted(word for text in texts for word in text.strip("()").split(";") if "F" in word)
         assert forwards == sorted(f"{stage}F{number}" for stage in range(stages) for number in range(microbatches))
     sent = {one.label for row in both.ranks for launch in row for one in launch.messages}
     assert not any("3>4" in label for label in sent)
     assert {"forward 2>3 0", "backward 4>5 3"} <= sent
 
 
-def test_fused_tasks_are_one_after_the_other():
+def test_a_forward_and_a_backward_that_dualpipe_computes_at_once_are_a_pair():
+    texts = [one.text for row in orders_of("DualPipeV 3x7").ranks for one in row if one.is_compute]
+    assert [text for text in texts if text.startswith("(")][:2] == ["(0F5;5B2)", "(5F3;0B0)"]
+    assert {word for text in texts if text.startswith("(") for word in re.findall("[A-Z]", text)} == {"F", "B"}
+
+
+def test_a_fused_forward_and_backward_of_two_microbatches_are_a_pair():
     plan = plan_of_jaxpp([[[0, 0, "FWD"], [[0, 1, "FWD"], [0, 0, "BWD"]], None, [0, 1, "BWD"]]])
-    assert [str(action) for action in plan.actions(0)] == ["0F0", "0F1", "0B0", "0B1"]
+    assert str(plan).splitlines()[-1] == "0: 0F0 (0F1;0B0) 0B1"
+    plan = plan_of_jaxpp([[[[0, 0, "FWD"], [0, 0, "BWD"]]]])
+    assert str(plan).splitlines()[-1] == "0: 0F0 0B0"
 
 
 @pytest.mark.parametrize(

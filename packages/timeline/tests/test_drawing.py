@@ -7,11 +7,13 @@ import pytest
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.generators import interleaved_1f1b, multi_module_1f1b, one_f_one_b, zero_bubble_v
 from pipegrid.plans.passes.lowering import lower
+from pipegrid.plans.plan import from_text
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.simulate.simulation import simulate
+from pipegrid.timeline.ascii import ascii_timeline
 from pipegrid.timeline.recording import Aside, Recorded, Recording, Track
 from pipegrid.timeline.sources import timeline
-from pipegrid.timeline.svg import write_svg
+from pipegrid.timeline.svg import svg, write_svg
 from pipegrid.timeline.timeline import TimelineError, summary
 
 ENCODER = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
@@ -132,3 +134,18 @@ def test_a_timeline_passes_through():
     drawn = timeline(one_f_one_b(2, 1))
     assert timeline(drawn) == drawn
     assert timeline(drawn, title="named").title == "named"
+
+
+def test_the_computes_of_a_pair_share_the_height_of_their_row():
+    plan = from_text("0: 0F0 (0F1;0B0) 0B1")
+    drawn = timeline(plan)
+    shares = {span.name: share for span, share in drawn.shares.items()}
+    assert shares == {"0F1": (0.0, 0.5), "0B0": (0.5, 1.0)}
+    assert drawn.bubble == 0
+    assert "F0F1-B0=B1=" in ascii_timeline(drawn, width=44).replace("F0-", "F0").replace("--", "-").replace("==", "=")
+    picture = svg(drawn)
+    assert picture.count('height="14"') >= 2
+    track = Track(0, 0, [Recorded(0, 0.0, 1.0), Recorded(1, 1.5, 4.0), Recorded(2, 1.0, 3.5), Recorded(3, 4.0, 6.0)])
+    recorded = timeline(Recording(plan, [track]))
+    assert {span.name for span in recorded.shares} == {"0F1", "0B0"}
+    assert recorded.busy == (6.0,)

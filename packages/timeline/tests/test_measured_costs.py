@@ -11,6 +11,8 @@ from pipegrid.plans import (
     Costs,
     CostsError,
     PlanError,
+    dualpipe_v,
+    from_text,
     interleaved_1f1b,
     lower,
     multi_module_1f1b,
@@ -175,3 +177,23 @@ def test_a_collective_takes_from_the_arrival_of_its_last_rank_until_all_go_on():
     assert pytest.approx(true.COLLECTIVE) == found.COLLECTIVE
     assert found.overhead == 0
     assert simulate(plan, found).makespan == pytest.approx(played.makespan)
+
+
+def test_pairs_are_measured_by_what_they_save():
+    plan = dualpipe_v(2, 5, overlap=True)
+    costs = Costs(F=[0.5, 0.6, 0.5, 0.6], I=0.4, W=0.3, B=0.7, hidden=0.2)
+    simulation = simulate(plan, costs)
+    tracks = [
+        Track(p, p, [Recorded(n, *times) for n, times in enumerate(zip(starts, ends, strict=True))])
+        for p, (starts, ends) in enumerate(zip(simulation.start, simulation.end, strict=True))
+    ]
+    found = recorded_costs(Recording(plan, tracks))
+    assert found.hidden == pytest.approx((0.2,) * 4)
+    assert pytest.approx((0.5, 0.6, 0.5, 0.6)) == found.F
+    assert simulate(plan, found).makespan == pytest.approx(simulation.makespan)
+    alone = from_text("0: 0F0 (0F1;0B0) (0F2;0B1) 0B2")
+    with_lone = Recording(alone, [Track(0, 0, [Recorded(0, 0.0, 1.0), Recorded(5, 9.0, 11.0)])])
+    assert recorded_costs(with_lone).hidden == (0.0,)
+    none = Recording(alone, [Track(0, 0, [Recorded(0, 0.0, 1.0), Recorded(1, 1.0, 3.0), Recorded(2, 1.0, 3.0)])])
+    with pytest.raises(CostsError, match="stage 0 runs B in pairs alone; record a plan without pairs"):
+        recorded_costs(none)

@@ -75,6 +75,9 @@ def plans(draw):
 
     def step():
         found = [action() for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+        if len(found) == 2 and all(each.kind.is_compute and len(placement[each.stage]) == 1 for each in found):
+            kinds = ActionKind.F, draw(st.sampled_from([ActionKind.B, ActionKind.I]))
+            return tuple(evolve(each, kind=kind) for each, kind in zip(found, kinds, strict=True))
         return found[0] if any(each.kind.is_compute for each in found) else tuple(found)
 
     rows = [[step() for _ in range(draw(st.integers(0, 4)))] for _ in range(positions)]

@@ -12,6 +12,7 @@ from pipegrid.plans import (
     Fault,
     PlanError,
     PlanSyntaxError,
+    compute_plan,
     forward_only,
     from_csv,
     from_json,
@@ -29,6 +30,7 @@ from pipegrid.plans import (
     verify,
     with_reduce,
 )
+from pipegrid.plans.plan import backward, forward
 from plan_kit.plans import compute_plans, random_module_plan
 
 FORMS = [(to_text, from_text), (to_csv, from_csv), (to_json, from_json)]
@@ -90,9 +92,28 @@ def test_csv_of_torch_reads_and_is_written_alike():
     assert from_csv(ours) == interleaved_1f1b(2, 4)
 
 
-def test_torchs_overlapped_pair_is_read_as_one_after_the_other():
-    plan = from_csv("0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,0B0,1B1,0B1\n")
-    assert str(plan).splitlines()[-1] == "0: 0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1"
+def test_torchs_overlapped_pair_is_a_pair_in_every_form():
+    table = "0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,0B0,1B1,0B1\n"
+    plan = from_csv(table)
+    assert str(plan).splitlines()[-1] == "0: 0F0 0F1 1F0 (1F1;1B0) 0B0 1B1 0B1"
+    assert plan.pairs == (frozenset({3}),)
+    assert [str(action) for action in plan.actions(0)][3:5] == ["1F1", "1B0"]
+    assert from_text(to_text(plan)) == from_json(to_json(plan)) == from_csv(to_csv(plan)) == plan
+    assert '"(1F1;1B0)"' in to_json(plan)
+    assert to_csv(plan) == to_torch(plan) == table
+
+
+def test_a_pair_is_a_forward_and_then_b_or_i_of_stages_on_one_position():
+    for pair in ("(0B0;0F1)", "(0F1;0W0)", "(0F1;0F2)", "(0F1;0SEND_F0>1)", "(0F1;0B0;0F2)", "(0F1 0B0)", "(0F1;0B0)x"):
+        with pytest.raises(PlanSyntaxError, match="expected an action"):
+            from_text(f"0: 0F0 {pair} 0B1")
+    with pytest.raises(PlanError, match="is no batch"):
+        compute_plan([[(backward(0, 0), forward(0, 1))]], graph=1, placement=[0], num_microbatches=2)
+    listed = to_json(from_text("0: 0F0 (0F1;0B0) 0B1")).replace('"(0F1;0B0)"', '["0F1", "0B0"]')
+    with pytest.raises(PlanError, match=r"is no batch"):
+        from_json(listed)
+    with pytest.raises(PlanError, match=r"\(0F1;0B0\); stage 0 lies on positions \[0, 1\], those of a pair on one"):
+        from_text("placement 0,1\n0: 0F0 (0F1;0B0) 0B1\n1: 0F0 0F1 0B0 0B1")
 
 
 def test_torch_is_given_messages_without_peers_and_reductions_at_the_end():
@@ -400,9 +421,9 @@ def test_waits_of_torch_are_left_out():
 
 
 def test_nothing_beside_an_overlapped_pair_is_lost():
-    with pytest.raises(PlanSyntaxError, match=r"column 13: found '\(1F1;1B0\)OVERLAP_F_B'; expected an action"):
-        from_csv("0F0,1F0,0F1 (1F1;1B0)OVERLAP_F_B,1B1,0B0,0B1\n")
+    plan = from_csv("0F0,1F0,0F1 (1F1;1B0)OVERLAP_F_B,1B1,0B0,0B1\n")
+    assert str(plan).splitlines()[-1] == "0: 0F0 1F0 0F1 (1F1;1B0) 1B1 0B0 0B1"
     with pytest.raises(PlanSyntaxError, match="line 1, column 5: found"):
-        from_csv("0F0,(1F1;1B0)OVERLAP_F_B 0F1\n")
+        from_csv("0F0,(1F1;1B0)OVERLAP_F_B0F1\n")
     spaced = from_csv("0F0,0F1,1F0, ( 1F1 ; 1B0 )OVERLAP_F_B ,0B0,1B1,0B1\n")
     assert spaced == from_csv("0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,0B0,1B1,0B1\n")

@@ -56,13 +56,14 @@ class Part:
         self.stop = None
         held = set()
         for number, step in enumerate(steps):
+            there = set(held) if len(step) > 1 else held  # of what is done at once, nothing waits for another
             for does, needs, also, _, wrong in step:
                 if wrong is not None:
                     self.mistakes.add(wrong)
                 elif does in held:
                     self.mistakes.add(TWICE)
                 else:
-                    if not needs <= held:
+                    if not needs <= there:
                         self.mistakes.add(TOO_SOON)
                         if self.stop is None:
                             self.stop = number
@@ -156,6 +157,8 @@ class Explorer:
     def read(self, position, step):
         """The readings of a step's actions, in pieces of which each blocks before the next is posted."""
         actions = step if isinstance(step, tuple) else (step,)
+        if str(actions[0].kind) in ("F", "B", "I", "W"):  # a compute, or a pair
+            return [tuple(self._read(position, action) for action in actions)]
         pieces = []
         tensor = None
         for action in actions:

@@ -28,8 +28,8 @@ def rules_broken(plan, mode):
 class Alphabet:
     """A letter for each step of a plan of that shape, and for each that a mistake can make of it."""
 
-    def __init__(self, num_microbatches, num_slices=1):
-        self.num_microbatches, self.num_slices = num_microbatches, num_slices
+    def __init__(self, num_microbatches, num_slices=1, *, pairs=False):
+        self.num_microbatches, self.num_slices, self.pairs = num_microbatches, num_slices, pairs
         self._letters = {}
         self._steps = {}
 
@@ -84,9 +84,10 @@ class Alphabet:
 
     @functools.cache  # noqa: B019
     def batch(self, letter, other):
-        """The letter of two steps issued together, or none if one is not of messages alone."""
+        """The letter of two steps issued together, or none if one is not of messages alone, nor they a pair."""
         both = (*self.actions(letter), *self.actions(other))
-        return self.letter(both) if all(action.kind.is_message for action in both) else ""
+        paired = self.pairs and [str(action.kind) for action in both] in (["F", "B"], ["F", "I"])
+        return self.letter(both) if paired or all(action.kind.is_message for action in both) else ""
 
     @functools.cache  # noqa: B019
     def receives(self, letter):
@@ -109,6 +110,8 @@ class Alphabet:
                         yield ("move", letter, j), left[:j] + letter + left[j:]
             if after and (both := self.batch(letter, after[0])):
                 yield ("batch", both), before + both + after[1:]
+            if self.pairs and after and (both := self.batch(after[0], letter)):
+                yield ("batch backwards", both), before + both + after[1:]
 
     def describe(self, what):
         """A mistake in words."""
@@ -117,9 +120,9 @@ class Alphabet:
         )
 
 
-def single_mutations(plan):
-    """Every plan that differs from ``plan`` by one mistake, as (what it is, plan)."""
-    alphabet = Alphabet(plan.num_microbatches, plan.num_slices)
+def single_mutations(plan, *, pairs=False):
+    """Every plan that differs from ``plan`` by one mistake, as (what it is, plan); ``pairs`` are made of computes."""
+    alphabet = Alphabet(plan.num_microbatches, plan.num_slices, pairs=pairs)
     words = [alphabet.word(steps) for steps in plan.positions]
     for position, word in enumerate(words):
         for what, changed in alphabet.changes(word):
@@ -127,12 +130,12 @@ def single_mutations(plan):
             yield alphabet.describe(what), mutant
 
 
-def random_mutant(plan, rng, count):
+def random_mutant(plan, rng, count, *, pairs=False):
     """``plan`` with ``count`` random mistakes, as (what they are, plan).
 
     Each kind of mistake is as likely as every other, however many places there are for it.
     """
-    alphabet = Alphabet(plan.num_microbatches, plan.num_slices)
+    alphabet = Alphabet(plan.num_microbatches, plan.num_slices, pairs=pairs)
     words = [alphabet.word(steps) for steps in plan.positions]
     mistakes = []
     for _ in range(count):

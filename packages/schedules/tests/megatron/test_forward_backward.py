@@ -310,7 +310,10 @@ def test_a_forward_step_that_cannot_be_called_as_it_will_be_is_refused(network):
 
 def test_one_more_forward_in_flight_is_had_from_interleaving_alone(network):
     part = Part(0, PipelineConfig(overlap_moe_expert_parallel_comm=True))
-    with pytest.raises(StepArgumentError, match="overlap_moe_expert_parallel_comm is set, which only interleaving has"):
+    with pytest.raises(
+        StepArgumentError,
+        match="1f1b has no pairs; these do: interleaved_1f1b",
+    ):
         refused(p2p_communicator=network.communicator(2, 0), model=part)
 
 

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
-from autograd_kit.gradients import assert_same_gradients
+from autograd_kit.gradients import assert_same_gradients, difference, gradients_of
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import interleaved_1f1b
 from pipegrid.plans.verify.verify import verify
+from pipegrid.schedules import TakeTurns, chain, forward_backward_with_schedule, stage_places, step_plan
 from pipegrid.schedules.megatron import forward_backward_pipelining_with_interleaving
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.counts import get_pp_rank_microbatches
 from pipegrid.schedules.megatron.place import PlanNeeds, interleaved_proof
 from pipegrid.schedules.megatron.step_functions import get_forward_backward_func
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
+from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.errors import P2PUsageError
 
 from ..kit.hooks import Hook, noting
-from ..kit.models import Part, call, forward_step, in_one_process, mean_loss, token_loss, uneven
+from ..kit.models import (
+    Part,
+    call,
+    forward_step,
+    in_one_process,
+    mean_loss,
+    microbatch,
+    step_on,
+    token_loss,
+    uneven,
+)
 
 own_step = partial(forward_step, data=uneven)
 interleaved = partial(call, forward_backward_pipelining_with_interleaving, forward_step_func=own_step)
@@ -60,6 +75,45 @@ def test_gradients_and_infos_are_those_of_one_process(shape, overlap, network):
     assert returned == [[]] * (ranks - 1) + [infos]
     assert_same_gradients(parts, expected)
     assert all(lane.empty() for lane in network.lanes.values())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v", "zero_bubble_v"])
+def test_pairs_of_a_schedule_have_the_gradients_of_one_process(ranks, schedule):
+    """On two replicas, whose gradients are reduced from the last backward on."""
+    grid = HyperCommGrid([2, 2], ["dp", "pp"])
+    pp, _ = grid.create_pgs(["pp", "dp"])
+    here, placement, turns, called = grid.coords(ranks.rank), stage_places(schedule, 2), TakeTurns(), []
+
+    def run_pair(pair, forward, backward):
+        called.append(pair)
+        turns(pair, forward, backward)
+
+    for function in (None, run_pair):
+        config = PipelineConfig(
+            pipeline_dtype=torch.float64, deadline=60, overlap_moe_expert_parallel_comm=True, pair_func=function
+        )
+        communicator = P2PCommunicator(pp, config, placement=placement)
+        parts = [Part(stage, config) for stage in range(4)]
+        own = [stage for stage, place in enumerate(placement) if place == here["pp"]]
+        models = [copy.deepcopy(parts[stage]) for stage in own]
+        for _ in range(2):
+            for model in models:
+                model.zero_grad()
+            call(
+                forward_backward_with_schedule,
+                model=models,
+                count=6,
+                forward_step_func=step_on(here["dp"]),
+                p2p_communicator=communicator,
+                pg_collection=ProcessGroupCollection.from_grid(grid),
+                schedule=schedule,
+            )
+        in_one_process(parts, [microbatch(index, lane) for lane in range(2) for index in range(6)], 12)
+        assert difference(gradients_of(models), gradients_of([parts[stage] for stage in own])) < 1e-12
+        communicator.close()
+    assert called
+    assert all(str(forward.kind) == "F" and str(other.kind) in "BI" for forward, other in called)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -254,4 +308,19 @@ def test_an_extra_warmup_is_a_number_of_forwards(bad):
 
 
 def test_a_plan_is_made_and_proved_once():
-    assert interleaved_proof(2, 2, PlanNeeds(4), 2, "late", 0) is interleaved_proof(2, 2, PlanNeeds(4), 2, "late", 0)
+    assert interleaved_proof(2, 2, PlanNeeds(4), 2, "late", False) is interleaved_proof(
+        2, 2, PlanNeeds(4), 2, "late", False
+    )
+
+
+def test_the_plan_of_a_step_has_its_pairs():
+    for name in ("interleaved_1f1b", "dualpipe_v", "zero_bubble_v"):
+        placement = tuple((place,) for place in stage_places(name, 2))
+        options = {"placement": placement, "schedule": name}
+        assert any(step_plan(chain(4), 6, overlap=True, **options).pairs)
+        assert not any(step_plan(chain(4), 6, **options).pairs)
+    with pytest.raises(PlanError, match="1f1b has no pairs of a forward and a backward"):
+        step_plan(chain(2), 4, overlap=True)
+    with pytest.raises(PlanError, match="dualpipe_v has pairs of one module that is trained"):
+        graph = ModuleGraph({"a": 1, "b": 4}, {"a": ["b"]})
+        step_plan(graph, 6, placement=((0,), (1,), (2,), (2,), (1,)), schedule="dualpipe_v", overlap=True)

@@ -294,7 +294,7 @@ def test_gradients_after_a_change_of_the_model_are_those_of_a_new_one(change):
             "is tied as 'embedding', which config.tied_parameters does not have",
         ),
         ("config", {"enable_autocast": True, "autocast_dtype": torch.float64}, "autocast_dtype is torch.float64"),
-        ("config", {"overlap_moe_expert_parallel_comm": True}, "which only interleaving has"),
+        ("config", {"overlap_moe_expert_parallel_comm": True}, "1f1b has no pairs"),
         ("config", {"calculate_per_token_loss": True}, "nothing sums and divides them"),
         ("config", {"tied_parameters": None}, "config.tied_parameters is None; it must be a list"),
         ("config", {"hooks": None}, "config.hooks is None; it must be a list"),

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.plans.orders import plan_of_megatron
 from pipegrid.schedules import PlanError, forward_only, interleaved_1f1b, lower, one_f_one_b, verify
 from pipegrid.schedules.__main__ import main
 from pipegrid.schedules.megatron import convert_schedule_table_to_order, get_schedule_table
+from pipegrid.search.foreign import plan_of_megatron
 
 SMALL = st.integers(1, 4)
 
@@ -30,6 +30,18 @@ def test_the_plan_of_megatrons_numbers_is_that_of_the_generator(ranks, groups, c
     )
     assert [list(steps) for steps in plan.positions] == [list(steps) for steps in wanted.positions]
     verify(lower(plan))
+
+
+@given(SMALL, SMALL, st.integers(1, 3))
+def test_what_megatron_overlaps_are_the_generators_pairs(ranks, groups, chunks):
+    microbatches = ranks * groups
+    if chunks > 1 and ranks > 1:
+        table = get_schedule_table(microbatches, chunks, ranks)
+        warmup = [min(each + 1, len(table)) for each in warmups(ranks, microbatches, chunks)]
+        plan = plan_of_megatron(table, warmup, overlap=True)
+        assert plan.positions == interleaved_1f1b(ranks, microbatches, num_chunks=chunks, overlap=True).positions
+        assert any(plan.pairs) or microbatches * chunks <= max(warmup)
+        verify(lower(plan))
 
 
 @given(SMALL, SMALL, st.integers(1, 3), SMALL)

@@ -69,7 +69,10 @@ if TYPE_CHECKING:
         ProfilerRanges as ProfilerRanges,
         Slice as Slice,
         Stage as Stage,
+        TakeTurns as TakeTurns,
         UnitTimes as UnitTimes,
+        exchange_tokens as exchange_tokens,
+        hand_over as hand_over,
         warm_up,
     )
 
@@ -124,8 +127,8 @@ _LAZY = {
     "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
     "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
     "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
-    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage UnitTimes "
-    "position_of warm_up",
+    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage TakeTurns "
+    "UnitTimes exchange_tokens hand_over position_of warm_up",
     "torch_runtime": "torch_schedule",
 }
 

@@ -1,13 +1,15 @@
 """Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
 
 from pipegrid.search.compare import COMPARED, Row, compare, comparison_table
-from pipegrid.search.greedy import Found, candidates, greedy
+from pipegrid.search.found import Found
+from pipegrid.search.greedy import candidates, greedy
 from pipegrid.search.foreign import (
     dualpipe_calls as dualpipe_calls,
     orders_of_deepspeed as orders_of_deepspeed,
     orders_of_dualpipe as orders_of_dualpipe,
     orders_of_hyperparallel as orders_of_hyperparallel,
     plan_of_jaxpp as plan_of_jaxpp,
+    plan_of_megatron as plan_of_megatron,
 )
 from pipegrid.plans.network.network import Objective
 from pipegrid.search.routed import (

@@ -86,7 +86,7 @@ def searched(arguments: argparse.Namespace, costs: Costs) -> Found:
 
 BY_NAME = "a schedule by name"
 USERS = {  # of the options that choose a plan
-    **dict.fromkeys(("pp", "microbatches", "chunks", "slices"), (BY_NAME,)),
+    **dict.fromkeys(("pp", "microbatches", "chunks", "slices", "pairs"), (BY_NAME,)),
     "memory_limit": SEARCHED,
     "objective": ("search",),
     "time_limit": ("search",),
@@ -115,13 +115,21 @@ def chosen(arguments: argparse.Namespace, costs: Costs) -> tuple[Plan, str]:
     if name in SEARCHED:
         if arguments.slices not in (None, 1):
             raise PlanError(f"--slices is {arguments.slices}; {name} orders whole microbatches")
+        if arguments.pairs:
+            raise PlanError(f"--pairs is for {BY_NAME}; {name} forms pairs where the costs say what they hide")
         if name == "search":
             return searched(arguments, costs).plan, name
         pp, stages = sizes_of(arguments)
         cut, limit, microbatches = costs.cut_into(stages, slices=pp), arguments.memory_limit, arguments.microbatches
         return greedy(cut, limit, num_positions=pp, num_microbatches=microbatches, num_stages=stages), name
     schedule = find_schedule(name, arguments.chunks)
-    plan = schedule.plan(arguments.pp, arguments.microbatches, arguments.chunks, num_slices=arguments.slices)
+    plan = schedule.plan(
+        arguments.pp,
+        arguments.microbatches,
+        arguments.chunks,
+        num_slices=arguments.slices,
+        overlap=bool(arguments.pairs),
+    )
     return plan, schedule.name
 
 
@@ -330,6 +338,9 @@ def parser() -> argparse.ArgumentParser:
     plans.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
     plans.add_argument(
         "--slices", type=int, help="slices of each microbatch (default 1), for the schedules named seq1f1b"
+    )
+    plans.add_argument(
+        "--pairs", action="store_const", const=True, help="forwards and backwards run together, in schedules with pairs"
     )
 
     play = commands.add_parser("simulate", parents=[plans], help="the figures of a step, and of each position")

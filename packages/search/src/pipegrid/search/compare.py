@@ -14,6 +14,7 @@ from pipegrid.plans.plan import Plan
 from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.greedy import greedy
+from pipegrid.search.pairs import hides
 from pipegrid.timeline import amount, time_text
 
 
@@ -77,7 +78,8 @@ def compare(
     ``costs``: a single number is the cost of one position's slice of the model, a list the costs of consecutive
     slices; schedules with more stages cut the model further. ``names`` restricts the table. ``num_chunks`` is for the
     schedules that take any number. With ``num_slices`` above 1, the schedules that cut microbatches into so many slices
-    are there as well. Schedules whose edges are not those of costs per edge are left out.
+    are there as well. Where ``costs.hidden`` says that pairs save time, a schedule that has them is the better of both
+    plans. Schedules whose edges are not those of costs per edge are left out.
 
     Examples:
         >>> best = compare(4, 8, names=["1f1b", "zero_bubble_v"])[0]
@@ -106,7 +108,9 @@ def compare(
                         num_microbatches,
                         num_chunks if SCHEDULES[name].chunks is None else None,
                         num_slices=num_slices if SCHEDULES[name].sliced else None,
+                        overlap=overlap,
                     )
+                    for overlap in ((False, True) if SCHEDULES[name].pairs and hides(costs) else (False,))
                 ]
             )
             found = [_row(name, plan, costs, limit) for plan in plans]

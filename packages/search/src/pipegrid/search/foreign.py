@@ -22,12 +22,11 @@ from typing import Any
 
 from attrs import evolve
 
-from pipegrid.core.fields import shown
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Orders
-from pipegrid.plans.orders.others import plan_of_megatron
 from pipegrid.plans.orders.read import is_orders, orders_from_json
-from pipegrid.plans.plan import Plan, from_csv, load_json
+from pipegrid.plans.plan import Action, ActionKind, Plan, Step, actions_of, chain, from_csv, load_json
 
 _MESSAGES = {"RecvActivation": "RECV_F", "SendActivation": "SEND_F", "RecvGrad": "RECV_B", "SendGrad": "SEND_B"}
 _COMPUTES = {"ForwardPass": "F", "BackwardPass": "B"}
@@ -243,24 +242,34 @@ def _chunk_launches(calls: Iterable[Any], rank: int, count: int, *, folded: bool
             if not weights:
                 raise PlanError(f"{path}: a weight chunk, and no backward before it has put one off", path=path)
             yield weights.pop(0)
-        if "forward" in name:
-            yield word("F", phases[0])
+        computes = [word("F", phases[0])] if "forward" in name else []
         if "backward" in name:
             backward = word("B", phases[-1])
             split = any(one is True for one in given)
             weights += [backward.replace("B", "W")] if split else []
-            yield backward.replace("B", "I") if split else backward
+            computes.append(backward.replace("B", "I") if split else backward)
+        yield from [f"({';'.join(computes)})"] if len(computes) > 1 else computes
     if queued or weights:
         raise PlanError(f"rank {rank} ends with {' '.join(queued + weights)} not launched")
 
 
 def plan_of_jaxpp(tasks: Sequence[Sequence[Any]]) -> Plan:
-    """The plan of computes of JaxPP's ``schedule.tasks(num_microbatches)``; a fused task is its tasks in turn."""
+    """The plan of computes of JaxPP's ``schedule.tasks(num_microbatches)``.
+
+    A fused task of a forward and of a backward of another microbatch is a pair; any other is its tasks in turn.
+    """
     rows = [
-        ",".join(_task(task, f"jaxpp[{rank}][{number}]") for number, entry in enumerate(own) for task in _fused(entry))
+        ",".join(word for number, entry in enumerate(own) for word in _words(entry, f"jaxpp[{rank}][{number}]"))
         for rank, own in enumerate(tasks)
     ]
     return from_csv("\n".join(rows) + "\n")
+
+
+def _words(entry: Any, path: str) -> list[str]:
+    words = [_task(task, path) for task in _fused(entry)]
+    kinds, pieces = ([re.sub(letters, " ", word) for word in words] for letters in (r"\d+", r"[A-Z]"))
+    paired = kinds in ([" F ", " B "], [" F ", " I "]) and pieces[0] != pieces[1]
+    return [f"({';'.join(words)})"] if paired else words
 
 
 def _fused(entry: Any) -> Sequence[Any]:
@@ -278,6 +287,75 @@ def _task(task: Any, path: str) -> str:
     raise PlanError(
         f"{path} is {shown(task)}; a task is [stage, microbatch, type], its type one of {', '.join(_TASKS)}", path=path
     )
+
+
+def plan_of_megatron(
+    schedule_table: Sequence[tuple[int, int]],
+    num_warmup_microbatches: Sequence[int],
+    *,
+    forward_only: bool = False,
+    overlap: bool = False,
+) -> Plan:
+    """The computes of an interleaved schedule of Megatron-LM, which plans by a table and one number per rank.
+
+    Rank r runs the forwards in the order of the table, the first of them alone, then a backward after each forward, in
+    the order of the table with the chunks reversed, then the backwards that are left. A chunk c of it is stage
+    ``c * ranks + r``. Its messages are those that `lower` adds: Megatron's own follow from the same numbers.
+
+    Args:
+        schedule_table: (microbatch, chunk) of each forward, as ``get_schedule_table`` makes it.
+        num_warmup_microbatches: per pipeline rank, its forwards before the first backward.
+        forward_only: without backwards, as in an evaluation.
+        overlap: ``overlap_moe_expert_parallel_comm``: a forward and the backward after it are a pair.
+
+    Raises:
+        PlanError: an entry that is no such pair, one that is there twice or not at all, or more forwards before
+            the first backward than there are.
+    """
+    name = "num_warmup_microbatches"
+    warmup = checked(num_warmup_microbatches, tuple[Index, ...], name, partial(PlanError, path=name))
+    entries = [_entry(entry, f"schedule_table[{number}]") for number, entry in enumerate(schedule_table)]
+    microbatches, chunks = (1 + max((entry[part] for entry in entries), default=-1) for part in (0, 1))
+    if not entries or len(set(entries)) != len(entries) or len(entries) != microbatches * chunks:
+        raise PlanError(
+            f"schedule_table has {len(entries)} entries up to microbatch {microbatches - 1} and chunk {chunks - 1}; it "
+            "must have each microbatch with each chunk, once",
+            path="schedule_table",
+        )
+    if not warmup or max(warmup) > len(entries):
+        raise PlanError(
+            f"{name} is {list(warmup)}; it must have a number for each rank, of at most the {len(entries)} forwards",
+            path=name,
+        )
+    ranks = len(warmup)
+
+    def row(rank: int) -> Sequence[Step]:
+        forwards = [Action(ActionKind.F, chunk * ranks + rank, microbatch) for microbatch, chunk in entries]
+        if forward_only:
+            return forwards
+        backwards = [
+            Action(ActionKind.B, (chunks - 1 - chunk) * ranks + rank, microbatch) for microbatch, chunk in entries
+        ]
+        first = warmup[rank]
+        paired: list[Step] = list(zip(forwards[first:], backwards, strict=False))
+        if not overlap:
+            paired = [action for pair in paired for action in actions_of(pair)]
+        return [*forwards[:first], *paired, *backwards[len(forwards) - first :]]
+
+    return Plan(
+        positions=[row(rank) for rank in range(ranks)],
+        graph=chain(chunks * ranks),
+        placement=[stage % ranks for stage in range(chunks * ranks)],
+        num_microbatches=microbatches,
+        forward_only=range(chunks * ranks) if forward_only else (),
+    )
+
+
+def _entry(entry: Sequence[int], path: str) -> tuple[int, int]:
+    numbers = checked(entry, tuple[Index, ...], path, partial(PlanError, path=path))
+    if len(numbers) != 2:
+        raise PlanError(f"{path} is {shown(entry)}; it must be (microbatch, chunk)", path=path)
+    return numbers[0], numbers[1]
 
 
 def read_schedule(text: str) -> Plan | Orders | None:
@@ -311,12 +389,13 @@ def read_schedule(text: str) -> Plan | Orders | None:
 
 def _plan_of_table(document: dict[str, Any]) -> Plan:
     """The plan of a document with the arguments of `plan_of_megatron`."""
-    known = ("schedule_table", "num_warmup_microbatches", "forward_only")
+    known = ("schedule_table", "num_warmup_microbatches", "forward_only", "overlap")
     if unknown := document.keys() - set(known):
         name = min(unknown)
         raise PlanError(f"a table of Megatron-LM has {', '.join(known)}, not {name!r}", path=name)
-    document.setdefault("forward_only", False)
-    for name, kind, rule in zip(known, (list, list, bool), ("a list", "a list", "true or false"), strict=True):
+    document = {"forward_only": False, "overlap": False} | document
+    kinds, rules = (list, list, bool, bool), ("a list", "a list", *["true or false"] * 2)
+    for name, kind, rule in zip(known, kinds, rules, strict=True):
         if not isinstance(document.get(name), kind):
             raise PlanError(f"{name} is {shown(document.get(name))}; it must be {rule}", path=name)
     table, warmup = document["schedule_table"], document["num_warmup_microbatches"]
@@ -324,4 +403,4 @@ def _plan_of_table(document: dict[str, Any]) -> Plan:
         raise PlanError(
             f"{len(warmup)} ranks with {len(table)} forwards each; at most {_MOST_FORWARDS} of all are read"
         )
-    return plan_of_megatron(table, warmup, forward_only=document["forward_only"])
+    return plan_of_megatron(table, warmup, forward_only=document["forward_only"], overlap=document["overlap"])

@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from attrs import frozen
-
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
@@ -24,43 +22,17 @@ from pipegrid.plans.generators import (
 )
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, compute_plan, require_graph
-from pipegrid.plans.simulate import GivenCosts, activation_sizes, simulate
+from pipegrid.plans.simulate import GivenCosts, activation_sizes
 from pipegrid.plans.verify import as_limit
+from pipegrid.search.found import Found, candidate
 from pipegrid.search.list_scheduler import list_schedule, policies
+from pipegrid.search.pairs import hides, paired
 
 SPREAD = 29
 """A prime that divides no number of policies."""
 
-
-@frozen
-class Found:
-    """A plan of computes that keeps to the memory limit, with its figures in simulation.
-
-    Attributes:
-        plan: the plan.
-        origin: the schedule or method it comes from.
-        makespan: until its last action ends.
-        span: the longest time of a position between its first and its last compute.
-        peak: the most memory of a position, in the unit of the limit.
-        bound: of a `search`: the objective of no plan on this placement is less.
-        optimal: of a `search`: whether that, or a search of all orders, proves the plan the best on its placement.
-        complete: of a `search`: False if the time limit, or the caller, stopped it.
-
-    Examples:
-        >>> from pipegrid.plans import Costs
-        >>> found = search(Costs(), 2, num_positions=2, num_microbatches=4, effort=0.1)
-        >>> found.peak <= 2, found.bound <= found.makespan
-        (True, True)
-    """
-
-    plan: Plan
-    origin: str
-    makespan: float
-    span: float
-    peak: float
-    bound: float = 0.0
-    optimal: bool = False
-    complete: bool = True
+PAIRED = 8
+"""How many of the best plans are tried with pairs."""
 
 
 def greedy(
@@ -86,6 +58,9 @@ def greedy(
     ``forward_only`` names frozen modules of the graph, which run no backward; ``ahead`` is the most microbatches that
     such a module is ahead of each that it feeds (None: any number). A plan of computes keeps to it in the costs' own
     time only; pass ``ahead`` to `lower` as well, which holds the messages back.
+
+    Where ``costs.hidden`` says that pairs save time, the schedules that have pairs compete with them, and a forward and
+    a backward that follow each other in the best plans are joined where that makes the step shorter.
 
     ``memory_limit`` is in the unit of ``costs.activation`` (by default microbatches, a chunk counting its
     share of a position), counted from the F of a microbatch to the end of its W; None: unlimited.
@@ -116,7 +91,19 @@ def greedy(
         forward_only=forward_only,
         ahead=ahead,
     )
-    return min(candidates(shapes), key=lambda entry: (entry.makespan, entry.peak)).plan
+    found = candidates(shapes)
+    if hides(costs):
+        best = sorted(found, key=_rank)[:PAIRED]
+        found = iter([paired(entry, shape, "makespan") for entry in best for shape in shapes if _is_on(entry, shape)])
+    return min(found, key=_rank).plan
+
+
+def _rank(entry: Found) -> tuple[float, float]:
+    return entry.makespan, entry.peak
+
+
+def _is_on(entry: Found, problem: Problem) -> bool:
+    return entry.plan.placement == problem.placement
 
 
 def candidates(shapes: Iterable[Problem]) -> Iterator[Found]:
@@ -200,15 +187,6 @@ def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Act
     )
 
 
-def candidate(origin: str, plan: Plan, problem: Problem) -> Found | None:
-    """``plan`` with its figures; None if it does not keep to the cap."""
-    simulation = simulate(plan, problem.costs)
-    peak = simulation.peak()
-    if peak > problem.room:
-        return None
-    return Found(plan, origin, simulation.makespan, simulation.span, peak)
-
-
 def named(problem: Problem) -> Iterator[Found]:
     """The named schedules that have this graph and placement, and keep to the cap."""
     plans: list[tuple[str, Plan]] = []
@@ -216,13 +194,15 @@ def named(problem: Problem) -> Iterator[Found]:
         chunks = -(-problem.graph.num_stages // problem.num_positions)
         for schedule in SCHEDULES.values():
             if schedule.trains and not schedule.sliced and schedule.chunks in (None, chunks):
-                plan = schedule.plan(
-                    problem.num_positions,
-                    problem.num_microbatches,
-                    chunks,
-                    num_stages=problem.graph.num_stages if schedule.chunks is None else None,
-                )
-                plans.append((schedule.name, plan))
+                for overlap in (False, True) if schedule.pairs and hides(problem.costs) else (False,):
+                    plan = schedule.plan(
+                        problem.num_positions,
+                        problem.num_microbatches,
+                        chunks,
+                        num_stages=problem.graph.num_stages if schedule.chunks is None else None,
+                        overlap=overlap,
+                    )
+                    plans.append((f"{schedule.name}, pairs" if overlap else schedule.name, plan))
     else:
         modules = {problem.graph.module_of(stage)[0] for stage in problem.forward_only}
         options: dict[str, Any] = {"placement": problem.placement, "forward_only": sorted(modules)}

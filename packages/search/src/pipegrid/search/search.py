@@ -18,8 +18,10 @@ from pipegrid.plans.simulate import GivenCosts
 from pipegrid.search.anneal import Annealing
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.exact import has_equal_costs, shortest
-from pipegrid.search.greedy import Found, candidate, listed, named, planned, problems, with_whole_backwards
+from pipegrid.search.found import Found, candidate, value_of
+from pipegrid.search.greedy import listed, named, planned, problems, with_whole_backwards
 from pipegrid.search.justify import justified
+from pipegrid.search.pairs import hides, paired, without_hidden
 from pipegrid.search.patterns import patterns
 
 
@@ -68,6 +70,8 @@ def search(
     ``effort`` scales the work: about 10 s at 1 for most sizes, under a minute for the largest. The work is counted in
     operations, so the result is the same on every machine, unless ``time_limit`` (seconds) ends the search first.
     ``progress`` is called now and then; where it returns True, the search ends with the best so far.
+
+    Where ``costs.hidden`` says that pairs save time, they are formed as in `greedy`, and the bound is one of all pairs.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 (patterns); Qi et al.
     2023, "Zero Bubble Pipeline Parallelism", section 4 (``"span"``: the optimizer's step bypasses the barrier).
@@ -145,18 +149,17 @@ class _Clock:
             self.stopped = True
 
 
-def value_of(entry: Found, objective: Objective) -> float:
-    """The objective of a candidate."""
-    return entry.makespan if objective == "makespan" else entry.span
-
-
 class _Search:
     """The search on one placement."""
 
     def __init__(self, problem: Problem, objective: Objective, effort: float) -> None:
         self.problem, self.objective = problem, objective
         self.network = as_network(problem)
-        self.bound = lower_bound(self.network, objective)
+        self.hides = hides(problem.costs)
+        bounded = self.network
+        if self.hides:
+            bounded = as_network(evolve(problem, costs=without_hidden(problem.costs, problem.graph.num_stages)))
+        self.bound = lower_bound(bounded, objective)
         operations = 3 * problem.graph.num_stages * problem.num_microbatches
         self.operations = operations
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
@@ -181,11 +184,24 @@ class _Search:
             for _ in step:
                 clock.tell()
                 if clock.stop():
+                    self._pair()
                     return
             if self._is_done():
                 break
+        self._pair()
         self.spent = self.total
         clock.tell()
+
+    def _pair(self) -> None:
+        """Join what follows each other in the best plans, where pairs save time."""
+        if not self.hides or self.best is None:
+            return
+        self._offer(paired(self.best, self.problem, self.objective))
+        for _, orders, origin in self._best_starts(ANNEALED):
+            entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
+            for written in (entries, with_whole_backwards(entries)):
+                entry = candidate(origin, planned(self.problem, written), self.problem)
+                self._offer(entry and paired(entry, self.problem, self.objective))
 
     def _is_done(self) -> bool:
         return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
@@ -283,7 +299,7 @@ class _Search:
         states = int((self.budget - self.spent) / 2 / STATE)
         result = shortest(chain, self.best.makespan, max_states=states)
         self.spent += result.states * STATE
-        self.proved = result.proved
+        self.proved = result.proved and not self.hides  # of orders without pairs
         if result.orders is not None:
             timing = chain.timed(result.orders)
             assert timing is not None

@@ -71,8 +71,8 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
         for span in timeline.on_row(row):
             if span.is_transfer:
                 continue
-            first = round((span.start - timeline.start) * scale)
-            last = round((span.end - timeline.start) * scale)
+            low, high = timeline.shares.get(span, (0.0, 1.0))  # what runs at once is written side by side
+            first, last = (round((span.start - timeline.start + part * span.duration) * scale) for part in (low, high))
             stages = timeline.stages[row]
             shade = stages.index(span.stage) if span.stage in stages else 0
             text = _text(span, shade, last - first)

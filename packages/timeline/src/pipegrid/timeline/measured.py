@@ -27,7 +27,8 @@ def recorded_costs(recording: Recording, *, input_share: float = 0.5) -> Costs:
     Per stage and kind, the mean over microbatches and ranks; per edge, what a message took where its receiver waited
     for it; ``overhead``, the host's time for an action. A collective takes from the arrival of its last rank on: the
     waiting of the others is in the simulation. Ranks of other hosts need clocks with one zero (see `Recorder`). Gathers
-    and reductions of sharded stages are not measured: they run beside the host, whose times these are.
+    and reductions of sharded stages are not measured: they run beside the host, whose times these are. Those of pairs
+    count for ``hidden`` alone: what their pairs took less than both take apart.
 
     Args:
         recording: of one step.
@@ -35,7 +36,7 @@ def recorded_costs(recording: Recording, *, input_share: float = 0.5) -> Costs:
             FLOPs of a matrix product's backward are the input's gradient.
 
     Raises:
-        CostsError: the recording is of slices, or no rank recorded some stage.
+        CostsError: the recording is of slices, no rank recorded some stage, or a stage runs in pairs alone.
 
     Examples:
         >>> from pipegrid.plans import gpipe
@@ -61,9 +62,11 @@ def _fields(recording: Recording, input_share: float) -> dict[str, Any]:
     took: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     grown: dict[int, list[int]] = defaultdict(list)
     for track in recording.tracks:
-        actions = list(plan.actions(track.position))
+        actions, paired = list(plan.actions(track.position)), _paired(recording, track)
         for entry in track.actions:
             action = actions[entry.index]
+            if entry.index in paired:
+                continue
             took[action.kind, action.stage].append(entry.end - entry.start)
             if action.kind is _F and entry.memory is not None:
                 grown[action.stage].append(entry.memory)
@@ -77,6 +80,8 @@ def _fields(recording: Recording, input_share: float) -> dict[str, Any]:
             found["I"][stage], found["W"][stage] = whole * input_share, whole * (1.0 - input_share)
         if not took[_B, stage]:
             found["B"][stage] = found["I"][stage] + found["W"][stage]
+    if any(plan.pairs):
+        found["hidden"] = _hidden(recording, found)
     found["overhead"] = _overhead(recording)
     calls = _collectives(recording)
     found["COLLECTIVE"] = [mean(calls[stage]) if calls[stage] else 0.0 for stage in range(plan.num_stages)]
@@ -89,6 +94,29 @@ def _fields(recording: Recording, input_share: float) -> dict[str, Any]:
     if all(grown[stage] for stage in range(plan.num_stages)):
         found["activation"] = [max(0.0, float(median(grown[stage]))) for stage in range(plan.num_stages)]
     return found
+
+
+def _paired(recording: Recording, track: Track) -> set[int]:
+    """The numbers of the computes of a track that are of pairs."""
+    return {number for first in recording.plan.pairs[track.position] for number in (first, first + 1)}
+
+
+def _hidden(recording: Recording, apart: dict[str, list[float]]) -> list[float]:
+    """Per stage, what its pairs save, of which each is the half of both of its stages."""
+    saved: dict[int, list[float]] = defaultdict(list)
+    for track in recording.tracks:
+        actions = list(recording.plan.actions(track.position))
+        entries = {entry.index: entry for entry in track.actions}
+        for first in sorted(recording.plan.pairs[track.position] & entries.keys()):
+            pair, spans = actions[first : first + 2], (entries[first], entries[first + 1])
+            took = [apart[action.kind.value][action.stage] for action in pair]
+            if not all(took):
+                alone = pair[took.index(0.0)]
+                raise CostsError(f"stage {alone.stage} runs {alone.kind} in pairs alone; record a plan without pairs")
+            whole = max(span.end for span in spans) - min(span.start for span in spans)
+            for action in pair:
+                saved[action.stage].append(sum(took) - whole)
+    return [max(0.0, mean(saved[stage])) if saved[stage] else 0.0 for stage in range(recording.plan.num_stages)]
 
 
 def _entries(recording: Recording, track: Track) -> Iterator[tuple[Action, Recorded, float | None]]:
@@ -143,10 +171,11 @@ def _hops(recording: Recording, overhead: float) -> dict[Edge, list[float]]:
     posted: dict[Action, list[float]] = defaultdict(list)
     waited: dict[Action, list[tuple[float, float]]] = defaultdict(list)
     for track in recording.tracks:
+        paired = _paired(recording, track)  # these wait for the inputs of both
         for action, entry, free in _entries(recording, track):
             if action.kind.is_send:
                 posted[action].append(_free(entry, action))
-            elif action.kind.is_compute:
+            elif action.kind.is_compute and entry.index not in paired:
                 waited[action].append((0.0 if free is None else free, entry.start))
     found: dict[Edge, list[float]] = {edge: [] for edge in plan.graph.stage_edges}
     for flow, microbatch in product(dataflow_of(plan).crossing, range(plan.num_microbatches)):

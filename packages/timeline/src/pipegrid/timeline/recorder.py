@@ -37,7 +37,7 @@ class Recorder:
     ) -> None:
         self._clock, self._memory = clock, memory
         self._zero = clock()
-        self._since, self._held = 0.0, 0
+        self._begun: dict[Action, tuple[float, int]] = {}  # when each that runs began, and bytes that were held
         self._spans: list[tuple[Action, float, float, int | None]] = []  # start, end and bytes of each
         self._completed: dict[Action, float] = {}
         self._asides: list[Aside] = []
@@ -54,15 +54,13 @@ class Recorder:
 
     def before(self, action: Action) -> None:
         """Note the start of an action, and the memory in use."""
-        del action
-        if self._memory is not None:
-            self._held = self._memory()
-        self._since = self.now
+        held = 0 if self._memory is None else self._memory()
+        self._begun[action] = self.now, held
 
     def after(self, action: Action) -> None:
         """Record the span of an action (of a message: its posting) and the memory that it added."""
-        end = self.now
-        self._spans.append((action, self._since, end, None if self._memory is None else self._memory() - self._held))
+        end, (since, held) = self.now, self._begun.pop(action)
+        self._spans.append((action, since, end, None if self._memory is None else self._memory() - held))
 
     def completed(self, action: Action) -> None:
         """Note the time at which the message of ``action`` arrived, or left."""

@@ -150,13 +150,13 @@ class _Panel:
         if span.is_transfer:
             if width <= 0.5:
                 return
-            y, height, gap = self.y(span.row) + ROW + 1, STRIP - 1, 0.0
+            y, height, gap = self.y(span.row) + ROW + 1, STRIP - 1.0, 0.0
         else:
-            y, height, gap = self.y(span.row), ROW, min(1.0, width / 8)
+            low, high = self.timeline.shares.get(span, (0.0, 1.0))
+            y, height, gap = self.y(span.row) + ROW * low, ROW * (high - low), min(1.0, width / 8)
         fill = self.colour(span)
-        place = (
-            f'x="{_n(self.x(span.start) + gap / 2)}" y="{_n(y)}" width="{_n(max(width - gap, 0.2))}" height="{height}"'
-        )
+        x, drawn = _n(self.x(span.start) + gap / 2), _n(max(width - gap, 0.2))
+        place = f'x="{x}" y="{_n(y)}" width="{drawn}" height="{_n(height)}"'
         rect = f'<rect fill="{fill}" {place}'
         if tip:
             unit, zero = self.timeline.unit, self.timeline.start
@@ -170,11 +170,10 @@ class _Panel:
         if span.kind in HATCHED:
             yield f'<rect fill="url(#hatch)" {place} pointer-events="none"/>'
         text = span.label or span.number
-        size = min(13.0, (width - 4) / (DIGIT * len(text))) if text else 0.0
+        size = min(13.0, height, (width - 4) / (DIGIT * len(text))) if text else 0.0
         if size >= 6 and not span.is_transfer:
             more = f' fill="{ink_on(fill)}" font-size="{_n(size)}" pointer-events="none"'
-            x = self.x(span.start) + width / 2
-            yield _text("number", x, y + height / 2 + size * 0.36, text, more)
+            yield _text("number", self.x(span.start) + width / 2, y + height / 2 + size * 0.36, text, more)
 
     def _memory(self, counter: Counter) -> str:
         """The counter as a filled step curve under its row, all rows to one scale."""

@@ -236,6 +236,29 @@ class Timeline:
                 found[span.row].add(span.stage)
         return tuple(tuple(sorted(stages)) for stages in found)
 
+    @cached_property
+    def shares(self) -> dict[Span, tuple[float, float]]:
+        """The part of its row's height, from 0 at the top to 1, of each span of work that overlaps others there."""
+        found: dict[Span, tuple[float, float]] = {}
+        least = 1e-9 * self.makespan  # an end and the start after it may differ by rounding
+        rows: list[list[Span]] = [[] for _ in self.rows]
+        for span in self.spans:
+            if not span.is_transfer and span.duration > 0:
+                rows[span.row].append(span)
+        for spans in rows:
+            group: list[tuple[Span, int]] = []  # those that overlap, each with its lane
+            ends: list[float] = []  # of lanes
+            for one in (*sorted(spans, key=lambda span: (span.start, span.end)), None):
+                if one is None or one.start >= max(ends, default=-math.inf) - least:
+                    if len(ends) > 1:
+                        found |= {each: (lane / len(ends), (lane + 1) / len(ends)) for each, lane in group}
+                    group, ends = [], []
+                if one is not None:
+                    lane = next((lane for lane, end in enumerate(ends) if end <= one.start + least), len(ends))
+                    ends[lane : lane + 1] = [one.end]
+                    group.append((one, lane))
+        return found
+
     def on_row(self, row: int) -> tuple[Span, ...]:
         """The spans of ``row``, by start."""
         if row not in range(len(self.rows)):

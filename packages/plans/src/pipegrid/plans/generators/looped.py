@@ -6,7 +6,7 @@ from collections import deque
 
 from pipegrid.core.fields import Count, Index, checked_arguments
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.generators.shapes import Order, chain_plan, looped_placement
+from pipegrid.plans.generators.shapes import Order, Steps, chain_plan, looped_placement
 from pipegrid.plans.plan import Action, ActionKind, Plan, backward, forward, input_backward, weight_backward
 
 
@@ -19,6 +19,7 @@ def interleaved_1f1b(
     group_size: Count | None = None,
     num_stages: Count | None = None,
     extra_warmup: Index = 0,
+    overlap: bool = False,
 ) -> Plan:
     """1F1B over chunks: groups of ``group_size`` microbatches pass through all chunks, one after another.
 
@@ -33,6 +34,7 @@ def interleaved_1f1b(
     be due before the round before has come about. ``num_stages`` (default ``P * V``) may be smaller: the last
     round then does not reach every position. ``extra_warmup`` forwards more run before the first backward, and as many
     chunks more are live: for models that compute one microbatch while another one's tokens travel between experts.
+    With ``overlap`` a forward and the backward after it are a pair, with one forward more before the first backward.
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2.2; group sizes other than P as in Meta's Llama 3 report (Dubey et al. 2024, section 3.3.2).
@@ -54,22 +56,23 @@ def interleaved_1f1b(
         group = [first + slot if slot < real else num_microbatches for slot in range(width)]
         forwards += [(chunk, m) for chunk in range(num_chunks) for m in group]
         backwards += [(chunk, m) for chunk in reversed(range(num_chunks)) for m in group]
-    between = (num_chunks - 1) * max(size, num_positions) + extra_warmup  # the first backward's chunk comes last
+    # The first backward's chunk comes last; a pair's forward is not the one that its backward needs.
+    between = (num_chunks - 1) * max(size, num_positions) + extra_warmup + overlap
 
-    def order(position: int) -> Order:
+    def order(position: int) -> Steps:
         """Warmup, steady and cooldown over the table of chunks."""
         warmup = min(2 * (num_positions - position - 1) + between, len(forwards))
-        passes = []
+        steps: Steps = []
         for index in range(len(forwards) + warmup):
-            if index < len(forwards):
-                passes.append((forward, *forwards[index]))
-            if index >= warmup:
-                passes.append((backward, *backwards[index - warmup]))
-        return [
-            make(chunk * num_positions + position, m)
-            for make, chunk, m in passes
-            if m < num_microbatches and chunk * num_positions + position < stages
-        ]
+            passes = [(forward, *forwards[index])] if index < len(forwards) else []
+            passes += [(backward, *backwards[index - warmup])] if index >= warmup else []
+            both = [
+                make(chunk * num_positions + position, m)
+                for make, chunk, m in passes
+                if m < num_microbatches and chunk * num_positions + position < stages
+            ]
+            steps += [tuple(both)] if overlap and len(both) == 2 else both
+        return steps
 
     return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
 

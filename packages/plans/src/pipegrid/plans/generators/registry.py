@@ -26,6 +26,7 @@ class Schedule:
     ``function(num_positions, num_microbatches)`` makes its plan. ``chunks``: the stages per position that it is for (of
     a U, on its first position); None: any number, and the function takes ``num_chunks`` and ``num_stages``. ``trains``:
     False for forwards alone. ``sliced``: may cut microbatches along the sequence; the function takes ``num_slices``.
+    ``pairs``: may run forwards and backwards together; the function takes ``overlap``.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Schedule:
     source: str
     trains: bool = True
     sliced: bool = False
+    pairs: bool = False
 
     @checked_arguments(PlanError)
     def plan(
@@ -44,20 +46,24 @@ class Schedule:
         *,
         num_stages: int | None = None,
         num_slices: Count | None = None,
+        overlap: bool = False,
     ) -> Plan:
         """The schedule's plan of computes; ``num_chunks`` is by default its own (2 where any will do).
 
         ``num_stages`` may be smaller than positions x chunks: the last round then leaves positions out.
         """
         require_slices(self, num_slices or 1)
-        slices = {"num_slices": num_slices or 1} if self.sliced else {}
+        if overlap and not self.pairs:
+            paired = ", ".join(other.name for other in SCHEDULES.values() if other.pairs)
+            raise PlanError(f"{self.name} has no pairs of a forward and a backward; these do: {paired}")
+        options = ({"num_slices": num_slices or 1} if self.sliced else {}) | ({"overlap": True} if overlap else {})
         if self.chunks is None:
             return self.function(
-                num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages, **slices
+                num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages, **options
             )
         if num_chunks not in (None, self.chunks):
             raise PlanError(f"num_chunks is {num_chunks}; {self.name} has {self.chunks} per position")
-        plan = self.function(num_positions, num_microbatches, **slices)
+        plan = self.function(num_positions, num_microbatches, **options)
         if num_stages not in (None, plan.num_stages):
             raise PlanError(
                 f"num_stages is {num_stages}; {self.name} has {plan.num_stages} on {num_positions} positions"
@@ -78,15 +84,15 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         for schedule in (
             Schedule("gpipe", gpipe, 1, "Huang et al. 2019, section 2.3"),
             Schedule("1f1b", one_f_one_b, 1, "Narayanan et al. 2021, section 2.2.1"),
-            Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2"),
+            Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2", pairs=True),
             Schedule("interleaved_zero_bubble", interleaved_zero_bubble, None, "Kimi Team 2025, section 2.4.2"),
             Schedule("looped_bfs", looped_bfs, None, "Lamy-Poirier 2023, section 4"),
             Schedule("zero_bubble_h1", zero_bubble_h1, 1, "Qi et al. 2023, section 2.1"),
             Schedule("zero_bubble_h2", zero_bubble_h2, 1, "Qi et al. 2023, section 2.2"),
-            Schedule("zero_bubble_v", zero_bubble_v, 2, "Qi et al. 2023, section 6"),
+            Schedule("zero_bubble_v", zero_bubble_v, 2, "Qi et al. 2023, section 6", pairs=True),
             Schedule("v_half", v_half, 2, "Qi et al. 2024, section 4"),
             Schedule("v_min", v_min, 2, "Qi et al. 2024, section 4"),
-            Schedule("dualpipe_v", dualpipe_v, 2, "DeepSeek-AI 2024, section 3.2.1; Qi et al. 2025"),
+            Schedule("dualpipe_v", dualpipe_v, 2, "DeepSeek-AI 2024, section 3.2.1; Qi et al. 2025", pairs=True),
             Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
             Schedule("seq1f1b", seq1f1b, 1, "Sun et al. 2024", sliced=True),
             Schedule("seq1f1b_interleaved", seq1f1b_interleaved, None, "Sun et al. 2024", sliced=True),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from pipegrid.plans.plan import Action, Plan, backward, compute_plan, forward, input_backward, weight_backward
+from pipegrid.plans.plan import Action, Plan, Step, actions_of, compute_plan
+from pipegrid.plans.plan.actions import backward, forward, input_backward, weight_backward
 
 Order = list[Action]
+Steps = list[Step]  # an order with pairs
 
 
 def looped_placement(num_positions: int, num_stages: int) -> tuple[int, ...]:
@@ -27,7 +29,7 @@ class OrderBuilder:
     """
 
     def __init__(self, num_microbatches: int) -> None:
-        self.order: Order = []
+        self.order: Steps = []
         self._count = num_microbatches
         self._done: dict[tuple[str, int], int] = {}
         self._owed: deque[tuple[int, int]] = deque()
@@ -49,6 +51,14 @@ class OrderBuilder:
         """The next backward of ``stage``, whole."""
         self._add(backward, stage, self._next("B", stage))
 
+    def pair(self, first: int, second: int, *, split: bool = False, apart: bool = False) -> None:
+        """The next forward of ``first`` beside the next backward of ``second``, or before it where ``apart``."""
+        before = len(self.order)
+        self.f(first)
+        (self.i if split else self.b)(second)
+        both = [action for step in self.order[before:] for action in actions_of(step)]
+        self.order[before:] = [tuple(both)] if len(both) == 2 and not apart else both
+
     def i(self, stage: int) -> None:
         """The next backward of ``stage``, its input half; the other half is owed."""
         microbatch = self._next("B", stage)
@@ -65,7 +75,7 @@ class OrderBuilder:
         return bool(self._owed)
 
 
-def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Order:
+def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Steps:
     """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
     builder = OrderBuilder(num_microbatches)
     for _ in range(warmup):
@@ -81,7 +91,7 @@ def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -
 
 
 def chain_plan(
-    orders: Iterable[Order], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
+    orders: Iterable[Sequence[Step]], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
 ) -> Plan:
     """The plan of ``orders``, one per position, over a chain of ``len(placement)`` stages."""
     return compute_plan(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.looped import interleaved_1f1b
-from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement, split_order
+from pipegrid.plans.generators.shapes import OrderBuilder, Steps, chain_plan, looped_placement, split_order
 from pipegrid.plans.plan import Action, ActionKind, Plan, compute_plan
 
 
@@ -38,7 +38,7 @@ def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count)
     """
     pieces = num_microbatches * num_slices
 
-    def order(position: int) -> Order:
+    def order(position: int) -> Steps:
         builder = OrderBuilder(pieces)
         warmup = num_positions - position - 1 + num_slices - 1
         for _ in range(warmup):

@@ -18,7 +18,7 @@ from attrs import frozen
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, looped_placement
+from pipegrid.plans.generators.shapes import OrderBuilder, Steps, chain_plan, looped_placement
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.simulate.costs import Costs, CostsError, GivenCosts
 
@@ -156,7 +156,7 @@ def _ceil(quotient: float) -> int:
     return math.ceil(quotient * (1 - SLACK) - SLACK)
 
 
-def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forward_only: bool) -> Order:
+def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forward_only: bool) -> Steps:
     if position == 0 and forward_only:
         return _edge_forward_order(len(counts.in_flight), num_microbatches, counts)
     if position == 0:
@@ -171,7 +171,7 @@ def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forwar
     return builder.order
 
 
-def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order:
+def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
     """What position 0 does, phase by phase; the tail is stage ``tail``."""
     builder = OrderBuilder(num_microbatches)
     held = min(counts.in_flight[0], num_microbatches)
@@ -195,7 +195,7 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order
     return builder.order
 
 
-def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Order:
+def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
     """What position 0 does in evaluation: heads until the first microbatch is back, then tail and head in turn."""
     builder = OrderBuilder(num_microbatches)
     for _ in range(min(counts.head_warmup, num_microbatches)):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.generators.shapes import Order, OrderBuilder, chain_plan, v_placement
+from pipegrid.plans.generators.shapes import OrderBuilder, Steps, chain_plan, v_placement
 from pipegrid.plans.plan import Plan
 
 
 @checked_arguments(PlanError)
-def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
+def zero_bubble_v(num_positions: Count, num_microbatches: Count, *, overlap: bool = False) -> Plan:
     """No bubble within a position's span, at 1F1B's memory.
 
     With ``F = I = W`` and M of at least 2P - 1 no position waits between its first action and its last; they start half
@@ -24,6 +24,9 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
         1: .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
         2: .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
 
+    With ``overlap`` each forward comes one ``I`` earlier and is a pair with it (ours): one chunk more is live, and
+    it takes ``(P-1)F`` longer, less what the pairs hide.
+
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6 (ZB-V); Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory", section 4 (V-ZB).
 
@@ -31,18 +34,20 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count) -> Plan:
         >>> simulate(zero_bubble_v(4, 8)).bubble(of="span")
         0.0
     """
-    orders = (_zero_bubble_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
+    orders = [_zero_bubble_v_order(place, num_positions, num_microbatches, overlap) for place in range(num_positions)]
     return chain_plan(orders, v_placement(num_positions), num_microbatches)
 
 
-def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
+def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int, overlap: bool) -> Steps:
     """What ``position`` of `zero_bubble_v` does, phase by phase.
 
     In slots of one chunk's pass, with p the position: microbatch 0 comes down at p and back up at 2P-1-p, its
-    gradient down at 2P+p and back up at 4P-1-p. Each phase fills the slots until the next of these.
+    gradient down at 2P+p and back up at 4P-1-p. Each phase fills the slots until the next of these. With ``overlap``
+    the forward beside an input half is the one that would follow it.
     """
     down, up = position, 2 * num_positions - 1 - position
     above, below = position, num_positions - position  # positions before this one; this one and those after
+    after_down, after_up = (up, down) if overlap else (down, up)
     builder = OrderBuilder(num_microbatches)
 
     for _ in range(2 * below - 1):  # 1. forwards down, until the first comes back up
@@ -50,16 +55,15 @@ def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: in
     for _ in range(above):  # 2. forwards up and down, until its gradient comes down
         builder.f(up)
         builder.f(down)
-    for _ in range(below):  # 3. the upward chunk whole, until the gradient comes back up
+    if overlap:
         builder.f(up)
-        builder.i(up)
+    for left in reversed(range(below)):  # 3. the upward chunk whole, until the gradient comes back up
+        builder.pair(up if left else after_up, up, split=True, apart=not overlap)
         builder.w()
     for _ in range(max(num_microbatches, 2 * num_positions - 1) - num_positions):  # 4. steady
-        builder.f(down)
-        builder.i(down)
+        builder.pair(after_down, down, split=True, apart=not overlap)
         builder.w()
-        builder.f(up)
-        builder.i(up)
+        builder.pair(after_up, up, split=True, apart=not overlap)
         builder.w()
     for _ in range(above):  # 5. gradients come as fast as they are sent on
         builder.i(down)
@@ -73,12 +77,12 @@ def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: in
 
 
 @checked_arguments(PlanError)
-def dualpipe_v(num_positions: Count, num_microbatches: Count) -> Plan:
+def dualpipe_v(num_positions: Count, num_microbatches: Count, *, overlap: bool = False) -> Plan:
     """A forward of one chunk beside a backward of the other, so that each can hide the other's communication.
 
     For M of at least 2P. If the pair ``F&B`` takes less time than its two halves one after the other, the
-    bubble is ``(P-1)(F&B + B - 3W)`` of a chunk; a plan has no kind for the pair, so here it is ``F`` then
-    ``B``, whole, next to each other. At most 2P + 1 chunks are live::
+    bubble is ``(P-1)(F&B + B - 3W)`` of a chunk. With ``overlap`` these are pairs, otherwise ``F`` then ``B``, whole,
+    next to each other. At most 2P + 1 chunks are live::
 
         0: F0 F1 F2 f0 i0 w0 f1 F3 b1 -- f2 B0 -- b2 -- f3 .  B1 -- b3 -- I2 W2 I3 W3
         1: .  F0 f0 F1 f1 F2 b0 -- f2 B0 -- F3 b1 -- f3 B1 -- b2 -- B2 -- i3 I3 w3 W3
@@ -90,11 +94,11 @@ def dualpipe_v(num_positions: Count, num_microbatches: Count) -> Plan:
         >>> round(simulate(dualpipe_v(4, 8)).bubble(), 3), verify(dualpipe_v(4, 8)).peak_live
         (0.059, (4.5, 4.5, 4.5, 4.5))
     """
-    orders = (_dualpipe_v_order(position, num_positions, num_microbatches) for position in range(num_positions))
+    orders = [_dualpipe_v_order(place, num_positions, num_microbatches, overlap) for place in range(num_positions)]
     return chain_plan(orders, v_placement(num_positions), num_microbatches)
 
 
-def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int) -> Order:
+def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int, overlap: bool) -> Steps:
     """What ``position`` of `dualpipe_v` does, in the eight phases of the paper's figure."""
     down, up = position, 2 * num_positions - 1 - position
     above, below = position + 1, num_positions - position - 1  # this position and those before; those after
@@ -109,15 +113,12 @@ def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int) 
         builder.i(up)
         builder.w()
         builder.f(up)
-    for _ in range(max(num_microbatches, 2 * num_positions) - 2 * num_positions + above):  # 4. steady: pairs
-        builder.f(down)
-        builder.b(up)
-        builder.f(up)
-        builder.b(down)
+    for index in range(max(num_microbatches, 2 * num_positions) - 2 * num_positions + above):  # 4. steady: pairs
+        builder.pair(down, up, apart=not overlap or (below == 0 and index == 0))  # the first turns round at once
+        builder.pair(up, down, apart=not overlap)
     for _ in range(below):  # 5. no forwards down are left
         builder.b(up)
-        builder.f(up)
-        builder.b(down)
+        builder.pair(up, down, apart=not overlap)
     for index in range(2 * above):  # 6. no forwards are left; the second half splits
         backward = builder.b if index < above else builder.i
         backward(up if index % 2 == 0 else down)

@@ -95,7 +95,8 @@ def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool, holds:
             starts = tuple(meet(f"stage {first.stage}", places, f"stage {text}"))
             yield Launch(f"start of {text}", starts, batched=True)
         if first.kind.is_compute:
-            yield Launch(text, needs=_needed(dataflow, first, position, came) | together)
+            needs = [_needed(dataflow, action, position, came) for action in actions_of(step)]
+            yield Launch(text, needs=together.union(*needs))
 
 
 def _needed(dataflow: Dataflow, action: Action, position: int, came: Iterable[_Way]) -> frozenset[str]:

@@ -1,16 +1,13 @@
-"""Plans from what other programs plan with: torch's schedule objects, and Megatron's schedule table. No torch."""
+"""Plans from what torch's schedule objects plan. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from pipegrid.core.fields import Index, checked, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Orders
 from pipegrid.plans.orders.read import orders_from_csv
-from pipegrid.plans.plan import Action, ActionKind, Plan, chain, from_csv
+from pipegrid.plans.plan import Plan, from_csv
 
 
 def plan_of_torch(schedule: Any) -> Plan:
@@ -50,65 +47,3 @@ def _csv_of_torch(schedule: Any) -> str:
         raise PlanError(f"{name} tells no order; it has neither pipeline_order_with_comms nor pipeline_order")
     rows = [",".join("" if action is None else str(action) for action in table[rank]) for rank in sorted(table)]
     return "\n".join(rows) + "\n"
-
-
-def plan_of_megatron(
-    schedule_table: Sequence[tuple[int, int]], num_warmup_microbatches: Sequence[int], *, forward_only: bool = False
-) -> Plan:
-    """The computes of an interleaved schedule of Megatron-LM, which plans by a table and one number per rank.
-
-    Rank r runs the forwards in the order of the table, the first of them alone, then a backward after each forward, in
-    the order of the table with the chunks reversed, then the backwards that are left. A chunk c of it is stage
-    ``c * ranks + r``. Its messages are those that `lower` adds: Megatron's own follow from the same numbers.
-
-    Args:
-        schedule_table: (microbatch, chunk) of each forward, as ``get_schedule_table`` makes it.
-        num_warmup_microbatches: per pipeline rank, its forwards before the first backward.
-        forward_only: without backwards, as in an evaluation.
-
-    Raises:
-        PlanError: an entry that is no such pair, one that is there twice or not at all, or more forwards before
-            the first backward than there are.
-    """
-    name = "num_warmup_microbatches"
-    warmup = checked(num_warmup_microbatches, tuple[Index, ...], name, partial(PlanError, path=name))
-    entries = [_entry(entry, f"schedule_table[{number}]") for number, entry in enumerate(schedule_table)]
-    microbatches, chunks = (1 + max((entry[part] for entry in entries), default=-1) for part in (0, 1))
-    if not entries or len(set(entries)) != len(entries) or len(entries) != microbatches * chunks:
-        raise PlanError(
-            f"schedule_table has {len(entries)} entries up to microbatch {microbatches - 1} and chunk {chunks - 1}; it "
-            "must have each microbatch with each chunk, once",
-            path="schedule_table",
-        )
-    if not warmup or max(warmup) > len(entries):
-        raise PlanError(
-            f"{name} is {list(warmup)}; it must have a number for each rank, of at most the {len(entries)} forwards",
-            path=name,
-        )
-    ranks = len(warmup)
-
-    def row(rank: int) -> list[Action]:
-        forwards = [Action(ActionKind.F, chunk * ranks + rank, microbatch) for microbatch, chunk in entries]
-        if forward_only:
-            return forwards
-        backwards = [
-            Action(ActionKind.B, (chunks - 1 - chunk) * ranks + rank, microbatch) for microbatch, chunk in entries
-        ]
-        first = warmup[rank]
-        paired = [action for pair in zip(forwards[first:], backwards, strict=False) for action in pair]
-        return [*forwards[:first], *paired, *backwards[len(forwards) - first :]]
-
-    return Plan(
-        positions=[row(rank) for rank in range(ranks)],
-        graph=chain(chunks * ranks),
-        placement=[stage % ranks for stage in range(chunks * ranks)],
-        num_microbatches=microbatches,
-        forward_only=range(chunks * ranks) if forward_only else (),
-    )
-
-
-def _entry(entry: Sequence[int], path: str) -> tuple[int, int]:
-    numbers = checked(entry, tuple[Index, ...], path, partial(PlanError, path=path))
-    if len(numbers) != 2:
-        raise PlanError(f"{path} is {shown(entry)}; it must be (microbatch, chunk)", path=path)
-    return numbers[0], numbers[1]

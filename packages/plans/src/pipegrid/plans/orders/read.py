@@ -7,6 +7,7 @@ step is one of::
     "0SEND_F1"                         an action as in torch's CSV; the peer of a message is the next stage, or as in
                                        "0SEND_F1>3"
     "0WAIT_SEND_F1"                    the host waits until that send has ended
+    "(1F1;1B0)"                        a forward and a backward that run together
     ["SEND_F", 0, 1, 2]                kind, stage, microbatch, and for a message the rank at the other end
     {"send": "mask 0", "to": 3}        a message of any name; also {"receive": "mask 0", "from": 0}
     {"compute": "loss 0", "needs": ["mask 0"]}
@@ -29,17 +30,19 @@ from pipegrid.core.fields import Index, Name, checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.of_plan import label_of, needs_of, ways_of
 from pipegrid.plans.orders.orders import Launch, Message, Orders
-from pipegrid.plans.plan import Action, from_csv, load_json
+from pipegrid.plans.plan import Action, from_csv, load_json, step_text
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.plan.csv import awaited_by, with_peer
+from pipegrid.plans.plan.parts import parse_step
 
-_OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B", re.ASCII)
 _CELL = re.compile(r"\([^()]*\)\s*OVERLAP_F_B|\[[^\[\]]*\]|[^\s,]+", re.ASCII)
 _MESSAGE = re.compile(r"\d+(?:SEND|RECV)_", re.ASCII)
 _CUT = "..."
 
 _Part: TypeAlias = Action | Launch
 """A step that is no batch; a launch is one that is complete as it is."""
+_Step: TypeAlias = _Part | list[_Part] | tuple[Action, ...]
+"""A part, a batch, or a pair of computes."""
 
 
 def orders_from_json(text: str) -> Orders:
@@ -111,11 +114,14 @@ def _error(found: Any, path: str, expected: str) -> PlanError:
 # ---- Steps of a document
 
 
-def _parsed(steps: Sequence[Any], path: str, first: int) -> Iterator[_Part | list[_Part]]:
+def _parsed(steps: Sequence[Any], path: str, first: int) -> Iterator[_Step]:
     for number, step in enumerate(steps, start=first):
         where = f"{path}[{number}]"
-        if isinstance(step, str) and (pair := _OVERLAP.fullmatch(step)):
-            yield from (_part(word.strip(), where) for word in pair[1].split(";"))
+        if isinstance(step, str) and step.startswith("("):
+            try:
+                yield parse_step(step.removesuffix("OVERLAP_F_B").strip())
+            except PlanError as error:
+                raise PlanError(f"{where}: {error}", path=where) from None
         elif isinstance(step, dict) and step.keys() == {"batch"} and isinstance(step["batch"], list) and step["batch"]:
             yield [_part(one, f"{where}.batch[{index}]") for index, one in enumerate(step["batch"])]
         else:
@@ -162,7 +168,7 @@ def _named(step: Mapping[str, Any], path: str) -> Launch:
     return Launch(f"{way}({name}) {rank} {peer}", (Message(way, peer, name, group),), holds=step.get("holds", False))
 
 
-def _placement(given: Any, rows: Sequence[Iterable[_Part | list[_Part]]]) -> Mapping[int, int]:
+def _placement(given: Any, rows: Sequence[Iterable[_Step]]) -> Mapping[int, int]:
     """The rank of each stage."""
     places: dict[int, int] = {}
     if given is not None:
@@ -175,12 +181,12 @@ def _placement(given: Any, rows: Sequence[Iterable[_Part | list[_Part]]]) -> Map
     return places
 
 
-def _actions(steps: Iterable[_Part | list[_Part]]) -> Iterator[Action]:
+def _actions(steps: Iterable[_Step]) -> Iterator[Action]:
     for step in steps:
-        yield from (one for one in (step if isinstance(step, list) else [step]) if isinstance(one, Action))
+        yield from (one for one in (step if isinstance(step, (list, tuple)) else [step]) if isinstance(one, Action))
 
 
-def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], rank: int) -> Iterator[Launch]:
+def _launches(steps: Sequence[_Step], places: Mapping[int, int], rank: int) -> Iterator[Launch]:
     came = {way for action in _actions(steps) if action.kind.is_receive for way in ways_of(action)}
 
     def messages_of(part: _Part) -> tuple[Message, ...]:
@@ -205,6 +211,8 @@ def _launches(steps: Sequence[_Part | list[_Part]], places: Mapping[int, int], r
             yield Launch(f"[{' '.join(texts)}]", messages, batched=True)
         elif isinstance(step, Launch):
             yield step
+        elif isinstance(step, tuple):
+            yield Launch(step_text(step), needs=frozenset().union(*[needs_of(action, came) for action in step]))
         elif messages := messages_of(step):
             yield Launch(str(step), messages)
         elif step.kind.is_compute:

@@ -97,7 +97,7 @@ def lower(
     simulation), in which a compute of a stage on several positions is one event of all of them; and each transfer gets
     a place in it, between the computes that make the data and those that need it. Every position does its own in this
     order, so of all events that are not done, the first finds all its parties free. A batch only posts its
-    transfers earlier, and lists them in this order, so it may as well block one by one.
+    transfers earlier, and lists them in this order, so it may as well block one by one. A pair is one event.
 
     Raises:
         PlanError: the plan communicates or offloads already, its computes are wrong (every fault is listed, as by
@@ -189,6 +189,9 @@ def _line(
     for place, event in enumerate(sorted(range(len(dates)), key=dates.__getitem__)):
         for position in parties[event]:
             at[position].append(place)
+    for places, pairs in zip(at, plan.pairs, strict=True):
+        for first in pairs:  # one event
+            places[first + 1] = places[first]
     made: dict[tuple[int, int, Direction], list[int]] = {}
     for position, own in enumerate(computes):
         for stage, way in product(plan.stages_at[position], (FORWARD, BACKWARD)):
@@ -360,7 +363,14 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
             for other, microbatch in transfers[1:]:
                 actions += parties[other][slot].actions[microbatch]
             party.writer.exchange(before, actions, party.partners)
-    return [writer.finish() for writer in writers]
+    return [_with_pairs(writer.finish(), own) for writer, own in zip(writers, plan.positions, strict=True)]
+
+
+def _with_pairs(steps: list[Step], planned: Sequence[Step]) -> list[Step]:
+    """``steps`` with the pairs of ``planned``, whose computes follow each other."""
+    pairs: dict[Step, Step] = {pair[0]: pair for pair in planned if not isinstance(pair, Action)}
+    seconds = {pair[1] for pair in planned if not isinstance(pair, Action)}
+    return [pairs.get(step, step) for step in steps if step not in seconds] if pairs else steps
 
 
 def _averages(

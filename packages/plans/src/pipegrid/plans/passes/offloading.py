@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 
 from pipegrid.core.fields import Amount, Index, checked, checked_arguments
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan import OFFLOADING, Action, ActionKind, Plan, Step, require_plan
+from pipegrid.plans.plan import OFFLOADING, Action, ActionKind, Plan, Step, actions_of, require_plan
 from pipegrid.plans.simulate import with_slack
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -91,7 +91,7 @@ class _PositionStays:
 
     def steps(self, steps: Sequence[Step]) -> Sequence[Step]:
         """The steps with copies."""
-        computes = [step for step in steps if isinstance(step, Action) and step.kind.is_compute]
+        computes = [actions_of(step) for step in steps if actions_of(step)[0].kind.is_compute]  # a pair is one
         live = self._live(computes)
         if max(live, default=0.0) <= self.limit:
             return steps
@@ -100,7 +100,7 @@ class _PositionStays:
         placed: list[Step] = []
         count = 0
         for step in steps:
-            is_compute = isinstance(step, Action) and step.kind.is_compute
+            is_compute = actions_of(step)[0].kind.is_compute
             if is_compute:
                 placed += before[count]
             placed.append(step)
@@ -109,10 +109,10 @@ class _PositionStays:
                 count += 1
         return placed
 
-    def _live(self, computes: Sequence[Action]) -> list[float]:
+    def _live(self, computes: Sequence[Sequence[Action]]) -> list[float]:
         """Make the stays; memory during each compute."""
         open_stays: dict[tuple[int, int | None], _Stay] = {}
-        for index, action in enumerate(computes):
+        for index, action in ((index, action) for index, step in enumerate(computes) for action in step):
             key, size = (action.stage, action.microbatch), self.sizes[action.stage]
             if action.kind is F:
                 stay = open_stays[key] = _Stay(action, size, index, index, -1)

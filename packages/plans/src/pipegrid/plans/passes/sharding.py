@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pipegrid.core.fields import checked, instance
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan import Action, ActionKind, Plan, Step
+from pipegrid.plans.plan import Action, ActionKind, Plan, Step, actions_of
 
 Reduce: TypeAlias = Literal["step", "microbatch"]
 Shard: TypeAlias = Reduce | Mapping[str, Reduce]
@@ -49,8 +49,8 @@ def with_gathers(
         forward_only: stages without gradients.
         window: the most stages gathered at once.
     """
-    computes = [(index, step) for index, step in enumerate(steps) if isinstance(step, Action) and step.kind.is_compute]
-    uses = [(number, action) for number, (_, action) in enumerate(computes) if action.stage in reduce]
+    computes = [actions_of(step) for step in steps if actions_of(step)[0].kind.is_compute]
+    uses = [(number, action) for number, step in enumerate(computes) for action in step if action.stage in reduce]
     if not uses:
         return list(steps)
     after: list[list[Action]] = [[] for _ in range(len(computes) + 1)]  # after so many computes
@@ -67,7 +67,7 @@ def with_gathers(
     placed = list[Step](after[0])
     count = 0
     for step in steps:
-        is_compute = isinstance(step, Action) and step.kind.is_compute
+        is_compute = actions_of(step)[0].kind.is_compute
         if is_compute and count:
             placed += after[count]
         placed.append(step)
@@ -76,7 +76,7 @@ def with_gathers(
 
 
 def _swaps(uses: Sequence[tuple[int, int]], window: int) -> list[tuple[int, list[int], list[int]]]:
-    """(computes before it, stages to free, stages to gather) of each change; ``uses``: (compute, stage), in order."""
+    """(computes before it, stages to free, stages to gather) of each change; ``uses``: (compute or pair, stage)."""
     coming: dict[int, list[int]] = {}
     for number, stage in reversed(uses):
         coming.setdefault(stage, []).append(number)
@@ -88,7 +88,12 @@ def _swaps(uses: Sequence[tuple[int, int]], window: int) -> list[tuple[int, list
             freed: list[int] = []
             place = 0
             if len(gathered) == window:
-                victim = max(gathered, key=lambda held: coming[held][-1] if coming[held] else math.inf)
+                free = [held for held, used in gathered.items() if used < number]  # not by the other half of a pair
+                if not free:
+                    raise PlanError(
+                        f"a pair computes two stages, and {window} may be gathered at once; prefetch one more"
+                    )
+                victim = max(free, key=lambda held: coming[held][-1] if coming[held] else math.inf)
                 freed, place = [victim], gathered.pop(victim) + 1
             done = max(done, place)
             swaps.append((done, freed, [stage]))

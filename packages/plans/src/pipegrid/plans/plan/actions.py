@@ -20,6 +20,7 @@ at the other end, the arrow pointing the way the data goes, then the group::
     3COLLECTIVE7>4@bridge   stage 3's activation goes to stage 4 by a collective in the group "bridge"
     3UNSHARD         the parameters of stage 3 are gathered over its replicas
     3OFFLOAD7        the activations of stage 3 and microbatch 7 go to the host
+    (3F7;1B4)        a pair: a forward and a backward (B or I) that run together
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class ActionKind(enum.StrEnum):
     OFFLOAD = "OFFLOAD"
     RELEASE = "RELEASE"
     RELOAD = "RELOAD"
+
+    F_B = enum.nonmember("F_B")  # no kind of an action: the name of a pair, two of them
 
     @classmethod
     def _missing_(cls, value: object) -> ActionKind:

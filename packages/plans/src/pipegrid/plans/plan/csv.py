@@ -17,7 +17,7 @@ from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, SHARDING, Action, ActionKind
-from pipegrid.plans.plan.parts import Text, actions_of, step_text
+from pipegrid.plans.plan.parts import Step, Text, actions_of, is_pair, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
 from pipegrid.plans.plan.tokens import Token
@@ -25,15 +25,19 @@ from pipegrid.plans.plan.tokens import Token
 _PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
 _NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}
 _WAIT = re.compile(r"(\d{1,9})WAIT_(SEND_[FB]\d.*|REDUCE_GRAD)", re.ASCII)
-_OVERLAP = re.compile(r"\s*\(\s*([^;()\s]+)\s*;\s*([^;()\s]+)\s*\)\s*OVERLAP_F_B\s*")
 
 
 def to_csv(plan: Plan) -> str:
     """The plan as CSV; `from_csv` reads it back to an equal plan, and torch reads the computes of a chain."""
     require_plan(plan)
-    rows = [",".join(map(step_text, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
+    rows = [",".join(map(_cell, steps)) or "," for steps in plan.positions]  # "," is a row of idle slots
     header = [] if _is_implied_by_its_table(plan) else [f"#: {line}" for line in header_lines(plan)]
     return "\n".join([*header, *rows]) + "\n"
+
+
+def _cell(step: Step) -> str:
+    """A step as torch has it, where it does."""
+    return f"{step_text(step)}OVERLAP_F_B" if is_pair(step) else step_text(step)
 
 
 def to_torch(plan: Plan, *, waits: bool = False) -> str:
@@ -68,11 +72,13 @@ def to_torch(plan: Plan, *, waits: bool = False) -> str:
             raise PlanError(f"torch.distributed.pipelining runs no plan with {name}")
     rows = []
     for position in range(plan.num_positions):
-        cells = [_torch_cell(action) for step in plan.positions[position] for action in actions_of(step)]
+        cells: list[str] = []
+        for step in plan.positions[position]:
+            cells += [_cell(step)] if is_pair(step) else map(_torch_cell, actions_of(step))
         for stage in plan.stages_at[position] if plan.has_communication else ():
             cells += [f"{stage}REDUCE_GRAD"] if f"{stage}REDUCE_GRAD" not in cells else []
             if f"{stage}UNSHARD" not in cells:
-                first = next(number for number, cell in enumerate(cells) if cell.startswith(f"{stage}F"))
+                first = next(n for n, cell in enumerate(cells) if cell.lstrip("(").startswith(f"{stage}F"))
                 cells = [*cells[:first], f"{stage}UNSHARD", *cells[first:], f"{stage}RESHARD"]
         if twice := [cell for cell, count in Counter(cells).items() if count > 1 and cell.endswith("REDUCE_GRAD")]:
             raise PlanError(f"position {position} has {twice[0]} several times; torch scales gradients at each")
@@ -89,7 +95,7 @@ def _with_waits(cells: Iterable[str]) -> Iterator[str]:
             yield cell.replace("REDUCE", "WAIT_REDUCE")
         elif "SEND" in cell:
             sent.append(cell)
-        elif (activation := re.sub("[BI]", "SEND_F", cell)) in sent:
+        elif (activation := re.sub("[BI]", "SEND_F", re.sub(r".*;|\).*", "", cell))) in sent:  # the second of a pair
             sent.remove(activation)
             yield activation.replace("SEND", "WAIT_SEND")
     yield from (cell.replace("SEND", "WAIT_SEND") for cell in sent)
@@ -110,7 +116,7 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
     """Read CSV, one row per position, written by `to_csv` or by torch.
 
     ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
-    ``(4F5;3B0)OVERLAP_F_B`` is read as the two computes one after the other. The waits of torch 2.15 for sends and
+    ``(4F5;3B0)OVERLAP_F_B`` is a pair. The waits of torch 2.15 for sends and
     reductions (``4WAIT_SEND_F7``) are left out: a runtime waits for its sends by itself. By the rule of `verify` no
     position goes on from a send before its receive, so its proof holds with them; `orders_from_csv` keeps them.
 
@@ -141,9 +147,9 @@ def _is_implied_by_its_table(plan: Plan) -> bool:
         return False
     trains = False
     forwards = set()
-    for position, steps in enumerate(plan.positions):
-        for action in steps:
-            if not isinstance(action, Action) or not action.kind.is_compute or action.stage >= stages:
+    for position in range(plan.num_positions):
+        for action in plan.actions(position):
+            if not action.kind.is_compute or action.stage >= stages:
                 return False
             if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
                 return False
@@ -163,21 +169,16 @@ def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
     column = 1
     under_way: set[str] = set()
     for cell in line.split(","):
-        if (pair := _OVERLAP.fullmatch(cell)) is not None:
-            for part in (1, 2):
-                word = Token(pair[part], line_number, column + pair.start(part))
-                yield word, [word]
-        else:
-            for step, words in Token(cell, line_number, column).steps():
-                actions = [evolve(word, text=with_peer(word.text)) for word in words]
-                awaited = awaited_by(step.text)
-                if awaited is None:
-                    under_way |= {action.text for action in actions}
-                    yield step, actions
-                elif with_peer(awaited) in under_way:
-                    under_way.remove(with_peer(awaited))
-                else:
-                    raise step.error(f"{awaited} before it on the row, and one wait for it")
+        for step, words in Token(cell, line_number, column).steps():
+            actions = [evolve(word, text=with_peer(word.text)) for word in words]
+            awaited = awaited_by(step.text)
+            if awaited is None:
+                under_way |= {action.text for action in actions}
+                yield step, actions
+            elif with_peer(awaited) in under_way:
+                under_way.remove(with_peer(awaited))
+            else:
+                raise step.error(f"{awaited} before it on the row, and one wait for it")
         column += len(cell) + 1
 
 

@@ -2,8 +2,9 @@
 
 An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names), ``placement``
 (positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``: per
-position its steps, an action as its token and a batch as a list of tokens. Optional: ``edges``, ``forward_only``,
-``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`), and a group's ``edges`` and ``tied``.
+position its steps: an action as its token, a batch as a list of tokens, a pair as ``"(3F7;1B4)"``. Optional: ``edges``,
+``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`), and a group's ``edges``
+and ``tied``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
 from pipegrid.plans.plan.header import check_extent, expectation, module_graph
-from pipegrid.plans.plan.parts import Group, Step, Text, as_step
+from pipegrid.plans.plan.parts import Group, Step, Text, as_step, is_pair, parse_step, step_text
 from pipegrid.plans.plan.plan import Plan, require_placed, require_plan
 from pipegrid.plans.plan.routes_text import routes_document, routes_from_document
 from pipegrid.plans.plan.tokens import parse_edge
@@ -48,7 +49,9 @@ def to_json(plan: Plan) -> str:
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rows = [
-        json.dumps([str(step) if isinstance(step, Action) else [str(a) for a in step] for step in steps])
+        json.dumps(
+            [step_text(step) if isinstance(step, Action) or is_pair(step) else list(map(str, step)) for step in steps]
+        )
         for steps in plan.positions
     ]
     positions = ",\n    ".join(rows)
@@ -162,7 +165,9 @@ def _converter() -> Converter:
         return parse_action(exactly(value, str))
 
     def step(value: Any, _: Any) -> Step:
-        return as_step(converter.structure(value, tuple[Action, ...])) if isinstance(value, list) else action(value, _)
+        if not isinstance(value, list):
+            return parse_step(exactly(value, str))
+        return as_step(converter.structure(value, tuple[Action, ...]), paired=False)
 
     converter.register_structure_hook(int, exactly)
     converter.register_structure_hook(str, exactly)

@@ -1,10 +1,12 @@
 """The parts of a plan: steps, groups, the graph of a chain.
 
-A *step* is one action, or a batch (a tuple) of messages and collectives that are issued together.
+A *step* is one action, a batch (a tuple) of messages and collectives that are issued together, or a pair (a tuple too)
+of a forward and a backward that run together.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
@@ -15,10 +17,10 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Index, Rule, checked, checked_fields, index_of, instance, shown
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.actions import ALONE, Action, GroupName
+from pipegrid.plans.plan.actions import ALONE, COMPUTES, Action, ActionKind, GroupName, parse_action
 
 Step: TypeAlias = Action | tuple[Action, ...]
-"""One action, or a batch of at least two communications that are issued together."""
+"""One action, a batch of at least two communications that are issued together, or a pair ``(F, B)`` or ``(F, I)``."""
 
 Text: TypeAlias = Annotated[str, instance(str, "the text itself, such as Path(...).read_text()")]
 """The text of a plan; a path is a common mistake."""
@@ -65,13 +67,27 @@ class Group:
 
 
 def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step: one, or those of the batch.
+    """The actions of a step: one, or those of the batch or the pair.
 
     Examples:
         >>> [str(action) for step in lower(one_f_one_b(2, 2)).positions[1] for action in actions_of(step)]
         ['1RECV_F0<0', '1F0', '1B0', '1RECV_F1<0', '1SEND_B0>0', '1F1', '1B1', '1SEND_B1>0']
     """
     return (step,) if isinstance(step, Action) else step
+
+
+PAIR = r"\(\s*([^\s();]+)\s*;\s*([^\s();]+)\s*\)"  # as text, with its two words
+
+
+def is_pair(step: Step) -> bool:
+    """Whether a step is a pair of computes."""
+    return not isinstance(step, Action) and step[0].kind in COMPUTES
+
+
+def parse_step(token: str) -> Step:
+    """Read one action, or a pair as ``(3F7;1B4)``."""
+    match = re.fullmatch(PAIR, token)
+    return parse_action(token) if match is None else as_step([parse_action(word) for word in match.groups()])
 
 
 def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[tuple[Step, ...], ...]:
@@ -84,17 +100,25 @@ def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[
         ) from None
 
 
-def as_step(step: Action | Iterable[Action]) -> Step:
-    """An action or a batch as a step; a batch of one is that action."""
+_PAIRS = ((ActionKind.F, ActionKind.B), (ActionKind.F, ActionKind.I))
+
+
+def as_step(step: Action | Iterable[Action], *, paired: bool | None = None) -> Step:
+    """An action, a batch or a pair as a step; a batch of one is that action. ``paired``: whether it is to be a pair."""
     batch = step if type(step) is tuple else tuple(step) if isinstance(step, Iterable) else (step,)
     batched = bool(batch)
     for action in batch:  # plans have hundreds of thousands
         if type(action) is not Action:
             raise PlanError(f"step {shown(step)} is neither an Action nor a batch of Actions")
         batched = batched and action.kind not in ALONE
-    if len(batch) != 1 and not batched:
-        raise PlanError(f"{step_text(batch)} is no batch; messages and collectives are batched, and nothing else")
-    return batch[0] if len(batch) == 1 else batch
+    if len(batch) == 1:
+        return batch[0]
+    if not (batched and not paired) and (paired is False or tuple([action.kind for action in batch]) not in _PAIRS):
+        raise PlanError(
+            f"[{' '.join(map(str, batch))}] is no batch; messages and collectives are batched, and nothing else; a "
+            "pair is a forward and a B or I, as in (3F7;1B4)"
+        )
+    return batch
 
 
 def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...], ...]:
@@ -122,5 +146,7 @@ def module_places(graph: ModuleGraph, placement: Sequence[tuple[int, ...]], modu
 
 
 def step_text(step: Step) -> str:
-    """A step as text: an action's token, or the tokens of a batch in brackets."""
-    return str(step) if isinstance(step, Action) else f"[{' '.join(map(str, step))}]"
+    """A step as text: an action's token, the tokens of a batch in brackets, ``(3F7;1B4)`` for a pair."""
+    if isinstance(step, Action):
+        return str(step)
+    return f"({';'.join(map(str, step))})" if is_pair(step) else f"[{' '.join(map(str, step))}]"

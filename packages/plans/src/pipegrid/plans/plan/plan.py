@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from attrs import field, frozen
 
@@ -17,7 +18,17 @@ from pipegrid.core.fields import Count, Index, checked_fields, shown
 from pipegrid.core.graph import ModuleGraph, chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import OFFLOADING, SHARDING, Action
-from pipegrid.plans.plan.parts import Group, Step, as_placement, as_positions, ascending, stages_on, step_text
+from pipegrid.plans.plan.parts import (
+    Group,
+    Step,
+    actions_of,
+    as_placement,
+    as_positions,
+    ascending,
+    is_pair,
+    stages_on,
+    step_text,
+)
 from pipegrid.plans.plan.routes import Routes
 from pipegrid.plans.plan.routes_check import check_routes
 from pipegrid.plans.plan.tokens import name_text
@@ -74,6 +85,7 @@ class Plan:
         _check_stages(self)
         _check_groups(self)
         _check_slices(self)
+        _check_pairs(self)
 
     @property
     def num_positions(self) -> int:
@@ -144,11 +156,23 @@ class Plan:
     def has_communication(self) -> bool:
         """Whether any action is a communication; a plan of computes alone has none."""
         return any(
-            not isinstance(step, Action) or step.kind.is_communication for steps in self.positions for step in steps
+            (step if isinstance(step, Action) else step[0]).kind.is_communication
+            for steps in self.positions
+            for step in steps
         )
 
+    @cached_property
+    def pairs(self) -> tuple[frozenset[int], ...]:
+        """Per position, the numbers in `actions` of the forwards of its pairs; the backward of each is the next."""
+        found = []
+        for steps in self.positions:
+            paired = any(type(step) is tuple and is_pair(step) for step in steps)
+            starts = accumulate(map(len, map(actions_of, steps)), initial=0) if paired else ()
+            found.append(frozenset(at for at, step in zip(starts, steps, strict=False) if is_pair(step)))
+        return tuple(found)
+
     def actions(self, position: int) -> Iterator[Action]:
-        """The actions of ``position`` in order, batches opened."""
+        """The actions of ``position`` in order, batches and pairs opened."""
         require_position(position, self)
         for step in self.positions[position]:
             if isinstance(step, Action):
@@ -186,7 +210,7 @@ class Plan:
 
 
 def compute_plan(
-    orders: Sequence[Iterable[Action]],
+    orders: Sequence[Iterable[Step]],
     *,
     graph: ModuleGraph | int,
     placement: Iterable[int | Iterable[int]],
@@ -348,6 +372,16 @@ def _names_slices(plan: Plan) -> bool:
         or any(action.slice is not None for step in steps if type(step) is tuple for action in step)
         for steps in plan.positions
     )
+
+
+def _check_pairs(plan: Plan) -> None:
+    """Raise for a pair of a stage on several positions: their ranks would have to interleave its computes alike."""
+    shared = {stage for stage, places in enumerate(plan.placement) if len(places) > 1}
+    for position, steps in enumerate(plan.positions if shared else ()):
+        for step in steps:
+            if type(step) is tuple and is_pair(step) and (held := [a.stage for a in step if a.stage in shared]):
+                what = f"stage {held[0]} lies on positions {list(plan.placement[held[0]])}, those of a pair on one"
+                raise PlanError(f"position {position} has {step_text(step)}; {what}", path="positions")
 
 
 # How a plan is written

@@ -9,11 +9,11 @@ The text form has a header, then one line per position::
     0: 0F0 0SEND_F0>1 0F1 [0SEND_F1>1 0RECV_B0<1] ...
     1: 1RECV_F0<0 1F0 1B0 [1RECV_F1<0 1SEND_B0>0] ...
 
-A header line may be left out where the table implies it: without ``modules`` the stages are a chain, without
-``placement`` a stage lies where its computes are, without ``microbatches`` or ``slices`` the highest number counts.
-``slices``, ``forward_only`` and ``group`` lines are written only where they differ from the default. With routes
-(`routes_text`) a position is an actor, a microbatch a unit, and the line ``placement`` is needed. ``#`` starts a
-comment.
+A batch of messages is in brackets, a pair of computes is ``(3F7;1B4)``. A header line may be left out where the table
+implies it: without ``modules`` the stages are a chain, without ``placement`` a stage lies where its computes are,
+without ``microbatches`` or ``slices`` the highest number counts. ``slices``, ``forward_only`` and ``group`` lines are
+written only where they differ from the default. With routes (`routes_text`) a position is an actor, a microbatch a
+unit, and the line ``placement`` is needed. ``#`` starts a comment.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Reader:
             actions = [word.action() for word in words]
             self.actions += [(len(self.rows), *pair) for pair in zip(words, actions, strict=True)]
             try:
-                row.append(as_step(tuple(actions)))
+                row.append(as_step(tuple(actions), paired=step.text.startswith("(")))
             except PlanError as error:
                 raise step.error(f"an action, or a batch between '[' and ']' ({error})") from None
         self.rows.append(row)

@@ -12,9 +12,10 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.fields import shown
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
+from pipegrid.plans.plan.parts import PAIR
 
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"?|[^\s#"])+|#.*')
-_STEP = re.compile(r"\[[^\[\]]*\]|[^\s\[\]]+|[\[\]]")
+_STEP = re.compile(rf"{PAIR}(?:\s*OVERLAP_F_B)?(?!\S)|\[[^\[\]]*\]|[^\s\[\]]+|[\[\]]")
 _EDGE = re.compile(r"(\d{1,9})>(\d{1,9})", re.ASCII)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 QUOTED = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
@@ -51,13 +52,14 @@ class Token:
             yield self.within(match[0], match.start())
 
     def steps(self) -> Iterator[tuple[Token, list[Token]]]:
-        """The steps of this token, each with its words: an action, or those of a batch in brackets."""
+        """The steps of this token, each with its words: an action, those of a batch in brackets, or of a pair."""
         for match in _STEP.finditer(self.text):
+            step = self.within(match[0], match.start())
+            if match[1] is not None:
+                yield step, [self.within(match[part], match.start(part)) for part in (1, 2)]
+                continue
             words = re.finditer(r"[^\s\[\]]+", match[0])
-            yield (
-                self.within(match[0], match.start()),
-                [self.within(word[0], match.start() + word.start()) for word in words],
-            )
+            yield step, [step.within(word[0], word.start()) for word in words]
 
     def action(self) -> Action:
         """This token as an action."""

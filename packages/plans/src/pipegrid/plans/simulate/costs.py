@@ -105,12 +105,12 @@ PerSlice: TypeAlias = tuple[Annotated[float, number(above=0.0)], ...]
 
 PER_STAGE = (
     *("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"),
-    *("UNSHARD", "REDUCE_GRAD", "parameters"),
+    *("UNSHARD", "REDUCE_GRAD", "parameters", "hidden"),
 )
 PER_EDGE = ("latency", "bandwidth", "message")
 StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
 EdgeCost: TypeAlias = Annotated[str, _one_of(PER_EDGE)]
-_SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters")
+_SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters", "hidden")
 """Costs of which a stage has its share of the model."""
 
 
@@ -140,6 +140,8 @@ class Costs:
         parameters: memory of the gathered parameters (in bytes, say), and of their gradients until they are reduced.
         offload_bandwidth: memory of activations copied to the host in a unit of time, and as much back at the same
             time.
+        hidden: what a pair saves of the sum of its two computes, as each hides the other's exchanges, at most the
+            shorter of them; where they are of two stages, half of what both save.
         slice_lengths: of the slices in any unit (tokens, say), by which ``W``, activations and messages are divided;
             by default equal.
         slice_times: of the slices, by which ``F``, ``B`` and ``I`` are divided; later ones take longer for causal
@@ -170,6 +172,7 @@ class Costs:
     REDUCE_GRAD: PerStage = 0.0
     parameters: PerStage = 0.0
     offload_bandwidth: Annotated[float, _RATE] = math.inf
+    hidden: PerStage = 0.0
     slice_lengths: PerSlice = ()
     slice_times: PerSlice = ()
 

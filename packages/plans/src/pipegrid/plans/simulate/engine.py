@@ -105,7 +105,7 @@ class Simulator:
         actions, start, end = self.actions[position], self.start[position], self.end[position]
         tables, durations = self.wiring.computes[position], None if self.durations is None else self.durations[position]
         num_slices, lengths, overhead = self.plan.num_slices, self.slice_lengths, self.overhead
-        routed = self.routed
+        routed, pairs = self.routed, self.plan.pairs[position]
         now, index = self.clock[position], self.at[position]
         first = index
         while index < len(actions):
@@ -117,6 +117,12 @@ class Simulator:
                 if done is None:
                     break  # the last to come carries this position on
                 now, index = done, index + 1
+                continue
+            if pairs and index in pairs:
+                together = self._pair(position, index, now)
+                if together is None:
+                    break
+                now, index = together, index + 2
                 continue
             piece, weight = action.microbatch, 1.0
             assert piece is not None
@@ -161,6 +167,34 @@ class Simulator:
         self.order.append((Run(position, first, index),))
 
     # Computes
+
+    def _pair(self, position: int, index: int, now: float) -> float | None:
+        """Run a forward and a backward together; the end of both, or None where an input of one lacks."""
+        entries: list[tuple[Compute, int, float]] = []
+        took: list[float] = []
+        begin, saved = now, 0.0
+        for at, action in enumerate(self.actions[position][index : index + 2], index):
+            piece, part = self.plan.piece_of(action), action.slice or 0
+            key = (action.stage, piece) if self.routed else action.stage
+            entry = self.wiring.computes[position][action.kind].get(key) or self.wiring.compute(
+                action.kind, action.stage, position, piece if self.routed else 0
+            )
+            piece = 0 if self.routed else piece
+            for slots in entry.needs:
+                time = slots[piece]
+                if time is None:
+                    self.waits_for[position] = (slots, piece)
+                    return None
+                begin = max(begin, time)
+            entries.append((entry, piece, self.slice_lengths[part]))
+            took.append(entry.duration * entry.shares[part] if self.durations is None else self.durations[position][at])
+            saved += self.wiring.hidden[action.stage] * entry.shares[part] / 2
+        start = begin + self.overhead
+        end = start + self.overhead + sum(took) - min(saved, *took)
+        self.start[position][index : index + 2], self.end[position][index : index + 2] = [start] * 2, [end] * 2
+        for entry, piece, weight in entries:
+            self._give(entry, piece, weight, end)
+        return end
 
     def _give(self, entry: Compute, piece: int, weight: float, now: float) -> None:
         """The results of a compute that ends ``now``, of which a message takes ``weight`` of a microbatch's time."""

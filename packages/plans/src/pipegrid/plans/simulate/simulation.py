@@ -1,6 +1,6 @@
 """What a plan takes: when each action starts and ends, how long positions idle, how much memory is live.
 
-The model: a position does one compute at a time, in its plan's order. A send or a receive only posts; a
+The model: a position does one compute, or one pair, at a time, in its plan's order. A send or a receive only posts; a
 message starts once both its ends are posted and its lane's earlier messages have left, and the compute that
 needs it waits for it. `REDUCE` and `COLLECTIVE` in a group start when its last position arrives, and occupy
 them all; so does a compute of a stage that lies on several positions, as its ranks may communicate inside it.
@@ -58,7 +58,8 @@ class Simulation:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Per position, the time it computes (``F``, ``B``, ``I``, ``W``)."""
-        return tuple(math.fsum(end - start for start, end, _ in computes) for computes in self._computes)
+        spans = [{(start, end) for start, end, _ in computes} for computes in self._computes]  # that of a pair once
+        return tuple(math.fsum(end - start for start, end in own) for own in spans)
 
     @cached_property
     def spans(self) -> tuple[tuple[float, float], ...]:

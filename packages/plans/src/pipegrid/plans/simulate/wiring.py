@@ -65,6 +65,7 @@ class Wiring:
         self.routed, self.slots = self.dataflow.routed, 1 if self.dataflow.routed else plan.num_pieces
         names = ("F", "B", "I", "W", "REDUCE", "COLLECTIVE", "UNSHARD", "REDUCE_GRAD")
         self.duration = {ActionKind[name]: costs.per_stage(name, plan.num_stages) for name in names}
+        self.hidden = costs.per_stage("hidden", plan.num_stages)
         self.travel = costs.travel(plan.graph.stage_edges)
         self.slice_times = costs.per_slice("slice_times", plan.num_slices)
         self.slice_lengths = costs.per_slice("slice_lengths", plan.num_slices)

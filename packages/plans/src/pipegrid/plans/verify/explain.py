@@ -9,6 +9,7 @@ from pipegrid.core.edge import Direction
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.play import Wait
 from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, for_piece, step_text
+from pipegrid.plans.plan.parts import is_pair
 from pipegrid.plans.verify.table import ActionRule, PositionTable
 
 
@@ -157,7 +158,8 @@ def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[St
         text = _part_text(step, wait.part) if in_order else step_text(step)
         return f"position {wait.position}, step {wait.step}: {text}"
 
-    batched = any(isinstance(positions[w.position][w.step], tuple) for waits in cycle for w in waits)
+    steps = [positions[wait.position][wait.step] for waits in cycle for wait in waits]
+    batched = any(not isinstance(step, Action) and not is_pair(step) for step in steps)
     remedy = (
         "write their batches in one order, or move one of these actions"
         if in_order and batched
@@ -176,7 +178,11 @@ def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[St
 def _part_text(step: Step, part: int) -> str:
     """A part of a batch whose messages block in order (those of one flow), and the batch."""
     parts = [list(own) for _, own in groupby(actions_of(step), _flow_of)]
-    return step_text(step) if len(parts) == 1 else f"{' '.join(map(str, parts[part]))} of {step_text(step)}"
+    return (
+        step_text(step)
+        if len(parts) == 1 or is_pair(step)
+        else f"{' '.join(map(str, parts[part]))} of {step_text(step)}"
+    )
 
 
 def _flow_of(action: Action) -> tuple[object, ...]:

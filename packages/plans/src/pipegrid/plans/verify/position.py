@@ -10,6 +10,7 @@ from attrs import Factory, define
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.play import Program
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step
+from pipegrid.plans.plan.parts import is_pair
 from pipegrid.plans.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.plans.verify.table import ActionRule, PositionTable, RuleKey
 
@@ -81,8 +82,11 @@ class PositionVerifier:
         for index, step in enumerate(self.steps):
             actions = (step,) if isinstance(step, Action) else step
             self.num_actions += len(actions)
+            pair = actions is step and is_pair(step)
+            begins = len(program.operations)
             part: tuple[int, int] | None = None  # flow and piece whose messages block together, of a batch in order
-            for action in actions:
+            # Of a pair the backward first, so that it finds nothing that its forward makes.
+            for action in reversed(actions) if pair else actions:
                 kind, piece, edge = action.kind, action.microbatch, action.edge
                 key: RuleKey = (kind, action.stage) if edge is None else (kind, edge.source, edge.destination)
                 rule = rules.get((*key, piece) if routed else key)
@@ -104,6 +108,8 @@ class PositionVerifier:
                     self._wait()
                     part = rule.flow, piece
                 self._add_message(rule, away)
+            if pair:  # inputs of both before what either gives: an id to set is not negative
+                program.operations[begins:] = sorted(program.operations[begins:], key=lambda event: event >= 0)
             if self._posted:
                 self._exchange(index)
             self._wait()

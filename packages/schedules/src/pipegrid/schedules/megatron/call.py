@@ -194,7 +194,7 @@ _VALUES = (
     "variable_seq_lengths",
     "weighted_microbatches",
 )
-_FUNCTIONS = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
+_FUNCTIONS = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "pair_func")
 
 
 def options_of(config: Any) -> tuple[object, ...]:

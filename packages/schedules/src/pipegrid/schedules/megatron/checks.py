@@ -12,10 +12,11 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.reduction.policy import Models
+from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import numbered_modules
-from pipegrid.schedules.megatron.kinds import INTERLEAVED, StepKind
+from pipegrid.schedules.megatron.kinds import StepKind
 
 CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
 
@@ -36,8 +37,13 @@ def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
 
 def require_compatible(kind: StepKind, call: StepCall, models: Models, config: Any) -> None:
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
-    if option(config, "overlap_moe_expert_parallel_comm") and kind != INTERLEAVED:
-        raise StepArgumentError("config.overlap_moe_expert_parallel_comm is set, which only interleaving has")
+    if option(config, "overlap_moe_expert_parallel_comm"):
+        known = find_schedule(kind.schedule)
+        if not known.pairs or kind.num_slices > 1:
+            paired = ", ".join(name for name, other in SCHEDULES.items() if other.pairs)
+            raise StepArgumentError(
+                f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"
+            )
     if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
         raise StepArgumentError(
             "config.weighted_microbatches is set, which says what calculate_per_token_loss counts; set both"

@@ -106,9 +106,10 @@ class PipelineConfig(P2PConfig):
         wgrad_deferral_limit: at most so many microbatches wait; 0 sets no limit.
         microbatch_group_size_per_vp_stage: with interleaving, how many microbatches a chunk runs before the next chunk
             has its turn; None is the number of ranks.
-        overlap_moe_expert_parallel_comm: with interleaving, one forward more runs before the first backward, for models
-            that hide the communication of experts behind another microbatch's computation by themselves: a forward and
-            a backward are two computes here, never one.
+        overlap_moe_expert_parallel_comm: a forward and a backward are a pair, which ``pair_func`` runs, where the
+            schedule has pairs: interleaving (with one forward more before the first backward), ZB-V, DualPipe-V.
+        pair_func: runs a pair as the function for ``ActionKind.F_B`` of `PipelineRuntime.register`: a `TakeTurns`, for
+            models that hand over while their tokens travel. None: one after the other.
         shard: the modules are sharded by ``fully_shard`` over their replicas, and the plan gathers and frees their
             parameters and reduces their gradients: once per ``"step"`` and stage, or after each ``"microbatch"``. A
             dict names the sharded ones of several modules, ``{"language": "step"}``. None leaves that to FSDP2.
@@ -161,6 +162,7 @@ class PipelineConfig(P2PConfig):
     wgrad_deferral_limit: Index = 0
     microbatch_group_size_per_vp_stage: Count | None = None
     overlap_moe_expert_parallel_comm: bool = False
+    pair_func: _Function | None = None
     shard: Any = None
     prefetch: Index = 1
     job_group: Any = None
@@ -196,6 +198,7 @@ _READ_LATE = (
     "grad_sync_func",
     "hooks",
     "no_sync_func",
+    "pair_func",
     "param_sync_func",
     "tied_parameters",
     "wgrad_deferral_limit",

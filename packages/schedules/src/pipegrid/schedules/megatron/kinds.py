@@ -62,12 +62,12 @@ def place_round_robin(kind: StepKind, call: StepCall) -> Place:
 
 def proof_of_schedule(kind: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
     """The plan of the schedule over the graph of modules."""
-    del config
-    return step_proof(evolve(place, stages=()), needs, kind.schedule, kind.num_slices)
+    overlap = bool(option(config, "overlap_moe_expert_parallel_comm"))
+    return step_proof(evolve(place, stages=()), needs, kind.schedule, kind.num_slices, overlap=overlap)
 
 
 def proof_of_interleaving(kind: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
-    """Interleaved 1F1B with the groups of microbatches, the receives and the warmup of ``config``."""
+    """Interleaved 1F1B with the groups of microbatches, the receives and the pairs of ``config``."""
     del kind
     chunks = len(place.stages)
     ranks = place.graph.num_stages // chunks
@@ -81,8 +81,8 @@ def proof_of_interleaving(kind: StepKind, place: Place, needs: PlanNeeds, config
             "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
         )
     receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
-    extra_warmup = int(bool(option(config, "overlap_moe_expert_parallel_comm")))
-    return interleaved_proof(ranks, chunks, needs, group_size, receives, extra_warmup)
+    overlap = bool(option(config, "overlap_moe_expert_parallel_comm"))
+    return interleaved_proof(ranks, chunks, needs, group_size, receives, overlap)
 
 
 @frozen

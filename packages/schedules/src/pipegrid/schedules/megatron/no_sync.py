@@ -61,47 +61,49 @@ def no_sync_hooks(
     return [_Suspended(contexts, _last(plan, position, by_itself), outside)]
 
 
-def _last(plan: Plan, position: int, stages: Collection[int]) -> set[int]:
-    """The places of the last actions that add to the gradients of ``stages``.
+def _last(plan: Plan, position: int, stages: Collection[int]) -> set[Action]:
+    """The last actions that add to the gradients of ``stages``.
 
     Of halves both: a custom Function that computes both of its gradients at once does so at ``I``.
     """
     # Without a pipeline the last backward follows the last forward, in which DDP decides whether to reduce.
     kinds = _FORWARDS if plan.graph.num_stages == 1 else _BACKWARDS
     last = {
-        (action.stage, action.kind): place
+        (action.stage, action.kind): (place, action)
         for place, action in enumerate(plan.actions(position))
         if action.kind in kinds and action.stage in stages
     }
     # A whole backward with halves after it is not the last.
-    return {at for (stage, kind), at in last.items() if kind is not _B or last.get((stage, _W), -1) < at}
+    return {
+        action
+        for (stage, kind), (place, action) in last.items()
+        if kind is not _B or (stage, _W) not in last or last[stage, _W][0] < place
+    }
 
 
 class _Suspended:
-    """A context that is closed before each action of ``places``, and reentered after it unless it was the last.
+    """A context that is closed before each of ``actions``, and reentered after it unless it was the last.
 
-    It counts the actions of the position, and so serves one step.
+    It takes them one by one, and so serves one step.
     """
 
-    def __init__(self, enter: Callable[[], Any], places: set[int], outside: contextlib.ExitStack) -> None:
-        self._enter, self._left, self._place = enter, places, 0
+    def __init__(self, enter: Callable[[], Any], actions: set[Action], outside: contextlib.ExitStack) -> None:
+        self._enter, self._left = enter, actions
         self._context = outside.enter_context(contextlib.ExitStack())
         self._context.enter_context(enter())
-        self._suspended = False
+        self._suspended: Action | None = None
 
     def before(self, action: Action) -> None:
-        del action
-        if self._place in self._left:
-            self._left.remove(self._place)
-            self._suspended = True
+        if action in self._left:
+            self._left.remove(action)
+            self._suspended = action
             self._context.close()
 
     def after(self, action: Action) -> None:
-        del action
-        if self._suspended and self._left:
-            self._context.enter_context(self._enter())
-        self._suspended = False
-        self._place += 1
+        if action == self._suspended:
+            if self._left:
+                self._context.enter_context(self._enter())
+            self._suspended = None
 
 
 def _is_first_stage(plan: Plan, stage: int) -> bool:

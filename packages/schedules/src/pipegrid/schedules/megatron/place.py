@@ -173,13 +173,15 @@ def step_plan(
     prefetch: int = 1,
     num_slices: int = 1,
     routes: Routes | None = None,
+    overlap: bool = False,
 ) -> Plan:
     """The verified plan of a step function, cached: for drawing, simulation, or a recording.
 
     ``schedule`` is the name of one that trains, and ``num_slices`` as there (`schedule_for`).
     ``tied`` is the name and the stages of each tied parameter (`tied_stages`); the others are ``positions.placement``,
     ``collective_edges`` and ``frozen_modules`` of a `MultiModulePipelineCommunicator`, and of `lower`. With ``routes``
-    the plan is of all replicas (`routed`), and ``num_microbatches`` the most that one of them has.
+    the plan is of all replicas (`routed`), and ``num_microbatches`` the most that one of them has. ``overlap``:
+    forwards and backwards run together (``overlap_moe_expert_parallel_comm`` of the config).
 
     Raises:
         PlanError: as `schedule_for` and `lower`.
@@ -203,16 +205,19 @@ def step_plan(
         routes,
     )
     slices = checked(num_slices, Count, "num_slices", PlanError)
-    return step_proof(place, needs, find_schedule(schedule).name, slices).plan
+    return step_proof(place, needs, find_schedule(schedule).name, slices, overlap=overlap).plan
 
 
-def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Proof:
-    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
+def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, *, overlap: bool = False) -> Proof:
+    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions.
+
+    ``overlap``: forwards and backwards run together, where the schedule has pairs.
+    """
     prove = _step_proof if needs.routes is None else _routed_proof
-    return prove(place, needs, schedule, num_slices)
+    return prove(place, needs, schedule, num_slices, overlap)
 
 
-def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Proof:
+def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, overlap: bool) -> Proof:
     computes = schedule_for(
         place.graph,
         schedule,
@@ -221,6 +226,11 @@ def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int) -> Pr
         forward_only=place.frozen,
         num_slices=num_slices,
     )
+    if overlap:
+        if len(place.graph.modules) > 1 or place.frozen or needs.routes is not None:
+            raise PlanError(f"{schedule} has pairs of one module that is trained, on replicas that act alike")
+        chunks = place.graph.num_stages // computes.num_positions
+        computes = find_schedule(schedule).plan(computes.num_positions, needs.num_microbatches, chunks, overlap=True)
     return needs.proof(
         computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
     )
@@ -232,10 +242,10 @@ _routed_proof = lru_cache(maxsize=8)(_prove)  # with routes: a plan of all repli
 
 @lru_cache(maxsize=64)
 def interleaved_proof(
-    num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, extra_warmup: int
+    num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, overlap: bool
 ) -> Proof:
     """The proof of the plan of the interleaved step function, cached. Pure."""
     computes = interleaved_1f1b(
-        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, extra_warmup=extra_warmup
+        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, overlap=overlap
     )
     return needs.proof(computes, receives=receives)

@@ -209,6 +209,8 @@ class PreparedStep:
             monitor=option(config, "monitor"),
             failure_dir=option(config, "failure_dir"),
         )
+        if option(config, "pair_func") is not None:
+            self.runtime.register(ActionKind.F_B, self._run_pair)
         self.key = step_key(kind, call, state.options)
 
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
@@ -333,6 +335,9 @@ class PreparedStep:
 
     def _reduce(self, name: str) -> None:
         self._reduce_tie(name)
+
+    def _run_pair(self, *pair: Any) -> None:
+        option(self._config, "pair_func")(*pair)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)

@@ -7,6 +7,7 @@ from pipegrid.schedules.runtime.runtime import PipelineRuntime
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import Forwarded, SlicedStage, Stage
 from pipegrid.schedules.runtime.step_failures import PipelineError
+from pipegrid.schedules.runtime.turns import TakeTurns, exchange_tokens, hand_over
 from pipegrid.schedules.runtime.unit_times import UnitTimes
 from pipegrid.schedules.runtime.warm_up import warm_up
 
@@ -20,10 +21,13 @@ __all__ = [
     "Slice",
     "SlicedStage",
     "Stage",
+    "TakeTurns",
     "UnitTimes",
     "describe",
+    "exchange_tokens",
     "flatten",
     "gradient_of",
+    "hand_over",
     "map_tensors",
     "position_of",
     "tensors_of",

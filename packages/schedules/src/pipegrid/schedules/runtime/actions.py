@@ -13,7 +13,7 @@ from typing import TypeAlias
 from attrs import evolve, frozen
 
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.plans.plan import Action, ActionKind
+from pipegrid.plans.plan import Action, ActionKind, step_text
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange
@@ -24,6 +24,8 @@ from pipegrid.schedules.runtime.stages.statistics import for_another_replica
 Call: TypeAlias = Callable[[], None]
 Effect: TypeAlias = Callable[[Action, Call], None]
 """A function of the user for a kind of action: called with the action, and with what it does by itself."""
+PairEffect: TypeAlias = Callable[[tuple[Action, ...], Call, Call], None]
+"""A function of the user for pairs: called with both actions, and with what runs the forward and the backward."""
 
 
 @frozen
@@ -172,6 +174,23 @@ def _call(effect: Effect, action: Action, run: Call) -> None:
         raise StepArgumentError(
             f"the function registered for {action.kind} called run() {calls} times at {action}; it is called once for "
             "every kind but REDUCE"
+        )
+
+
+def together(effect: PairEffect, pair: tuple[Action, ...], runs: Sequence[Call]) -> None:
+    """Call ``effect``, which may interleave both computes and runs each once."""
+    calls = [0, 0]
+
+    def counted(half: int) -> None:
+        calls[half] += 1
+        if calls[half] == 1:
+            runs[half]()
+
+    effect(pair, partial(counted, 0), partial(counted, 1))
+    if calls != [1, 1]:
+        raise StepArgumentError(
+            f"the function registered for pairs called forward() {calls[0]} times and backward() {calls[1]} times at "
+            f"{step_text(pair)}; it calls each once"
         )
 
 

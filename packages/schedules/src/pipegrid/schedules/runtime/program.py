@@ -11,8 +11,10 @@ from functools import partial
 from attrs import define, frozen
 
 from pipegrid.core.edge import Direction
-from pipegrid.plans.plan import Action, ActionKind, Actor, Plan, actions_of
-from pipegrid.schedules.runtime.actions import Bound, Call, Effect, batched, bind
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.plans.plan import Action, ActionKind, Actor, Plan, actions_of, step_text
+from pipegrid.plans.plan.parts import is_pair
+from pipegrid.schedules.runtime.actions import Bound, Call, Effect, PairEffect, batched, bind, in_turn, together
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.stages.hooks import Hook, HostLead
 from pipegrid.schedules.runtime.stages.sharded import in_evaluation
@@ -90,20 +92,41 @@ class Cursor:
 
 
 def programs(
-    at: BoundPosition, hooks: Sequence[Hook], registered: Mapping[ActionKind, Effect]
+    at: BoundPosition,
+    hooks: Sequence[Hook],
+    registered: Mapping[ActionKind, Effect],
+    paired: PairEffect | None,
 ) -> tuple[Program, Program]:
-    """The program of a step, and of an evaluation: its forwards, and what carries activations."""
+    """The program of a step, and of an evaluation: its forwards, and what carries activations.
+
+    ``paired`` runs pairs; None: one compute after the other, forward first.
+    """
+    if paired is not None:
+        _require_interleavable(at)
     steps = [[bind(at, action, registered) for action in actions_of(step)] for step in at.plan.positions[at.number]]
     gathers = in_evaluation([bounds[0].action for bounds in steps])
     forwards = [
         [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
         for place, bounds in enumerate(steps)
     ]
-    return _program(at, steps, hooks), _program(at, forwards, hooks)
+    return _program(at, steps, hooks, paired), _program(at, forwards, hooks, paired)
 
 
-def _program(at: BoundPosition, steps: Sequence[Sequence[Bound]], hooks: Sequence[Hook]) -> Program:
-    """The program of some steps, each one action or a batch of them, with each hook around every action.
+def _require_interleavable(at: BoundPosition) -> None:
+    """Raise for a pair with a stage whose module gathers and frees its own parameters, which the other may be using."""
+    for step in at.plan.positions[at.number]:
+        for action in actions_of(step) if is_pair(step) else ():
+            if at.runner(action).gathers_by_itself:
+                raise StepArgumentError(
+                    f"{step_text(step)}: stage {action.stage} is sharded by fully_shard, which frees its parameters at "
+                    "the end of a forward; run its pairs one after the other, or lower the plan with shard="
+                )
+
+
+def _program(
+    at: BoundPosition, steps: Sequence[Sequence[Bound]], hooks: Sequence[Hook], paired: PairEffect | None
+) -> Program:
+    """The program of some steps, each one action, a batch of them or a pair, with each hook around every action.
 
     With hooks, inputs are waited for before an action counts as started, so that a recorded timeline shows waiting as
     waiting. On a device with streams a `HostLead` is the first hook, as it waits. A batch is one call, unless the
@@ -115,17 +138,27 @@ def _program(at: BoundPosition, steps: Sequence[Sequence[Bound]], hooks: Sequenc
     calls: list[Call] = []
     step_of: list[int] = []
     for number, bounds in enumerate(steps):
-        runs: list[Call] = []
-        for bound in bounds:
-            runs += [partial(hook.before, bound.action) for hook in hooks]
-            runs.append(bound.run)
-            runs += [partial(hook.after, bound.action) for hook in hooks]
-        together = len(bounds) > 1 and at.communicator.batches
-        waits = [wait for bound in bounds for wait in bound.waits if hooks or together or bound.apart]
-        made = [*waits, *([batched(at, runs)] if together else runs)]
-        calls += made
-        step_of += [number] * len(made)
+        both = len(bounds) > 1 and bounds[0].action.kind.is_compute
+        for part in [[bound] for bound in bounds] if both and paired is None else [bounds]:
+            runs = [_with_hooks(bound, hooks) for bound in part]
+            at_once = len(part) > 1 and (both or at.communicator.batches)
+            waits = [wait for bound in part for wait in bound.waits if hooks or at_once or bound.apart]
+            made = [run for own in runs for run in own]
+            if paired is not None and both:
+                pair = tuple(bound.action for bound in part)
+                made = [partial(together, paired, pair, [in_turn(own) for own in runs])]
+            elif at_once:
+                made = [batched(at, made)]
+            made = [*waits, *made]
+            calls += made
+            step_of += [number] * len(made)
     return Program(tuple(calls), tuple(tuple(bound.action for bound in bounds) for bounds in steps), tuple(step_of))
+
+
+def _with_hooks(bound: Bound, hooks: Sequence[Hook]) -> list[Call]:
+    """The call of an action, each hook around it."""
+    before = [partial(hook.before, bound.action) for hook in hooks]
+    return [*before, bound.run, *(partial(hook.after, bound.action) for hook in hooks)]
 
 
 def _goes_forward(action: Action) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from attrs import evolve
@@ -26,7 +26,7 @@ from pipegrid.monitor import (
 from pipegrid.plans.plan import ActionKind
 from pipegrid.plans.simulate import simulate, unit_costs
 from pipegrid.plans.verify import Proof
-from pipegrid.schedules.runtime.actions import Call, Effect
+from pipegrid.schedules.runtime.actions import Call, Effect, PairEffect
 from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of
 from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
@@ -159,7 +159,8 @@ class PipelineRuntime:
         self._bound.open_across()
         watching = () if monitor is None or monitor.progress is None else (monitor.progress,)
         self._hooks, self._effects = (*hooks, *watching), dict[ActionKind, Effect]()
-        self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
+        self._paired: PairEffect | None = None
+        self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired)
         rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
             self.plan,
@@ -186,29 +187,41 @@ class PipelineRuntime:
         """This rank's place in the plan, for errors and the monitor."""
         return self._cursor.where
 
-    def register(self, kind: ActionKind, function: Effect) -> None:
+    def register(self, kind: ActionKind | str, function: Effect | PairEffect) -> None:
         """Have ``function(action, run)`` called in place of each action of ``kind``, from the next step on.
 
         ``run()`` does what the action does by itself, or the function that was registered before. It is called once,
         except for a ``REDUCE``, which a function may replace. What an action waits for (a payload, room to send) is
         there before the call.
 
+        A function for ``ActionKind.F_B``, pairs of a forward and a backward, is called as ``function(pair, forward,
+        backward)``. It calls each of the two once and may interleave them, as `TakeTurns` does; by default one runs
+        after the other, forward first. It takes the place of an earlier one. Functions for ``F``, ``B`` and ``I`` are
+        called inside of it.
+
         Args:
-            kind: of the actions.
+            kind: of the actions, or ``ActionKind.F_B``.
             function: called with the `Action` and ``run``.
 
         Raises:
             PlanError: not a kind of action.
-            StepArgumentError: not a function.
+            StepArgumentError: not a function; or one for pairs, and a stage gathers its parameters by itself.
             PipelineError: called inside a step.
         """
-        kind = ActionKind(kind)
+        if kind != ActionKind.F_B:
+            kind = ActionKind(kind)
         function = checked(function, _Effect, "function", StepArgumentError)
         self._enter("register()")
         try:
-            before = self._effects.get(kind)
-            self._effects[kind] = function if before is None else partial(_around, function, before)
-            self._program, self._forwards = programs(self._bound, self._hooks, self._effects)
+            effects, paired = dict(self._effects), self._paired
+            if kind == ActionKind.F_B:
+                paired = cast("PairEffect", function)
+            else:
+                kind, effect = ActionKind(kind), cast("Effect", function)
+                before = effects.get(kind)
+                effects[kind] = effect if before is None else partial(_around, effect, before)
+            self._program, self._forwards = programs(self._bound, self._hooks, effects, paired)
+            self._effects, self._paired = effects, paired
         finally:
             self._one_step.release()
 

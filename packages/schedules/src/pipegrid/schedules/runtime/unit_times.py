@@ -60,7 +60,7 @@ class UnitTimes:
         self._device = device if device is not None and streams.has_streams(device) else None
         self._spans: dict[tuple[ActionKind, int], list[tuple[Any, Any]]] = defaultdict(list)
         self._ended: deque[dict[tuple[ActionKind, int], list[tuple[Any, Any]]]] = deque(maxlen=self._steps)
-        self._began: Any = 0.0
+        self._began: dict[Action, Any] = {}
 
     def _now(self) -> Any:
         return self._clock() if self._device is None else streams.timed_mark(self._device)
@@ -68,12 +68,12 @@ class UnitTimes:
     def before(self, action: Action) -> None:
         """See `Hook`."""
         if action.kind.is_compute:
-            self._began = self._now()
+            self._began[action] = self._now()
 
     def after(self, action: Action) -> None:
         """See `Hook`."""
         if action.kind.is_compute:
-            self._spans[action.kind, action.stage].append((self._began, self._now()))
+            self._spans[action.kind, action.stage].append((self._began.pop(action), self._now()))
 
     def end_step(self) -> None:
         """The step has ended."""

@@ -41,6 +41,7 @@ const Data = (() => {
     if (!start.length) panel.zero = 0;
     panel.length = end.reduce((most, time) => Math.max(most, time), panel.zero) - panel.zero;
     panel.tracks = tracks(panel, words);
+    Object.assign(panel, shares(panel));
     panel.palette = palette(panel, words);
     panel.unitOf = (span) => unit(panel, span);
     // Where the rows of a panel have no replicas, a unit of any replica is the microbatch of its number.
@@ -93,6 +94,28 @@ const Data = (() => {
       spans.forEach((span, place) => { reach[place] = latest = Math.max(latest, end[span]); });
       return { spans, reach };
     }));
+  }
+
+  /** The part of its row's height that each span takes: `low` to `high`, less than all where spans of work overlap, the first on top. */
+  function shares({ start, end, tracks, length }) {
+    const least = 1e-9 * length; // an end and the start after it may differ by rounding
+    const low = new Float32Array(start.length), high = new Float32Array(start.length).fill(1);
+    for (const row of tracks) {
+      let group = [], ends = [];
+      const close = () => {
+        group.forEach(([span, lane]) => { low[span] = 1 - (lane + 1) / ends.length; high[span] = 1 - lane / ends.length; });
+        group = []; ends = [];
+      };
+      for (const span of row[WORK].spans) {
+        if (end[span] <= start[span]) continue;
+        if (ends.every((one) => one <= start[span] + least)) close();
+        const free = ends.findIndex((one) => one <= start[span] + least), lane = free < 0 ? ends.length : free;
+        ends[lane] = end[span];
+        group.push([span, lane]);
+      }
+      close();
+    }
+    return { low, high };
   }
 
   /** A colour for each kind and, from the second stage of a row on, with more white in it. */

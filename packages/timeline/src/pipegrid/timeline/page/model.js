@@ -67,7 +67,7 @@ const Model = (() => {
       if (ends < from) continue;
       if (length >= least) {
         flush();
-        boxes.push(span, 1, begins, ends, colour[span], 0, 1);
+        boxes.push(span, 1, begins, ends, colour[span], panel.low[span], panel.high[span]);
         continue;
       }
       if (count && (begins - closes >= least || closes - opens >= 2 * least)) flush();

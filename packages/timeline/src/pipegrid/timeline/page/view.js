@@ -76,8 +76,9 @@ const View = (() => {
       const low = boxes.low[at] * height, tall = (boxes.high[at] - boxes.low[at]) * height;
       const alone = boxes.low[at] === 0 && boxes.high[at] === 1;
       pen.fillRect(begins, y + height - low - tall, Math.max(width - (alone && width > 5 ? 1 : 0), 0.5), tall);
-      if (texts && !dim && width > 15 && size >= 8 && boxes.count[at] === 1) {
-        writeInside(pen, panel, boxes.span[at], { begins, width, middle: y + height / 2, size, ink: inks[one] });
+      if (texts && !dim && width > 15 && Math.min(size, tall) >= 8 && boxes.count[at] === 1) {
+        const middle = y + height - low - tall / 2;
+        writeInside(pen, panel, boxes.span[at], { begins, width, middle, size: Math.min(size, tall), ink: inks[one] });
         brush = -1;
       }
     }

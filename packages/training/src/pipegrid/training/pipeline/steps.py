@@ -287,6 +287,7 @@ class Steps:
             schedule=self.schedule,
             shard=self.config.shard,
             prefetch=self.config.prefetch,
+            overlap=self.config.overlap_moe_expert_parallel_comm,
         )
 
     def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:

@@ -44,19 +44,16 @@ class ProfilerRanges:
     """
 
     def __init__(self) -> None:
-        self._range: torch.profiler.record_function | None = None
+        self._ranges: dict[Action, torch.profiler.record_function] = {}
 
     def before(self, action: Action) -> None:
         """Open the action's range."""
-        self._range = torch.profiler.record_function(str(action))
-        self._range.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
+        opened = self._ranges[action] = torch.profiler.record_function(str(action))
+        opened.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
 
     def after(self, action: Action) -> None:
         """Close it."""
-        del action
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
+        self._ranges.pop(action).__exit__(None, None, None)
 
 
 class HostLead:

@@ -104,6 +104,11 @@ class StageRunner:
         self._answers = tuple(index for index, edge in enumerate(self._outgoing) if edge in answering)
         self._answered = tuple(self.leaving[index].unread for index in self._answers)
 
+    @property
+    def gathers_by_itself(self) -> bool:
+        """Whether the stage's modules gather and free their parameters, without the plan."""
+        return self._whole is True
+
     def begin(self, *, training: bool) -> None:
         """Forget what an earlier step left."""
         self.training = training and self.trains

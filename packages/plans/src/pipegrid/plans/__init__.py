@@ -39,6 +39,7 @@ from pipegrid.plans.generators import (
 )
 from pipegrid.plans.passes.lowering import lower, with_reduce
 from pipegrid.plans.passes.offloading import offload
+from pipegrid.plans.passes.skipping import with_skips
 from pipegrid.plans.plan import (
     Action,
     ActionKind,
@@ -137,6 +138,7 @@ __all__ = [
     "v_min",
     "verify",
     "with_reduce",
+    "with_skips",
     "zero_bubble_h1",
     "zero_bubble_h2",
     "zero_bubble_v",

@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from pipegrid.core.edge import Edge
-from pipegrid.core.skips import values_by_edge
+from pipegrid.core.skips import Uses, skips_among, values_by_edge
 from pipegrid.plans import (
     ActionKind,
     PlanError,
@@ -38,8 +38,8 @@ def random_skips(plan, seed):
     uses = {}
     for number in range(rng.randint(1, 3) if count > 2 else 0):
         source = rng.randrange(count - 2)
-        uses[number] = source, rng.sample(range(source + 1, count), rng.randint(1, count - source - 1))
-    return [edge for edge in values_by_edge(uses, plan.placement) if edge.destination > edge.source + 1]
+        uses[number] = Uses(source, tuple(rng.sample(range(source + 1, count), rng.randint(1, count - source - 1))))
+    return skips_among(values_by_edge(uses, plan.placement))
 
 
 @pytest.mark.parametrize("positions", [2, 3, 4])
@@ -59,8 +59,8 @@ def test_every_schedule_runs_with_skips_and_in_the_same_time(positions):
 
 def test_a_position_is_sent_a_value_once():
     plan = zero_bubble_v(4, 4)
-    edges = values_by_edge({"x": (1, range(2, 8))}, plan.placement)
-    lowered = lower(with_skips(plan, [edge for edge in edges if edge.destination > edge.source + 1]))
+    edges = values_by_edge({"x": Uses(1, tuple(range(2, 8)))}, plan.placement)
+    lowered = lower(with_skips(plan, skips_among(edges)))
     carrying = [
         action
         for position in range(4)

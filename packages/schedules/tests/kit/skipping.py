@@ -9,7 +9,7 @@ from attrs import define
 from torch import nn
 
 from pipegrid.core.edge import Edge
-from pipegrid.core.skips import values_by_edge
+from pipegrid.core.skips import Uses, skips_among, values_by_edge
 from pipegrid.plans import with_skips
 from pipegrid.schedules.runtime import Forwarded
 
@@ -22,14 +22,14 @@ def random_uses(num_stages, seed, count=3):
     for value in range(count if num_stages > 2 else 0):
         source = rng.randrange(num_stages - 2)
         behind = range(source + 1, num_stages)
-        uses[value] = source, tuple(sorted(rng.sample(behind, rng.randint(1, len(behind)))))
+        uses[value] = Uses(source, tuple(sorted(rng.sample(behind, rng.randint(1, len(behind))))))
     return uses
 
 
 def skipping(plan, uses):
     """``plan`` with the edges of ``uses``, and the values of each edge."""
     values = values_by_edge(uses, plan.placement)
-    return with_skips(plan, [edge for edge in values if edge.destination > edge.source + 1]), values
+    return with_skips(plan, skips_among(values)), values
 
 
 def model_of(number):
@@ -47,9 +47,7 @@ def run_stage(number, model, hidden, used, uses):
     for value in sorted(used):
         hidden = hidden * torch.sigmoid(used[value] * (1 + value))
     hidden = torch.tanh(model["layer"](hidden))
-    return hidden, {
-        value: model["made"](hidden) * (1 + value) for value, (source, _) in uses.items() if source == number
-    }
+    return hidden, {value: model["made"](hidden) * (1 + value) for value, one in uses.items() if one.source == number}
 
 
 def expected(num_stages, uses, num_pieces):
@@ -58,7 +56,7 @@ def expected(num_stages, uses, num_pieces):
     for microbatch in range(num_pieces):
         hidden, values = batch(microbatch), {}
         for number, model in enumerate(models):
-            used = {value: values[value] for value, (_, users) in uses.items() if number in users}
+            used = {value: values[value] for value, one in uses.items() if number in one.users}
             hidden, made = run_stage(number, model, hidden, used, uses)
             values |= made
         hidden.pow(2).sum().backward()
@@ -82,7 +80,7 @@ class SkippingStage:
             if edge.source == self.number - 1:
                 hidden, *values = values
             arrived |= dict(zip(self.values.get(edge, ()), values, strict=True))
-        used = {value: arrived[value] for value, (_, users) in self.uses.items() if self.number in users}
+        used = {value: arrived[value] for value, one in self.uses.items() if self.number in one.users}
         hidden, made = run_stage(self.number, self.model, hidden, used, self.uses)
         if self.number == self.num_stages - 1:
             return Forwarded({}, hidden.pow(2).sum())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from pipegrid.core.skips import values_by_edge
+from pipegrid.core.skips import Uses, values_by_edge
 from pipegrid.plans import SCHEDULES, interleaved_1f1b, lower, offload, one_f_one_b, verify, zero_bubble_v
 from pipegrid.schedules import PipelineConfig
 from pipegrid.schedules.runtime import PipelineRuntime
@@ -120,7 +120,7 @@ def test_every_schedule_on_ranks(ranks, name, chunks):
 def test_a_position_has_one_copy_of_a_value(make, network):
     """The stages of a position share the memory of what has come to the first of them, and send one gradient back."""
     plan = make(3, 4)
-    uses = {0: (0, tuple(range(1, plan.num_stages)))}
+    uses = {0: Uses(0, tuple(range(1, plan.num_stages)))}
     plan, values = skipping(plan, uses)
     seen = [[] for _ in plan.positions]
     stages = skipping_stages(plan, uses, values)
@@ -155,5 +155,5 @@ def _note(stage, addresses):
 
 def test_a_chain_has_no_skips_of_its_own():
     plan = one_f_one_b(3, 2)
-    assert skipping(plan, {0: (0, (1,))})[0] == plan
+    assert skipping(plan, {0: Uses(0, (1,))})[0] == plan
     assert values_by_edge({}, plan.placement) == {}

@@ -237,13 +237,17 @@ def pair_layouts(cuts):
     return "E" + "".join(kind + "|" * (number in cuts) for number, kind in enumerate("eeettt", start=1)) + "L"
 
 
-def stages_are_the_model(whole, layout, given, names):
-    """Whether loss and gradients of the stages, run one after the other, are those of the model. Nothing is proved."""
+def stages_are_the_model(whole, layout, given, names, *, proved=False):
+    """Whether loss and gradients of the stages, run one after the other, are those of the model.
+
+    Where nothing is ``proved``, they hand on nothing past others.
+    """
     stages = pipeline_stage(
         copy.deepcopy(whole), layout, list(range(layout.count("|") + 1)), names=names, allow_empty=True
     )
     for stage in stages:
-        stage.proofs = None
+        stage.proofs = stage.proofs if proved else None
+    whole.zero_grad()
     expected = whole(**given)
     expected.backward()
     try:

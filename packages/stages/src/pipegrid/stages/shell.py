@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipegrid.stages.assignment import Assignment, is_container, joined
 from pipegrid.stages.errors import CutError
+from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import (
     TABLES,
     blank,
@@ -45,6 +46,7 @@ class Needs:
         dicts: the stages that receive a dict; None where no trace has shown it.
         encoder: where the encoder returns a dict, its type and the key of the encoder's output.
         longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
+        skips: the values that stages hand on past others; None where there are none.
     """
 
     absent: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ class Needs:
     dicts: frozenset[int] | None = None
     encoder: tuple[type, str] | None = None
     longer: bool = False
+    skips: Skips | None = None
 
 
 @define(eq=False)

@@ -1,0 +1,94 @@
+"""Values that later stages use besides the hidden states: found, handed on, and right in every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.core.edge import Edge
+from pipegrid.stages import Names, check_stages, pipeline_stage, prove_cut
+from pipegrid.stages.errors import CutError
+from stages_kit.skipping_models import BLOCKS, UNET, BlockResiduals, UNet, ids, images
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        ("Etttttttt|L", []),
+        ("Ett|tt|tt|ttL", ["embed", "layers.2"]),
+        ("E|t|t|t|t|t|t|t|tL", ["embed", "layers.2", "layers.5"]),
+    ],
+)
+def test_residuals_of_blocks(layout, values):
+    found = check_stages(BlockResiduals, layout, ids(), names=BLOCKS, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert [one.value for one in found.proof.skips] == values
+
+
+@pytest.mark.parametrize("layout", ["Ett|tt|tt|tL", "Et|t|t|t|t|t|tL"])
+def test_a_unet(layout):
+    found = check_stages(UNet, layout, images(), names=UNET, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert {one.value for one in found.proof.skips} == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def _mean(output):
+    return output.square().mean()
+
+
+def test_a_proof_says_what_is_handed_on_and_to_whom():
+    found = prove_cut(UNet, "Ett|tt|tt|tL", images(), names=UNET, loss=_mean)
+    assert str(found).splitlines()[4:] == [
+        "  blocks.0 of stage 0 to stages 3: float32 (2, 4, 16), 512 B",
+        "  blocks.1 of stage 0 to stages 1, 2: float32 (2, 4, 8), 256 B",
+        "  blocks.2 of stage 1 to stages 2: float32 (2, 4, 4), 128 B",
+    ]
+    hidden = 256 + 64 + 256
+    assert found.traffic(range(4)) == (hidden + 512 + 256 + 128, hidden + 3 * 512 + 256 + 128)
+    assert found.traffic((0, 1, 0, 1)) == (hidden + 512 + 128, hidden + 3 * 512 + 256 + 128)
+
+
+def test_stages_know_the_edges_that_a_plan_needs():
+    stages = pipeline_stage(UNet, "Ett|tt|tt|tL", [0, 1, 2, 3], names=UNET, batch=images())
+    assert stages[0].skips == (Edge(0, 2), Edge(0, 3))
+    assert stages[0].graph.stage_edges == tuple(Edge(*ends) for ends in [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)])
+    for stage in stages:
+        stage.place((0, 1, 0, 1))
+    assert stages[0].skips == (Edge(0, 2), Edge(0, 3))
+    assert "3 values past others: 1.19 KiB of a microbatch go forward between positions" in stages[3].describe_skips()
+
+
+def test_a_step_without_these_edges_is_an_error_that_says_what_to_do():
+    first = pipeline_stage(UNet, "Ett|tt|tt|tL", 0, names=UNET)
+    with pytest.raises(CutError, match=r"along edges that this step does not have: .* graph=stage\.graph"):
+        first(*images())
+
+
+def test_too_few_values_are_an_error():
+    second = pipeline_stage(UNet, "Ett|tt|tt|tL", 3, names=UNET)
+    second.set_input_tensor([torch.zeros(2, 4, 8)])
+    second.set_skips({Edge(0, 3): []})
+    with pytest.raises(CutError, match="stage 3 takes blocks.0 of stage 0, and 0 values came along edge 0>3"):
+        second(*images())
+
+
+class Random(nn.Module):
+    """Uses again what its own code has drawn between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(20, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, ids):
+        hidden = first = nn.functional.dropout(self.embed(ids), 0.5)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden + first
+
+
+def test_what_the_models_own_code_draws_is_not_handed_on():
+    """Each stage would draw another mask."""
+    found = prove_cut(Random, "Ett|ttL", ids(), names=Names("layers", embedding=("embed",)), loss=_mean)
+    with pytest.raises(CutError, match="made by .* in the model"):
+        found.require()

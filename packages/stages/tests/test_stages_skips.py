@@ -73,6 +73,37 @@ def test_too_few_values_are_an_error():
         second(*images())
 
 
+class Weights(nn.Module):
+    """A tied table, one that every stage reads, and perhaps a weight of the head before the layers."""
+
+    def __init__(self, early=False):
+        super().__init__()
+        self.early, self.scale = early, nn.Parameter(torch.linspace(1, 2, 4))
+        self.embed, self.layers = nn.Embedding(20, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        hidden = self.embed(ids) + (self.head.bias if self.early else 0)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) * self.scale
+        return nn.functional.linear(self.head(hidden), self.embed.weight)
+
+
+WEIGHTS = Names("layers", embedding=("embed", "scale"), head=("head",))
+
+
+def test_weights_that_other_stages_read():
+    found = check_stages(Weights, "Et|t|t|tL", ids(), names=WEIGHTS, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert [(one.value, one.users) for one in found.proof.skips] == [("embed.weight", (3,)), ("scale", (1, 2, 3))]
+
+
+def test_a_weight_of_a_later_stage_is_named_with_its_line():
+    found = prove_cut(lambda: Weights(early=True), "Et|tttL", ids(), names=WEIGHTS, loss=_mean)
+    with pytest.raises(CutError, match=r"head\.bias is on stage 1, and stage 0 uses it by add in the model \(test_s"):
+        found.require()
+
+
 class Random(nn.Module):
     """Uses again what its own code has drawn between layers."""
 

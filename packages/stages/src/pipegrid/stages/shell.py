@@ -8,7 +8,7 @@ rotary) are made; the first later part ends the forward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +69,7 @@ class Run:
         needs: what the trace of the whole model has shown. Where that writes in place to what its parts return, what
             the stage replaces has memory of its own, and what it sends is kept from the model's own code.
         device: of the stage, in a forward.
+        real: the parts of other stages that run here, as their parameters came with a microbatch.
     """
 
     received: Any = None
@@ -77,6 +78,7 @@ class Run:
     encoded: Any = None
     needs: Needs = field(factory=Needs)
     device: torch.device | None = None
+    real: Collection[str] = ()
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""
@@ -260,6 +262,8 @@ class ForeignPart(Foreign):
             if self.run.left is None:
                 raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
             raise Leave
+        if self.name in self.run.real:
+            return self.__dict__["ghost"](*args, **kwargs)
         if self.run.entered:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses

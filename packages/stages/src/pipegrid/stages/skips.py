@@ -22,20 +22,25 @@ from pipegrid.stages.torch_compat import mapped_by_place, tensors_in
 
 @frozen(order=True)
 class Value:
-    """A tensor that a part of the model returns.
+    """A tensor that a part of the model returns, or a parameter.
 
     Attributes:
-        part: its dotted name.
-        call: of the part in a forward, from 0.
+        part: its dotted name; the name of a parameter.
+        call: of the part in a forward, from 0; -1 of a parameter.
         place: in what it returns, such as ``[0]``.
     """
 
     part: str
-    call: int
-    place: str
+    call: int = -1
+    place: str = ""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is one, which every use in a forward reads."""
+        return self.call < 0
 
     def __str__(self) -> str:
-        call = f", call {self.call}" if self.call else ""
+        call = f", call {self.call}" if self.call > 0 else ""
         return f"{self.part}{self.place}{call}"
 
 
@@ -70,6 +75,7 @@ class Carrier:
         arrived: by edge, what came; None where nobody hands values on.
         values: of this stage, in the running forward.
         copies: the model writes in place to what its parts return.
+        real: the parts of other stages that run here, as their parameters came.
     """
 
     whole: nn.Module
@@ -79,6 +85,8 @@ class Carrier:
     arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None
     values: dict[Value, Tensor] = field(factory=dict, init=False)
     copies: bool = False
+    real: set[str] = field(factory=set)
+    _tables: list[tuple[dict[str, Any], str, Any]] = field(factory=list, init=False)
     _calls: Counter[str] = field(factory=Counter, init=False)
     _hooked: set[str] = field(factory=set, init=False)
     _wanted: dict[tuple[str, int], dict[str, Value]] = field(factory=dict, init=False)
@@ -98,7 +106,7 @@ class Carrier:
             )
         if skips is not self.skips:
             self.prepare(skips)
-        self.values.clear()
+        self._forget()
         self._calls.clear()
         self.copies = copies
         for edge, values in self._edges.items():
@@ -111,6 +119,9 @@ class Carrier:
                     f"values came along edge {edge}; stages are cut with a batch of the form that they are called with"
                 )
             self.values.update(zip(values, came, strict=True))
+        for value in self.values:
+            if value.is_parameter:
+                self._put(value)
         inside = tensors_in(received) if received is not None else []
         for value, place in skips.held.get(self.stage, {}).items():
             self.values[value] = inside[place]
@@ -120,11 +131,42 @@ class Carrier:
         self.skips = skips
         self._edges = values_by_edge(skips.uses, self.placement)
         self._wanted = {}
+        self.real.clear()
         for value in skips.there(self.stage):
+            if value.is_parameter:
+                continue
             self._wanted.setdefault((value.part, value.call), {})[value.place] = value
         for part in {part for part, _ in self._wanted} - self._hooked:
             self._hooked.add(part)
             self.whole.get_submodule(part).register_forward_hook(partial(self._returned, part))
+
+    def place_of(self, value: Value) -> tuple[dict[str, Any], str, nn.Module | None]:
+        """Where the model's own code finds a parameter: a table and its key; and the stand-in that has it."""
+        *path, key = value.part.split(".")
+        module, foreign = self.whole, None
+        for name in path:
+            module = module._modules[name]  # type: ignore[assignment]  # noqa: SLF001 -- `get_submodule` reads attributes
+            if "ghost" in vars(module):
+                foreign, module = foreign or module, vars(module)["ghost"]
+        table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers  # noqa: SLF001
+        return table, key, foreign
+
+    def _put(self, value: Value) -> None:
+        """Have the model's own code find a parameter that came, until the end of the forward."""
+        table, key, foreign = self.place_of(value)
+        tensor = self.values[value]
+        if table[key] is not tensor:
+            self._tables.append((table, key, table[key]))
+            table[key] = tensor
+        if foreign is not None:
+            self.real.add(str(foreign.name))
+
+    def _own_parameter(self, value: Value) -> Tensor:
+        parameter = self.whole.get_parameter(value.part)
+        if type(parameter) is not nn.Parameter:
+            raise CutError(f"{value} is a {type(parameter).__name__}, and other stages use it; they take plain tensors")
+        # A view, so that gradients that come back are added as those of a use on this stage.
+        return parameter.view_as(parameter)
 
     def _returned(self, part: str, module: nn.Module, args: Any, result: Any) -> Any:
         """Hook of a part: note what it has made here, or return what came in place of a stand-in."""
@@ -165,6 +207,8 @@ class Carrier:
         return found
 
     def _own(self, value: Value) -> Tensor:
+        if value.is_parameter and value not in self.values:
+            return self._own_parameter(value)
         if value not in self.values:
             raise CutError(f"{value.part} has not returned {value} on stage {self.stage}, which later stages use")
         tensor = self.values[value]
@@ -172,8 +216,14 @@ class Carrier:
 
     def end(self) -> None:
         """Drop the tensors of a forward."""
-        self.values.clear()
+        self._forget()
         self.arrived = None
+
+    def _forget(self) -> None:
+        self.values.clear()
+        while self._tables:
+            table, key, before = self._tables.pop()
+            table[key] = before
 
 
 def edges_of(skips: Iterable[Skips], placement: Sequence[int]) -> tuple[Edge, ...]:

@@ -91,6 +91,7 @@ class Stage(nn.Module):
         self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
         self._flow = Flow(whole, assignment, number)
         self._carrier = Carrier(whole, number, range(assignment.num_stages) if placement is None else placement)
+        self._run.real = self._carrier.real
         self._sends = output is not None or not self.is_last
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:

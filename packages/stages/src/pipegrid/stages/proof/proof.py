@@ -25,7 +25,7 @@ from pipegrid.stages.names import Names
 from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.segments import Call, difference
-from pipegrid.stages.proof.skipping import crossings_of
+from pipegrid.stages.proof.skipping import Crossings, crossings_of, running
 from pipegrid.stages.proof.trace import Trace, trace
 from pipegrid.stages.proof.traced import Operation, Traced
 from pipegrid.stages.shell import Needs
@@ -138,7 +138,7 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
         layout,
         tuple(boundaries),
         (
-            *_parameters(forward, assignment),
+            *_parameters(forward, assignment, crossed.parameters),
             *_split(forward),
             *_drawn_by_host(forward),
             *_changed(first, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
@@ -146,7 +146,7 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not every[number]),
         outline.asked(kwargs),
-        () if skips is None else tuple(_handed_on(forward, skips)),
+        () if skips is None else tuple(_handed_on(crossed)),
     )
     needs = Needs(
         tuple(_missing(forward, outline, places[assignment.num_stages - 1])) if places else (),
@@ -213,10 +213,9 @@ def _crossing(forward: Trace, outline: Outline) -> Iterator[tuple[Traced, Operat
                     yield tensor, made, used, boundary
 
 
-def _handed_on(forward: Trace, skips: Skips) -> Iterator[Skip]:
-    tensors = {value: tensor for tensor, value, _ in forward.returned.values()}
-    for value, uses in skips.uses.items():
-        one = tensors[value]
+def _handed_on(crossed: Crossings) -> Iterator[Skip]:
+    for value, uses in crossed.skips.uses.items():
+        one = crossed.tensors[value]
         yield Skip(str(value), tuple(one.shape), str(one.dtype), one.nbytes, uses.source, uses.users, uses.held)
 
 
@@ -288,28 +287,20 @@ def _order(forward: Trace, layers: Sequence[str]) -> str:
     return f"layers run in the order {', '.join(ran[:8])}, and the list has them in another"
 
 
-def _parameters(forward: Trace, assignment: Assignment) -> Iterator[str]:
-    """Parameters used on stages that do not hold them."""
+def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[tuple[str, int]]) -> Iterator[str]:
+    """Parameters used on stages that do not hold them, and to which they are not handed on."""
     tied = {name: set(tie.stages) for tie in assignment.ties for name in (tie.name, *tie.names)}
     for name, uses in forward.parameters.items():
         holders = tied.get(name, {assignment.stage_of_parameter[name]})
-        found = [(use, *_running(use.passed, assignment)) for use in uses if id(use) in forward.live]
+        found = [(use, *running(use.passed, assignment)) for use in uses if id(use) in forward.live]
         wrong = [(use, first) for use, first, last in found if not any(first <= one <= last for one in holders)]
+        reached = [stage for one, stage in handed_on if one == name]
+        wrong = [(use, first) for use, first in wrong if not any(first <= stage for stage in reached)]
         if not wrong or ELSEWHERE in holders:
             continue
         use, stage = wrong[0]
         moved = "" if len(wrong) < len(found) else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
         yield f"{name} is on stage {min(holders)}, and stage {stage} uses it {place(use)}{moved}"
-
-
-def _running(passed: int, assignment: Assignment) -> tuple[int, int]:
-    """The first and the last stage that may run what runs when so many boundaries are passed."""
-    layers, stages = assignment.layers, assignment.stage_of_layer
-    if passed == 0:
-        return 0, stages[layers[0]]
-    if passed > len(layers):  # a stage that is not the last ends with its last layer
-        return min(stages[layers[-1]] + 1, assignment.num_stages - 1), assignment.num_stages - 1
-    return stages[layers[passed - 1]], stages[layers[passed - 1]]
 
 
 class Proofs:

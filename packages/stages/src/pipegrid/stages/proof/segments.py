@@ -119,10 +119,14 @@ class _Stage(nn.Module):
         self.last = number == assignment.num_stages - 1
         self.skips = needs.skips or Skips({})
         self.carrier = Carrier(self.whole, number, range(assignment.num_stages))
+        self.given: dict[Value, Any] = {}
+        edges = values_by_edge(self.skips.uses, range(assignment.num_stages))
+        self.came = {edge: values for edge, values in edges.items() if edge.destination == number}
+        self.running.real = self.carrier.real
         self.carrier.prepare(self.skips)  # its hooks come before those of a trace
         # Tensors of other stages, which a trace shows by their names as well:
         self.ghosts = [
-            (table, key, one, joined(joined(part.name, path), key))
+            (table, key, one, joined(joined(part.name, path) if path else part.name, key))
             for part in self.whole.modules()
             if isinstance(part, Foreign)
             for path, inner in part.ghost.named_modules()
@@ -134,8 +138,16 @@ class _Stage(nn.Module):
     def forward(self, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As on a rank."""
         if self.skips.uses:
+            self.carrier.arrived = {edge: [self._given(one) for one in values] for edge, values in self.came.items()}
             self.carrier.begin(self.skips, received, copies=False)
         return self.flow.run(self.running, received, args, kwargs)
+
+    def _given(self, value: Value) -> Any:
+        """What came in place of a value; a parameter is known by its name wherever it is."""
+        if not value.is_parameter:
+            return self.given[value]
+        table, key, _ = self.carrier.place_of(value)
+        return table[key]
 
     def traced(self, whole: Trace, call: Call) -> Trace:
         """The trace of a forward, of what the trace of the whole model has sent to the stage."""
@@ -158,11 +170,7 @@ class _Stage(nn.Module):
             mode.passed = encoders
             mode.pass_boundary(received if before == encoders else received[1])
         self.running.placed = mode.placed
-        self.carrier.arrived = {
-            edge: [mode.stand_ins(whole.given[value]) for value in values]
-            for edge, values in values_by_edge(self.skips.uses, range(self.outline.assignment.num_stages)).items()
-            if edge.destination == self.number
-        }
+        self.given = {value: mode.stand_ins(one) for value, one in whole.given.items()}
 
         def forward(given: Any) -> Any:
             args, kwargs = given
@@ -183,7 +191,8 @@ class _Stage(nn.Module):
             if whole.ends[boundary] != found.ends.get(boundary):
                 return self._named(runs, whole.sent[boundary], found.sent.get(boundary, []))
         for value, uses in self.skips.uses.items():
-            if uses.source == self.number and whole.skipped.get(value) != found.skipped.get(value):
+            own = uses.source == self.number and not value.is_parameter
+            if own and whole.skipped.get(value) != found.skipped.get(value):
                 return self._named(runs, [whole.given[value]], [], f"{value}, which it hands on")
         applied = [
             [

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from attrs import define, frozen
 
 from pipegrid.core.skips import Uses
-from pipegrid.stages.assignment import Assignment
+from pipegrid.stages.assignment import ELSEWHERE, Assignment
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.trace import Trace
 from pipegrid.stages.proof.traced import Operation, Traced
@@ -28,10 +28,14 @@ class Crossings:
 
     Attributes:
         skips: those that are handed on.
+        tensors: each of them in the trace.
+        parameters: pairs of a parameter that is handed on, by name, and a stage that it comes to.
         left: pairs of identities, of the operation that made one that cannot be, and of that which uses it.
     """
 
     skips: Skips
+    tensors: Mapping[Value, Traced]
+    parameters: frozenset[tuple[str, int]]
     left: frozenset[tuple[int, int]]
 
 
@@ -47,15 +51,27 @@ def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, 
             continue
         for value in found:
             users.setdefault(value, set()).add(finder.stage_of(used))
-    return Crossings(_skips(forward, outline.assignment, finder, users), frozenset(left))
-
-
-def _skips(forward: Trace, assignment: Assignment, finder: _Finder, users: Mapping[Value, set[int]]) -> Skips:
+    for name, stage in finder.lacking():
+        users.setdefault(Value(name), set()).add(stage)
     tensors = {value: tensor for tensor, value, _ in forward.returned.values()}
+    inputs = [pair for uses in forward.parameters.values() for use in uses for pair in use.inputs]
+    tensors |= {Value(one.parameter): one for one, _ in inputs if one.parameter}
+    skips = _skips(forward, outline.assignment, finder, users, tensors)
+    parameters = {(value.part, stage) for value, stages in users.items() if value.is_parameter for stage in stages}
+    return Crossings(skips, {value: tensors[value] for value in skips.uses}, frozenset(parameters), frozenset(left))
+
+
+def _skips(
+    forward: Trace,
+    assignment: Assignment,
+    finder: _Finder,
+    users: Mapping[Value, set[int]],
+    tensors: Mapping[Value, Traced],
+) -> Skips:
     held: dict[int, dict[Value, int]] = {}
     found: dict[Value, Uses] = {}
     for value in sorted(users):
-        source = finder.owner(value.part)
+        source = finder.source(value)
         for stage in range(source + 1, assignment.num_stages):
             sent = forward.sent.get(assignment.before(stage), ())
             for place, one in enumerate(sent):
@@ -84,19 +100,38 @@ class _Finder:
     assignment: Assignment
     encoded: int | None
 
-    def owner(self, part: str) -> int:
-        """The stage of a layer or of a part."""
-        stages = self.assignment.stage_of_layer
-        return stages[part] if part in stages else min(self.assignment.owners(part))
+    def source(self, value: Value) -> int:
+        """The stage that makes a value, or holds a parameter."""
+        if value.is_parameter:
+            return min(self.holders(value.part))
+        made = next(made for _, one, made in self.forward.returned.values() if one == value)
+        return self.stage_of(made, value.part)
 
-    def stage_of(self, operation: Operation) -> int:
-        """The stage on which an operation runs; of the model's own code, the one of the next layer."""
-        if operation.part:
-            return self.owner(operation.part)
-        layers, stages = self.assignment.layers, self.assignment.stage_of_layer
+    def stage_of(self, operation: Operation, part: str = "") -> int:
+        """The stage on which an operation runs; of the model's own code, the one of the next layer.
+
+        A part whose turn is over on its stage runs on a later one, as the model's own code does.
+        """
+        layers, stages, part = self.assignment.layers, self.assignment.stage_of_layer, part or operation.part
+        first, last = running(operation.passed, self.assignment)
+        if part:
+            owner = stages[part] if part in stages else min(self.assignment.owners(part))
+            if first <= owner <= last:
+                return owner
         if operation.passed > len(layers):
             return self.assignment.num_stages - 1
         return stages[layers[max(operation.passed - 1, 0)]]
+
+    def lacking(self) -> Iterator[tuple[str, int]]:
+        """The parameters that stages use and an earlier one holds."""
+        for name, uses in self.forward.parameters.items():
+            for use in uses:
+                first, last = running(use.passed, self.assignment)
+                holders = self.holders(name)
+                if id(use) in self.forward.live and not any(first <= one <= last for one in holders):
+                    stage = self.stage_of(use)
+                    if ELSEWHERE not in holders and min(holders) < stage:
+                        yield name, stage
 
     def values(self, made: Made, stage: int) -> frozenset[Value] | None:
         """What ``stage`` lacks to have a tensor; None: it cannot have it."""
@@ -118,12 +153,15 @@ class _Finder:
     def _inputs(self, tensor: Traced, operation: Operation, stage: int) -> Value | list[Made] | None:
         """Of one tensor: the value that it is, or what it is made of, nothing where the stage has it."""
         if tensor.parameter:
-            return [] if stage in set(self._holders(tensor.parameter)) else None
-        if operation.part and self.owner(operation.part) == stage:
+            holders = self.holders(tensor.parameter)
+            if stage in holders:
+                return []
+            return Value(tensor.parameter) if ELSEWHERE not in holders and min(holders) < stage else None
+        if operation.part and self.stage_of(operation) == stage:
             return []
         returned = self.forward.returned.get(id(tensor))
         if returned is not None and returned[2] is operation:
-            return returned[1] if self.owner(returned[1].part) != stage else []
+            return returned[1] if self.stage_of(operation, returned[1].part) != stage else []
         if any(tensor is one for one in self.sent(stage)):
             return []
         if operation.part or not operation.name or operation.draws:
@@ -137,8 +175,19 @@ class _Finder:
         at += [encoded] if encoded is not None and encoded < before else []
         return [one for boundary in at for one in self.forward.sent.get(boundary, ())]
 
-    def _holders(self, parameter: str) -> Iterator[int]:
-        yield self.assignment.stage_of_parameter[parameter]
+    def holders(self, parameter: str) -> set[int]:
+        """The stages that hold a parameter."""
         for tie in self.assignment.ties:
             if parameter in (tie.name, *tie.names):
-                yield from tie.stages
+                return set(tie.stages)
+        return {self.assignment.stage_of_parameter[parameter]}
+
+
+def running(passed: int, assignment: Assignment) -> tuple[int, int]:
+    """The first and the last stage that may run what runs when so many boundaries are passed."""
+    layers, stages = assignment.layers, assignment.stage_of_layer
+    if passed == 0:
+        return 0, stages[layers[0]]
+    if passed > len(layers):  # a stage that is not the last ends with its last layer
+        return min(stages[layers[-1]] + 1, assignment.num_stages - 1), assignment.num_stages - 1
+    return stages[layers[passed - 1]], stages[layers[passed - 1]]

@@ -398,7 +398,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, leaf in named_leaves(result):
             if isinstance(leaf, Traced) and leaf.owner is self and not leaf.cell.known:
                 value = Value(name, call, place)
-                self.returned.setdefault(id(leaf), (leaf, value, leaf.cell.written))
+                self.returned.setdefault(id(leaf), (leaf, value, leaf.made))
                 if value in self._skips:
                     self.skipped[value] = self.reference(leaf)
                     self.given[value] = self._stand_in(leaf)

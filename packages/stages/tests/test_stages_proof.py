@@ -127,30 +127,8 @@ def test_a_value_that_a_part_returns_is_handed_on(script, end, values):
     assert found.holds
 
 
-class Keeper(looped.Block):
-    """Keeps what another part reads, and returns it to nobody."""
-
-    def forward(self, hidden):
-        made, self.tap = super().forward(hidden)
-        return made, made
-
-
-class Tapped(looped.Looped):
-    """Reads what a layer keeps."""
-
-    def __init__(self, number=1):
-        super().__init__(PLAIN, "none")
-        self.number, self.blocks[number] = number, Keeper()
-
-    def forward(self, ids, mask):
-        hidden = self.embed(ids)
-        for block in self.blocks:
-            hidden = block(hidden)[0]
-        return self.head(hidden + self.blocks[self.number].tap).square().mean()
-
-
 def test_a_value_that_a_layer_keeps_to_itself_is_named_with_its_lines():
-    found = prove_cut(Tapped(), "Ettt|ttL", looped.batch(), names=looped.NAMES)
+    found = prove_cut(looped.Tapped(), "Ettt|ttL", looped.batch(), names=looped.NAMES)
     with pytest.raises(CutError, match=r"made by cos in blocks\.1 \(looped_models\.py:") as error:
         found.require()
     assert len(str(error.value).splitlines()) <= 10
@@ -165,7 +143,7 @@ def test_a_proof_prints_what_is_sent_at_each_boundary():
 
 
 def test_the_error_names_the_layers_after_which_a_stage_may_end():
-    found = prove_cut(Tapped(2), "Etttt|tL", looped.batch(), names=looped.NAMES)
+    found = prove_cut(looped.Tapped(2), "Etttt|tL", looped.batch(), names=looped.NAMES)
     assert found.alone == ("blocks.0", "blocks.1")
     with pytest.raises(CutError, match=r"A stage may end after blocks\.0, blocks\.1;"):
         found.require()

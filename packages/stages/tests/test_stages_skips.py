@@ -73,6 +73,15 @@ def test_too_few_values_are_an_error():
         second(*images())
 
 
+def test_values_that_nobody_expects_are_an_error():
+    last = pipeline_stage(BlockResiduals, "Etttttttt|L", 1, names=BLOCKS)
+    last.set_input_tensor([torch.zeros(2, 5, 6)])
+    last.set_skips({Edge(0, 1): [torch.zeros(2, 5, 6)]})
+    last(*ids())
+    with pytest.raises(CutError, match="values came to stage 1 along edges 0>1, and by its call it uses none"):
+        last.take_skips()
+
+
 class Weights(nn.Module):
     """A tied table, one that every stage reads, and perhaps a weight of the head before the layers."""
 
@@ -102,6 +111,29 @@ def test_a_weight_of_a_later_stage_is_named_with_its_line():
     found = prove_cut(lambda: Weights(early=True), "Et|tttL", ids(), names=WEIGHTS, loss=_mean)
     with pytest.raises(CutError, match=r"head\.bias is on stage 1, and stage 0 uses it by add in the model \(test_s"):
         found.require()
+
+
+class Sequences(nn.Module):
+    """torch's own encoder and decoder, whose forward takes no ``encoder_outputs``."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.core = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, source, target):
+        return self.head(self.core(self.words(source), self.words(target)))
+
+
+@pytest.mark.parametrize("layout", ["Ee|e|t|tL", "Eee|ttL", "Eeet|tL"])
+def test_a_decoder_reads_what_its_encoder_made(layout):
+    names = Names(
+        {"encoder": "core.encoder.layers", "decoder": "core.decoder.layers"}, embedding=("words",), head=("head",)
+    )
+    batch = {"source": torch.arange(10).reshape(2, 5), "target": torch.arange(8).reshape(2, 4)}
+    found = check_stages(Sequences, layout, batch, names=names, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
 
 
 class Random(nn.Module):

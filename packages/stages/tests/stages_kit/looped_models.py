@@ -140,6 +140,28 @@ class Looped(nn.Module):
         return self.head(hidden)
 
 
+class Keeper(Block):
+    """Keeps what the model's own code reads, and returns it to nobody."""
+
+    def forward(self, hidden):
+        made, self.tap = super().forward(hidden)
+        return made, made
+
+
+class Tapped(Looped):
+    """Reads at the end what a layer keeps."""
+
+    def __init__(self, number=1):
+        super().__init__((("none", "tanh"),) * LAYERS, "none")
+        self.number, self.blocks[number] = number, Keeper()
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        return self.head(hidden + self.blocks[self.number].tap).square().mean()
+
+
 class Encoder(nn.Module):
     """Runs its script, and returns its hidden state and perhaps what a layer made."""
 

@@ -70,6 +70,7 @@ class Run:
             the stage replaces has memory of its own, and what it sends is kept from the model's own code.
         device: of the stage, in a forward.
         real: the parts of other stages that run here, as their parameters came with a microbatch.
+        given: the parts of other stages whose results came.
     """
 
     received: Any = None
@@ -79,6 +80,7 @@ class Run:
     needs: Needs = field(factory=Needs)
     device: torch.device | None = None
     real: Collection[str] = ()
+    given: Collection[str] = ()
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""
@@ -264,7 +266,7 @@ class ForeignPart(Foreign):
             raise Leave
         if self.name in self.run.real:
             return self.__dict__["ghost"](*args, **kwargs)
-        if self.run.entered:
+        if self.run.entered and self.name not in self.run.given:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
             args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))

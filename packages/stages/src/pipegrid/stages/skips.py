@@ -76,6 +76,7 @@ class Carrier:
         values: of this stage, in the running forward.
         copies: the model writes in place to what its parts return.
         real: the parts of other stages that run here, as their parameters came.
+        given: the parts whose results came from other stages.
     """
 
     whole: nn.Module
@@ -86,6 +87,7 @@ class Carrier:
     values: dict[Value, Tensor] = field(factory=dict, init=False)
     copies: bool = False
     real: set[str] = field(factory=set)
+    given: set[str] = field(factory=set)
     _tables: list[tuple[dict[str, Any], str, Any]] = field(factory=list, init=False)
     _calls: Counter[str] = field(factory=Counter, init=False)
     _hooked: set[str] = field(factory=set, init=False)
@@ -132,9 +134,12 @@ class Carrier:
         self._edges = values_by_edge(skips.uses, self.placement)
         self._wanted = {}
         self.real.clear()
+        self.given.clear()
         for value in skips.there(self.stage):
             if value.is_parameter:
                 continue
+            if skips.uses[value].source != self.stage:
+                self.given.add(value.part)
             self._wanted.setdefault((value.part, value.call), {})[value.place] = value
         for part in {part for part, _ in self._wanted} - self._hooked:
             self._hooked.add(part)

@@ -91,7 +91,7 @@ class Stage(nn.Module):
         self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
         self._flow = Flow(whole, assignment, number)
         self._carrier = Carrier(whole, number, range(assignment.num_stages) if placement is None else placement)
-        self._run.real = self._carrier.real
+        self._run.real, self._run.given = self._carrier.real, self._carrier.given
         self._sends = output is not None or not self.is_last
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
@@ -196,9 +196,22 @@ class Stage(nn.Module):
         self._carrier.arrived = arrived
 
     def take_skips(self) -> dict[Edge, list[torch.Tensor]]:
-        """What leaves along edges, after a forward: for the next stage beside the hidden states, or past it."""
+        """What leaves along edges, after a forward: for the next stage beside the hidden states, or past it.
+
+        Raises:
+            CutError: values came that the call of this stage has no use for.
+        """
         try:
-            return {} if self._run.needs.skips is None else self._carrier.leaving()
+            if self._run.needs.skips is not None:
+                return self._carrier.leaving()
+            arrived = self._carrier.arrived or {}
+            came = [str(edge) for edge, values in arrived.items() if any(one is not None for one in values)]
+            if came:
+                raise CutError(
+                    f"values came to stage {self.number} along edges {', '.join(came)}, and by its call it uses none; "
+                    "give every stage the same batch"
+                )
+            return {}
         finally:
             self._carrier.end()
 

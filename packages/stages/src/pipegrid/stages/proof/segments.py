@@ -122,7 +122,7 @@ class _Stage(nn.Module):
         self.given: dict[Value, Any] = {}
         edges = values_by_edge(self.skips.uses, range(assignment.num_stages))
         self.came = {edge: values for edge, values in edges.items() if edge.destination == number}
-        self.running.real = self.carrier.real
+        self.running.real, self.running.given = self.carrier.real, self.carrier.given
         self.carrier.prepare(self.skips)  # its hooks come before those of a trace
         # Tensors of other stages, which a trace shows by their names as well:
         self.ghosts = [

@@ -6,12 +6,16 @@ copy of each, and compares itself with one process.
 
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from model import BlockResiduals
 from torch import Tensor, nn
 
+# The examples are folders of modules, not installed packages; their parent makes them importable by name.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from block_residuals.model import BlockResiduals
 from pipegrid.stages import Names
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
@@ -34,8 +38,10 @@ def train() -> None:
     """One rank of the job."""
     grid = HyperCommGrid([RANKS], ["pp"])
     layout = "Ett|tt|tt|tt|tt|tt|tt|ttL"
-    options = {"schedule": "interleaved_1f1b", "names": Names("layers"), "loss": loss_of, "num_microbatches": 8}
-    with Pipeline(made, layout, grid, **options) as pipeline:
+    names = Names("layers")
+    with Pipeline(
+        made, layout, grid, schedule="interleaved_1f1b", names=names, loss=loss_of, num_microbatches=8
+    ) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
         ids = (torch.arange(ROWS)[:, None] * 7 + torch.arange(TOKENS)) % 64
         for step in range(STEPS):

@@ -76,7 +76,6 @@ def test_layers_that_take_visual_features_are_on_the_first_stage_or_a_cut_error(
     require_equal(deepstack(5).double(), lambda: deepstack(5), "Etttt|tL", seen())
     with pytest.raises(CutError, match=r"\nA stage may end after model\.language_model\.layers\.3; print") as error:
         pipeline_stage(lambda: deepstack(5).double(), "Ett|tttL", 0)(**seen())
-    assert "made by cat in the model (modeling_qwen3_vl.py:" in str(error.value)
     assert "have no pixel_values, without which other code runs, first by clone in the model (m" in str(error.value)
 
 
@@ -130,9 +129,9 @@ class Loop(nn.Module):
 @pytest.mark.parametrize(
     ("way", "text"),
     [
-        ("residual", "used by add in the model|right"),
-        ("skip", "made by embedding in words .* used by add in the model"),
-        ("all", "used by stack in the model|used by cat in the model|right"),
+        ("residual", "right"),
+        ("skip", "right"),
+        ("all", "right"),
         ("reversed", r"layers run in the order blocks\.3, blocks\.2, blocks\.1, blocks\.0"),
         ("scaled", "scale is on stage ., and stage . uses it by mul in the model|right"),
         ("hidden tie", "kept is a plain attribute that holds words.weight, a parameter of another stage|right"),
@@ -140,7 +139,7 @@ class Loop(nn.Module):
         ("plain", "right"),
     ],
 )
-def test_a_loop_that_needs_more_than_the_hidden_state_is_a_cut_error(way, text, layout):
+def test_a_loop_that_needs_more_than_the_hidden_state_is_right_or_a_cut_error(way, text, layout):
     torch.manual_seed(0)
     model = Loop(way).double()
     ids = torch.randint(0, WORDS, (2, 3))
@@ -148,10 +147,12 @@ def test_a_loop_that_needs_more_than_the_hidden_state_is_a_cut_error(way, text, 
     names = Names("blocks", head=("scale",))
 
     def run():
-        hidden = None
+        hidden, values = None, {}
         for stage in pipeline_stage(model, layout, list(range(layout.count("|") + 1)), names=names):
             stage.set_input_tensor([hidden])
+            stage.set_skips({edge: came for edge, came in values.items() if edge.destination == stage.number})
             hidden = stage(ids)
+            values |= stage.take_skips()
         torch.testing.assert_close(hidden, expected)
         raise CutError("right")
 

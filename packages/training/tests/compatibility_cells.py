@@ -141,7 +141,11 @@ def _stages(family, world, grid, schedule, model=None):
     numbers = [stage for stage, place in enumerate(places) if place == at["pp"]]
     torch.manual_seed(3)
     stages = pipeline_stage(model or family.make, family.layouts[len(places)], numbers, names=family.names)
-    return places, [stage.to(family.dtype) for stage in stages], at["dp"]
+    stages = [stage.to(family.dtype) for stage in stages]
+    for stage in stages:
+        stage.place(places)
+        stage.look(lambda own=stage: own(**as_given(family, family.batch(0))))  # finds what stages hand on
+    return places, stages, at["dp"]
 
 
 def _over_ranks(family, world, grid, stages, places, run, batch, **options):
@@ -156,7 +160,8 @@ def _over_ranks(family, world, grid, stages, places, run, batch, **options):
         stage.config = config
     groups = ProcessGroupCollection.from_grid(grid)
     placement = None if len(places) == grid.shape[1] else places
-    communicator = P2PCommunicator(groups.pp, config, placement=placement)
+    graph = stages[0].graph if stages[0].skips else None
+    communicator = P2PCommunicator(groups.pp, config, placement=placement if graph is None else places, graph=graph)
     found = run(
         config,
         {

@@ -284,7 +284,6 @@ FAMILIES = {
     "DeBERTa-v2": text(
         "DebertaV2ForMaskedLM",
         "DebertaV2Config",
-        names="deberta.encoder.layer",
         generates=False,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],

@@ -31,18 +31,25 @@ def sent(payload):
 
 def step(stages, batch, loss_of):
     """Forward and backward through the stages in turn, as if each were on a rank of its own; the loss."""
-    arrived, left = [None], []
-    for stage in stages:
-        stage.set_input_tensor([arrived[-1]])
-        left.append(stage(**batch))
-        arrived.append(sent(left[-1]) if not stage.is_last else None)
-    loss = loss_of(left[-1])
+    links, under_way, left = [], {}, None  # (stage, output, its copy elsewhere); values by edge; the last output
+    for number, stage in enumerate(stages):
+        values = {edge: tensors for edge, tensors in under_way.items() if edge.destination == number}
+        arrived, given = sent(left), sent(values)
+        links += [(number - 1, *pair) for pair in zip(tree_leaves(left), tree_leaves(arrived), strict=True)]
+        for edge, tensors in values.items():
+            links += [(edge.source, *pair) for pair in zip(tensors, given[edge], strict=True)]
+        stage.set_input_tensor([arrived])
+        stage.set_skips(given)
+        left = stage(**batch)
+        under_way |= stage.take_skips()
+    loss = loss_of(left)
     loss.backward()
-    for outputs, inputs in reversed(list(zip(left[:-1], arrived[1:-1], strict=True))):
+    for number in reversed(range(len(stages) - 1)):
         pairs = [
             (output, received.grad)
-            for output, received in zip(tree_leaves(outputs), tree_leaves(inputs), strict=True)
-            if isinstance(output, torch.Tensor) and output.requires_grad and received.grad is not None
+            for source, output, received in links
+            if source == number and isinstance(output, torch.Tensor) and output.requires_grad
+            if received.grad is not None
         ]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))

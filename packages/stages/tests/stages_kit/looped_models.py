@@ -140,6 +140,28 @@ class Looped(nn.Module):
         return self.head(hidden)
 
 
+class Keeper(Block):
+    """Keeps what the model's own code reads, and returns it to nobody."""
+
+    def forward(self, hidden):
+        made, self.tap = super().forward(hidden)
+        return made, made
+
+
+class Tapped(Looped):
+    """Reads at the end what a layer keeps."""
+
+    def __init__(self, number=1):
+        super().__init__((("none", "tanh"),) * LAYERS, "none")
+        self.number, self.blocks[number] = number, Keeper()
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        return self.head(hidden + self.blocks[self.number].tap).square().mean()
+
+
 class Encoder(nn.Module):
     """Runs its script, and returns its hidden state and perhaps what a layer made."""
 
@@ -237,13 +259,17 @@ def pair_layouts(cuts):
     return "E" + "".join(kind + "|" * (number in cuts) for number, kind in enumerate("eeettt", start=1)) + "L"
 
 
-def stages_are_the_model(whole, layout, given, names):
-    """Whether loss and gradients of the stages, run one after the other, are those of the model. Nothing is proved."""
+def stages_are_the_model(whole, layout, given, names, *, proved=False):
+    """Whether loss and gradients of the stages, run one after the other, are those of the model.
+
+    Where nothing is ``proved``, they hand on nothing past others.
+    """
     stages = pipeline_stage(
         copy.deepcopy(whole), layout, list(range(layout.count("|") + 1)), names=names, allow_empty=True
     )
     for stage in stages:
-        stage.proofs = None
+        stage.proofs = stage.proofs if proved else None
+    whole.zero_grad()
     expected = whole(**given)
     expected.backward()
     try:

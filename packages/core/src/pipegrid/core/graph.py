@@ -10,11 +10,12 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Annotated
 
 from attrs import field, frozen
 
 from pipegrid.core.edge import Edge
-from pipegrid.core.fields import Count, Name, checked, nearest, shown
+from pipegrid.core.fields import Count, Name, checked, instance, nearest, shown
 
 
 class ModuleGraphError(ValueError):
@@ -50,6 +51,13 @@ def _as_edges(
     return tuple((src, dst) for src, dsts in feeds.items() for dst in dsts)
 
 
+def _as_skips(value: Sequence[Edge]) -> tuple[Edge, ...]:
+    return tuple(sorted(checked(value, tuple[_Skip, ...], "skips", ModuleGraphError)))
+
+
+_Skip = Annotated[Edge, instance(Edge, "an Edge(source, destination)")]
+
+
 @frozen(slots=False)
 class ModuleGraph:
     """Modules with their depths, and which module feeds which.
@@ -60,27 +68,33 @@ class ModuleGraph:
     Attributes:
         modules: each name with its depth in stages; a mapping or pairs.
         edges: each name with the modules that it feeds; a mapping, or a sequence of pairs of names.
+        skips: more edges between stages of a module, past the stages between them, in global numbers. What a stage
+            makes is used by several of the later ones then. An order of computes that suits the graph without them
+            suits it with them, since the stages between wait for the same.
 
     Raises:
         ModuleGraphError: a module that is not declared, a depth that is not positive, an edge given twice,
-            or a cycle (named module by module).
+            a cycle (named module by module), or a skip that passes no stage of its module.
 
     Examples:
         >>> graph = ModuleGraph({"images": 1, "language": 2}, {"images": ["language"]})
         >>> [str(edge) for edge in graph.stage_edges]
         ['0>1', '1>2']
+        >>> [str(edge) for edge in ModuleGraph({"model": 3}, skips=[Edge(0, 2)]).stage_edges]
+        ['0>1', '0>2', '1>2']
     """
 
     modules: tuple[tuple[str, int], ...] = field(converter=_as_modules)
     edges: tuple[tuple[str, str], ...] = field(converter=_as_edges, default=())
+    skips: tuple[Edge, ...] = field(converter=_as_skips, default=())
 
     def __attrs_post_init__(self) -> None:
         names = [name for name, _ in self.modules]
         if not names:
             raise ModuleGraphError("the graph has no modules; declare at least one")
-        for what, declared in (("modules are", names), ("an edge is", self.edges)):
+        for what, declared in (("modules are", names), ("an edge is", self.edges), ("a skip is", self.skips)):
             if len(set(declared)) != len(declared):
-                raise ModuleGraphError(f"{what} declared twice in {list(declared)}")
+                raise ModuleGraphError(f"{what} declared twice in {list(map(str, declared))}")
         for src, dst in self.edges:
             for name in (src, dst):
                 if name not in names:
@@ -89,6 +103,10 @@ class ModuleGraph:
                         f"edge {src!r} -> {dst!r} names the unknown module {unknown}; known: {names}"
                     )
         self.order  # noqa: B018 -- computing the order raises for cycles
+        for skip in self.skips:
+            ends = [self.module_of(stage)[0] for stage in (skip.source, skip.destination)]
+            if skip.destination < skip.source + 2 or ends[0] != ends[1]:
+                raise ModuleGraphError(f"skip {skip} must lead past a stage, inside of one module of {names}")
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -156,8 +174,10 @@ class ModuleGraph:
         raise ModuleGraphError(f"there is no stage {stage}; the graph has stages 0..{self.num_stages - 1}")
 
     def edges_inside(self, module: str) -> tuple[Edge, ...]:
-        """The edges between the stages of ``module``, ascending."""
-        return tuple(Edge(stage, stage + 1) for stage in range(self.stage(module, 0), self.stage(module, -1)))
+        """The edges between the stages of ``module``, ascending: of its chain, and skips."""
+        first, last = self.stage(module, 0), self.stage(module, -1)
+        skips = [skip for skip in self.skips if first <= skip.source <= last]
+        return tuple(sorted([*(Edge(stage, stage + 1) for stage in range(first, last)), *skips]))
 
     @cached_property
     def stage_edges(self) -> tuple[Edge, ...]:
@@ -191,11 +211,11 @@ class ModuleGraph:
         return tuple(distance)
 
 
-def chain(num_stages: int) -> ModuleGraph:
-    """The graph of one module named ``model`` with ``num_stages`` stages in a row.
+def chain(num_stages: int, skips: Sequence[Edge] = ()) -> ModuleGraph:
+    """The graph of one module named ``model`` with ``num_stages`` stages in a row, and edges that skip stages.
 
     Examples:
         >>> chain(3).modules
         (('model', 3),)
     """
-    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)})
+    return ModuleGraph({"model": checked(num_stages, Count, "num_stages", ModuleGraphError)}, skips=skips)

@@ -39,6 +39,7 @@ from pipegrid.plans.generators import (
 )
 from pipegrid.plans.passes.lowering import lower, with_reduce
 from pipegrid.plans.passes.offloading import offload
+from pipegrid.plans.passes.skipping import with_skips
 from pipegrid.plans.plan import (
     Action,
     ActionKind,
@@ -81,6 +82,6 @@ __all__ = [
     "multi_module_1f1b", "offload", "one_f_one_b", "orders_from_csv", "orders_from_json", "orders_of_plan",
     "prove_order", "routed", "schedule_for", "seq1f1b", "seq1f1b_interleaved", "seq1f1b_zero_bubble",
     "simulate", "stage_places", "to_csv", "to_json", "to_text", "to_torch", "u_shape", "u_shape_counts",
-    "unit_costs", "v_half", "v_min", "verify", "with_reduce", "zero_bubble_h1", "zero_bubble_h2",
+    "unit_costs", "v_half", "v_min", "verify", "with_reduce", "with_skips", "zero_bubble_h1", "zero_bubble_h2",
     "zero_bubble_v",
 ]  # fmt: skip

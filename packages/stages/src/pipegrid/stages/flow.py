@@ -24,8 +24,9 @@ _TOGETHER = "cut the model such that all that it uses together is on one stage"
 class Flow:
     """What is sent between stages, and how a forward begins and ends on a stage.
 
-    With one list of layers, a stage sends what its last layer returned. With an encoder and a decoder, stages send that
-    inside the encoder; the encoder's output at its end; and both, ``(returned, encoded)``, inside the decoder.
+    With one list of layers, a stage sends what its last layer returned; also with several, where the forward takes no
+    ``encoder_outputs``. With an encoder and a decoder, stages send that inside the encoder; the encoder's output at its
+    end; and both, ``(returned, encoded)``, inside the decoder.
     """
 
     def __init__(self, whole: nn.Module, assignment: Assignment, number: int) -> None:
@@ -33,15 +34,14 @@ class Flow:
         self.whole, self.last = whole, number == assignment.num_stages - 1
         self.before = assignment.before(number)
         self.after = self.before + len(held)
-        self.encoders = len(assignment.lists[0]) if len(assignment.lists) > 1 else 0
         self.accepted = accepted_by(whole)
+        apart = len(assignment.lists) > 1 and "encoder_outputs" in self.accepted  # else all layers are one chain
+        self.encoders = len(assignment.lists[0]) if apart else 0
         self.embeds = "inputs_embeds" in self.accepted
         self._parameter: tuple[dict[str, Any], str] | None = None
         self.empty = not held and not self.last and next(whole.parameters(), None) is None
         # The last layer, until its first forward:
         self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
-        if self.encoders and "encoder_outputs" not in self.accepted:
-            raise CutError(f"{type(whole).__name__} has an encoder, and its forward takes no encoder_outputs")
 
     def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward over the parts of the stage."""

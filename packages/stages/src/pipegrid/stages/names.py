@@ -65,6 +65,7 @@ TABLE: Final = (
     Names("gpt_neox.layers"),
     Names("model.decoder.layers", head=("model.decoder.final_layer_norm", "model.decoder.project_out")),  # OPT
     Names("vision_model.encoder.layers"),  # a head over CLIP or SigLIP
+    Names("deberta.encoder.layer", embedding=("deberta.encoder.rel_embeddings",)),  # which all layers read
     Names("vit.layers"),  # a head over ViT
     Names("encoder.layers"),  # CLIP, SigLIP
     Names("layers"),  # ViT, the encoder of Whisper, Llama without its head

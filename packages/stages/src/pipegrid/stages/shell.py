@@ -8,7 +8,7 @@ rotary) are made; the first later part ends the forward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipegrid.stages.assignment import Assignment, is_container, joined
 from pipegrid.stages.errors import CutError
+from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import (
     TABLES,
     blank,
@@ -45,6 +46,7 @@ class Needs:
         dicts: the stages that receive a dict; None where no trace has shown it.
         encoder: where the encoder returns a dict, its type and the key of the encoder's output.
         longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
+        skips: the values that stages hand on past others; None where there are none.
     """
 
     absent: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ class Needs:
     dicts: frozenset[int] | None = None
     encoder: tuple[type, str] | None = None
     longer: bool = False
+    skips: Skips | None = None
 
 
 @define(eq=False)
@@ -66,6 +69,8 @@ class Run:
         needs: what the trace of the whole model has shown. Where that writes in place to what its parts return, what
             the stage replaces has memory of its own, and what it sends is kept from the model's own code.
         device: of the stage, in a forward.
+        real: the parts of other stages that run here, as their parameters came with a microbatch.
+        given: the parts of other stages whose results came.
     """
 
     received: Any = None
@@ -74,6 +79,8 @@ class Run:
     encoded: Any = None
     needs: Needs = field(factory=Needs)
     device: torch.device | None = None
+    real: Collection[str] = ()
+    given: Collection[str] = ()
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""
@@ -257,7 +264,9 @@ class ForeignPart(Foreign):
             if self.run.left is None:
                 raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
             raise Leave
-        if self.run.entered:
+        if self.name in self.run.real:
+            return self.__dict__["ghost"](*args, **kwargs)
+        if self.run.entered and self.name not in self.run.given:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
             args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))

@@ -10,13 +10,18 @@ import torch
 from torch import nn
 
 from pipegrid.autograd import compile_split
+from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked
+from pipegrid.core.graph import ModuleGraph, chain
+from pipegrid.core.skips import skips_among
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.flow import Flow
 from pipegrid.stages.proof import Proofs, without
+from pipegrid.stages.proof.boundaries import size
 from pipegrid.stages.shell import Needs, Run, first_tensor, shell_of
+from pipegrid.stages.skips import Carrier, edges_of
 from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
@@ -26,6 +31,10 @@ if TYPE_CHECKING:
 
 
 Compile = Literal["whole", "split"]
+
+
+class _Looked(Exception):  # noqa: N818 -- no error
+    """Ends a call that was looked at."""
 
 
 class Stage(nn.Module):
@@ -81,6 +90,8 @@ class Stage(nn.Module):
         self.current_slice: Slice | None = None
         self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
         self._flow = Flow(whole, assignment, number)
+        self._carrier = Carrier(whole, number, range(assignment.num_stages) if placement is None else placement)
+        self._run.real, self._run.given = self._carrier.real, self._carrier.given
         self._sends = output is not None or not self.is_last
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
         for name in self._carry:
@@ -110,6 +121,16 @@ class Stage(nn.Module):
         return self.assignment.held(self.number)
 
     @property
+    def skips(self) -> tuple[Edge, ...]:
+        """The edges past stages by which they hand on values, of the calls that are proved by now."""
+        return () if self.proofs is None else skips_among(edges_of(self.proofs.skips, self._carrier.placement))
+
+    @property
+    def graph(self) -> ModuleGraph:
+        """The graph of the stages, for a communicator: a chain, and `skips`."""
+        return chain(self.assignment.num_stages, self.skips)
+
+    @property
     def ties(self) -> tuple[Tie, ...]:
         """Parameters of the model on several stages."""
         return self.assignment.ties
@@ -135,6 +156,64 @@ class Stage(nn.Module):
         """Take what arrived: a list of one payload, or a dict of payloads by source module."""
         # Module.__setattr__ looks at it as at a parameter or a module, in each microbatch.
         self.__dict__["received"] = received[0] if isinstance(received, list) else received
+
+    def describe_skips(self) -> str:
+        """The values that stages hand on past others, in each kind of call, with their bytes; "" if there are none."""
+        lines: list[str] = []
+        for proof in () if self.proofs is None else self.proofs.handing_on:
+            sent, passed_on = map(size, proof.traffic(self._carrier.placement))
+            values = f"{len(proof.skips)} value{'s' if len(proof.skips) > 1 else ''}"
+            lines.append(
+                f"{self.assignment.num_stages} stages hand on {values} past others: {sent} of a microbatch go forward "
+                f"between positions, {passed_on} if each stage passed them on to the next"
+            )
+            lines += [f"  {skip}" for skip in proof.skips]
+        return "\n".join(lines)
+
+    def place(self, placement: Sequence[int]) -> None:
+        """Hand on values between stages on these positions, all of which know it; by default each has its own."""
+        self._carrier.placement = tuple(placement)
+
+    def look(self, call: Callable[[], Any]) -> None:
+        """Prove the call of this stage that ``call`` makes, which ends there; no forward runs."""
+
+        def proved(*args: Any, **kwargs: Any) -> Any:
+            kwargs, args = by_name(self._flow.accepted, args, kwargs) if args else kwargs, ()
+            if self.proofs is not None:
+                self.proofs.found(self, args, kwargs)
+            raise _Looked
+
+        self.__dict__["forward"] = proved  # in place of the method
+        try:
+            call()
+        except _Looked:
+            pass
+        finally:
+            del self.__dict__["forward"]
+
+    def set_skips(self, arrived: Mapping[Edge, Sequence[torch.Tensor | None]]) -> None:
+        """Take the values that came along edges between stages of the model, before a forward."""
+        self._carrier.arrived = arrived
+
+    def take_skips(self) -> dict[Edge, list[torch.Tensor]]:
+        """What leaves along edges, after a forward: for the next stage beside the hidden states, or past it.
+
+        Raises:
+            CutError: values came that the call of this stage has no use for.
+        """
+        try:
+            if self._run.needs.skips is not None:
+                return self._carrier.leaving()
+            arrived = self._carrier.arrived or {}
+            came = [str(edge) for edge, values in arrived.items() if any(one is not None for one in values)]
+            if came:
+                raise CutError(
+                    f"values came to stage {self.number} along edges {', '.join(came)}, and by its call it uses none; "
+                    "give every stage the same batch"
+                )
+            return {}
+        finally:
+            self._carrier.end()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns, on the last stage; the hidden states before.
@@ -169,6 +248,10 @@ class Stage(nn.Module):
         of_modules = not isinstance(received, torch.Tensor) and isinstance(received, Mapping)
         if of_modules and needs.dicts is not None and self.number not in needs.dicts:
             raise self._no_module(received)
+        if needs.skips is not None:
+            if part is not None:
+                raise CutError(f"stages hand on {', '.join(map(str, needs.skips.uses))}; slices of it are not")
+            self._carrier.begin(needs.skips, received, copies=needs.writes)
         if self.kv_caches is not None:
             kwargs = self._with_cache(received, kwargs)
         if part is None or self._slice_argument is None:

@@ -70,6 +70,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             ``(0, 1, 0, 1)`` for two chunks on two places.
         traffic: the edges and directions that the plan uses (`Plan.traffic`), the same on every rank; other lanes are
             not opened. None opens all.
+        skips: per module, its edges past stages, of stages counted inside of it (`Stage.skips`).
         replicas: units may move between replicas (``dp``) by the routes of a plan. Each module has as many, each of
             them its own bridges and ``traffic``; channels between them open when a plan first needs them.
         backend: as for `BridgeCommunicator`.
@@ -96,6 +97,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         placements: Mapping[str, Mapping[str, Placement]] | None = None,
         stage_placement: Mapping[str, Sequence[int]] | None = None,
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
+        skips: Mapping[str, Sequence[Edge]] | None = None,
         replicas: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -112,6 +114,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             placements=placements,
             stage_placement=stage_placement,
             traffic=traffic,
+            skips=skips,
         )
         self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
         backend = backend or self._backend_of_grids()

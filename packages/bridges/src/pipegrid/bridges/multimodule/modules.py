@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from attrs import evolve
+
+from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Name, checked
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.reshard import (
@@ -17,8 +20,11 @@ def module_graph(
     topology: Mapping[str, Sequence[str] | None],
     grids: Mapping[str, GridLike],
     placement: Mapping[str, Sequence[int]] | None = None,
+    skips: Mapping[str, Sequence[Edge]] | None = None,
 ) -> ModuleGraph:
     """The graph of stages: a module has one for each entry of its placement, by default for each pipeline rank.
+
+    ``skips``: the edges past stages of each module, of stages counted inside of it.
 
     Raises:
         ModuleGraphError: a cycle, a module without a grid, or a grid without a module.
@@ -32,7 +38,11 @@ def module_graph(
         raise ModuleGraphError(f"the topology names modules {sorted(named)}, the grid map {sorted(grids)}")
     depth = {name: as_grid(grid, f"the grid of {name!r}").length("pp") for name, grid in grids.items()}
     depth |= {name: len(places) for name, places in (placement or {}).items()}
-    return ModuleGraph(depth, {name: edges.get(name, ()) for name in grids})
+    graph = ModuleGraph(depth, {name: edges.get(name, ()) for name in grids})
+    if not skips:
+        return graph
+    ends = [(name, edge.source, edge.destination) for name, own in skips.items() for edge in own]
+    return evolve(graph, skips=[Edge(graph.stage(name, a), graph.stage(name, b)) for name, a, b in ends])
 
 
 def total_pipeline_stages(

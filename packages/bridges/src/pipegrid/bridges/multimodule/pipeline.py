@@ -43,6 +43,7 @@ class ModulePipeline:
         placements: Mapping[str, Mapping[str, Placement]] | None = None,
         stage_placement: Mapping[str, Sequence[int]] | None = None,
         traffic: Iterable[tuple[Edge, Direction]] | None = None,
+        skips: Mapping[str, Sequence[Edge]] | None = None,
     ) -> None:
         self.rank = rank
         self.module_to_grid_map = dict(module_to_grid_map)
@@ -52,7 +53,7 @@ class ModulePipeline:
         for ndim in self.module_output_ndim.values():
             axis_names(ndim, self._mapping(ndim))
         given = self._named(stage_placement, "stage_placement")
-        self.graph = module_graph(topology, self.module_to_grid_map, given)
+        self.graph = module_graph(topology, self.module_to_grid_map, given, self._named(skips, "skips"))
         self.stage_placement = {
             name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
         }

@@ -62,7 +62,7 @@ def to_torch(plan: Plan, *, waits: bool = False) -> str:
     """
     require_plan(plan)
     for there, name in (
-        (plan.graph != chain(plan.num_stages), "modules beside each other"),
+        (plan.graph != chain(plan.num_stages), "modules beside each other, or edges that skip stages"),
         (any(len(places) > 1 for places in plan.placement), "a stage on several positions"),
         (plan.routes is not None, "routes"),
         (plan.num_slices > 1, "slices"),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import Action
 from pipegrid.plans.plan.parts import Group
 
 
-def module_graph(modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, str]]) -> ModuleGraph:
-    """The graph of ``modules`` and ``edges``."""
+def module_graph(
+    modules: Sequence[tuple[str, int]], edges: Sequence[tuple[str, str]], skips: Sequence[Edge] = ()
+) -> ModuleGraph:
+    """The graph of ``modules`` with ``edges`` between them, and ``skips`` between their stages."""
     path = "modules"
     try:
         ModuleGraph(modules)
         path = "edges"
-        return ModuleGraph(modules, edges)
+        ModuleGraph(modules, edges)
+        path = "skips"
+        return ModuleGraph(modules, edges, skips)
     except ValueError as error:
         raise PlanError(str(error), path=path) from None
 

@@ -3,8 +3,8 @@
 An object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names), ``placement``
 (positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and ``positions``: per
 position its steps: an action as its token, a batch as a list of tokens, a pair as ``"(3F7;1B4)"``. Optional: ``edges``,
-``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`), and a group's ``edges``
-and ``tied``.
+``skips`` (``"0>2"``), ``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes`` (`routes_document`),
+and a group's ``edges`` and ``tied``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def to_json(plan: Plan) -> str:
         **({"slices": plan.num_slices} if plan.num_slices > 1 else {}),
         "modules": plan.graph.modules,
         "edges": plan.graph.edges,
+        **({"skips": list(map(str, plan.graph.skips))} if plan.graph.skips else {}),
         "placement": plan.placement,
         "forward_only": plan.forward_only,
         "groups": [
@@ -114,6 +115,7 @@ class _Document:
     placement: tuple[tuple[int, ...], ...]
     positions: tuple[tuple[Step, ...], ...]
     edges: tuple[tuple[str, str], ...] = ()
+    skips: tuple[Edge, ...] = ()
     forward_only: tuple[int, ...] = ()
     groups: tuple[Group, ...] = ()
     slices: int = 1
@@ -122,7 +124,7 @@ class _Document:
 
 def _plan(document: _Document) -> Plan:
     count = checked(document.microbatches, Count, "microbatches", PlanError)
-    graph = module_graph(document.modules, document.edges)
+    graph = module_graph(document.modules, document.edges, document.skips)
     if document.routes is not None:
         require_placed(document.placement, graph)  # before anything of the number of stages is made
     actions = list(_actions(document.positions))

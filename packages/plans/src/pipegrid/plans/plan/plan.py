@@ -406,6 +406,7 @@ def header_lines(plan: Plan) -> list[str]:
         f"slices {plan.num_slices}" if plan.num_slices > 1 else "",
         " ".join(["modules", *modules]),
         " ".join(["edges", *edges]) if edges else "",
+        " ".join(["skips", *map(str, plan.graph.skips)]) if plan.graph.skips else "",
         " ".join(["placement", *(",".join(map(str, places)) for places in plan.placement)]),
         " ".join(["forward_only", *map(str, plan.forward_only)]) if plan.forward_only else "",
         *map(_group_line, plan.groups),

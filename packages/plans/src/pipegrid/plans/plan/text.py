@@ -72,6 +72,7 @@ _WORDS = {  # per line of the header: the form of its words, and how an error de
     "slices": (re.compile(_COUNT, re.ASCII), "one number of at least 1 and at most 9 digits"),
     "modules": (_MODULE, "modules as name:depth, such as model:4"),
     "edges": (_MODULE_EDGE, "edges between modules as source>destination, such as enc>llm"),
+    "skips": (re.compile(_EDGES, re.ASCII), "edges between stages as source>destination, such as 0>2"),
     "placement": (re.compile(_NUMBERS, re.ASCII), "the position of each stage, several as 0,1"),
     "forward_only": (re.compile(_NUMBERS, re.ASCII), "stages, such as 0 1"),
 }
@@ -183,12 +184,12 @@ class Reader:
         return int(self.header[name][0][0]) if name in self.header else implied
 
     def _graph(self, implied: int) -> ModuleGraph:
+        skips = [parse_edge(edge) for word in self.header.get("skips", ()) for edge in word[0].split(",")]
         if "modules" not in self.header and "edges" not in self.header:
-            return chain(implied)
+            return module_graph(chain(implied).modules, (), skips)
         modules = [(read_name(word[1]), int(word[2])) for word in self.header.get("modules", ())]
-        return module_graph(
-            modules, [(read_name(word[1]), read_name(word[2])) for word in self.header.get("edges", ())]
-        )
+        edges = [(read_name(word[1]), read_name(word[2])) for word in self.header.get("edges", ())]
+        return module_graph(modules, edges, skips)
 
     def _inferred_placement(self, graph: ModuleGraph) -> list[list[int]]:
         """Each stage on the positions with the most of its computes: several share it where all do all of these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from pipegrid.core.edge import Edge
 from pipegrid.plans.plan import Action, ActionKind, Plan
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -51,3 +52,24 @@ def peaks_of(plan: Plan, position: int) -> Peaks:
             if kind in _FREES_INPUTS:
                 inputs -= sizes[action.stage]
     return Peaks(most / unit, most_inputs / unit)
+
+
+def peak_kept(plan: Plan, position: int) -> float:
+    """The most payloads that have come to ``position`` by edges that skip stages, and are kept, at any time.
+
+    One is kept from its receive until the ``B`` or ``I`` of the stage that it came to, behind which its gradient leaves
+    (of a stage without a backward, its ``F``). Other stages of the position take it from that one, and add no copy. A
+    slice counts as its part of a microbatch.
+    """
+    skips, kept, most = set(plan.graph.skips), set[tuple[Edge, int]](), 0
+    into: dict[int, list[Edge]] = {}
+    for edge in skips:
+        into.setdefault(edge.destination, []).append(edge)
+    for action in plan.actions(position):
+        piece = plan.piece_of(action)
+        if action.kind is ActionKind.RECV_F and action.edge is not None and action.edge in skips:
+            kept.add((action.edge, piece))
+            most = max(most, len(kept))
+        elif action.kind in ((F,) if action.stage in plan.forward_only else (B, I)):
+            kept.difference_update([(edge, piece) for edge in into.get(action.stage, ())])
+    return most / plan.num_slices

@@ -20,7 +20,7 @@ from pipegrid.plans.plan.dataflow import dataflow_of
 from pipegrid.plans.verify.event_ids import EventIds
 from pipegrid.plans.verify.explain import deadlock
 from pipegrid.plans.verify.lanes import check_calls, check_exchanges, check_lanes
-from pipegrid.plans.verify.memory import Peaks, peaks_of
+from pipegrid.plans.verify.memory import Peaks, peak_kept, peaks_of
 from pipegrid.plans.verify.models import models_covered, require_end
 from pipegrid.plans.verify.offloading import check_offloading
 from pipegrid.plans.verify.position import PositionVerifier
@@ -45,6 +45,8 @@ class Proof:
             1/n, from its ``F`` to the end of its ``B`` or ``W``, less the time on the host (``RELEASE`` to ``RELOAD``).
         peak_live_inputs: the same, to the end of its ``B`` or ``I``.
         peak_gathered: per position, the most sharded stages whose parameters are gathered at once.
+        peak_kept: per position, the most payloads that have come by edges that skip stages and are kept at once, from
+            the receive to the ``B`` or ``I`` of the stage they came to; empty where no edge does.
 
     Examples:
         >>> proof = verify(lower(gpipe(2, 4)))
@@ -63,6 +65,7 @@ class Proof:
     peak_live: tuple[float, ...]
     peak_live_inputs: tuple[float, ...]
     peak_gathered: tuple[int, ...]
+    peak_kept: tuple[float, ...] = ()
 
     @property
     def num_positions(self) -> int:
@@ -111,6 +114,7 @@ class Proof:
         slices = f" of {self.plan.num_slices} slices" if self.plan.num_slices > 1 else ""
         gathered = max(self.peak_gathered)
         sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
+        kept = f", {max(self.peak_kept):g} payloads of skips kept" if self.peak_kept else ""
         routes = self.plan.routes
         what = f"{self.num_positions} positions, {self.num_microbatches} microbatches{slices}, "
         if routes is not None:
@@ -118,7 +122,7 @@ class Proof:
         return (
             f"{what}"
             f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
-            f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position, "
+            f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position{kept}, "
             f"{max(self.communicators)} communicators per rank"
         )
 
@@ -242,6 +246,7 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
         peak_live=tuple(peak.live for peak in peaks),
         peak_live_inputs=tuple(peak.inputs for peak in peaks),
         peak_gathered=tuple(found.peak for found in gathered),
+        peak_kept=tuple(peak_kept(plan, place) for place in range(plan.num_positions)) if plan.graph.skips else (),
     )
 
 

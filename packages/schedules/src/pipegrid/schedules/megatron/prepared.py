@@ -44,6 +44,7 @@ from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import StepKind, models_by_stage
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
+from pipegrid.schedules.megatron.skipping import SkippingStage, takes_part
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
@@ -246,7 +247,7 @@ class PreparedStep:
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
         partial: int | None = option(config, CHECKPOINTS)
         return {
-            stage: MegatronStage(
+            stage: (SkippingStage if takes_part(plan.graph, stage) else MegatronStage)(
                 graph=plan.graph,
                 stage=stage,
                 units=StageUnits(

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from pipegrid.core.edge import Edge
 from pipegrid.stages.generators import States, restore
 from pipegrid.stages.torch_compat import tensors_in, tree_map_only
 
@@ -41,14 +42,14 @@ class Turn:
     Attributes:
         stage: as `pipeline_stage` makes it.
         sent: what it returned.
-        inputs: the tensors with gradients of what it received, a copy of what the stage before has sent.
-        outputs: those of ``sent``; `inputs` of the next stage are their copies.
+        inputs: the tensors with gradients of what it received, copies of what stages before have sent.
+        origins: the outputs that they are copies of, each with the number of its stage.
     """
 
     stage: Any
     sent: Any
     inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
+    origins: Sequence[tuple[int, Tensor]]
 
 
 def forwards(
@@ -64,19 +65,30 @@ def forwards(
     Those behind the first are called without the arguments that ``carry`` names. Each runs in a context of ``own``.
     """
     turns: list[Turn] = []
-    for stage in stages:
-        received = tree_map_only(Tensor, _arrived, turns[-1].sent) if turns else None
+    under_way: dict[Edge, list[Tensor]] = {}  # values that stages hand on besides
+    for number, stage in enumerate(stages):
+        values = {edge: tensors for edge, tensors in under_way.items() if edge.destination == number}
+        sent = [(edge.source, tensor) for edge, tensors in values.items() for tensor in tensors]
+        sent += [(number - 1, tensor) for tensor in tensors_in(turns[-1].sent)] if turns else []
+        received, arrived = tree_map_only(Tensor, _arrived, (turns[-1].sent if turns else None, values))
         if turns:
             stage.set_input_tensor([received])
+        stage.set_skips(arrived)
         given = {name: value for name, value in kwargs.items() if not turns or name not in carry}
         with own(stage), at_layers(stage.whole, stage.assignment.layers, lambda at: restore(states[at])):
-            sent = stage(*args, **given)
-        turns.append(Turn(stage, sent, _with_gradients(received), _with_gradients(sent)))
+            made = stage(*args, **given)
+        under_way |= stage.take_skips()
+        came = [one for tensors in arrived.values() for one in tensors] + tensors_in(received)
+        turns.append(Turn(stage, made, *_differentiable(came, sent)))
     return turns
 
 
-def _with_gradients(value: Any) -> list[Tensor]:
-    return [one for one in tensors_in(value) if one.requires_grad]
+def _differentiable(
+    came: Sequence[Tensor], sent: Sequence[tuple[int, Tensor]]
+) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+    """What came with a gradient, and what was sent for it."""
+    pairs = [(one, origin) for one, origin in zip(came, sent, strict=True) if one.requires_grad]
+    return [one for one, _ in pairs], [origin for _, origin in pairs]
 
 
 def gradients(
@@ -90,18 +102,18 @@ def gradients(
         own: gives the context in which the backward of a stage runs.
     """
     found: list[dict[str, Tensor]] = []
-    roots: list[tuple[Tensor, Tensor | None]] = [(loss, None)] if loss.requires_grad else []
-    for turn in reversed(turns):
+    roots: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in turns]
+    roots[-1] += [(loss, None)] if loss.requires_grad else []
+    for number, turn in reversed([*enumerate(turns)]):
         parameters, inputs = trained(turn.stage), turn.inputs
         made: Sequence[Tensor | None] = [None] * (len(parameters) + len(inputs))
-        if roots and made:
-            outputs, weights = zip(*roots, strict=True)
+        if roots[number] and made:
+            outputs, weights = zip(*roots[number], strict=True)
             with own(turn.stage):  # checkpoints run forwards again
                 made = torch.autograd.grad(outputs, [*parameters.values(), *inputs], weights, allow_unused=True)
         found.append({name: grad for name, grad in zip(parameters, made, strict=False) if grad is not None})
-        arrived = made[len(parameters) :]
-        before = turns[len(turns) - len(found) - 1].outputs if inputs else []
-        roots = [(one, grad) for one, grad in zip(before, arrived, strict=True) if grad is not None]
+        for (source, origin), grad in zip(turn.origins, made[len(parameters) :], strict=True):
+            roots[source] += [] if grad is None else [(origin, grad)]
     return found[::-1]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+from pipegrid.core.skips import Uses, ways_of_value
 from pipegrid.stages.errors import CutError, few
 
 
@@ -42,7 +43,7 @@ class Boundary:
         after: the layer before it; "" before the first layer.
         sent: shape and dtype of each tensor that the stage before sends.
         nbytes: of these.
-        crossing: the values that cross it besides.
+        crossing: the values that cross it besides, and cannot be handed on.
 
     Examples:
         >>> Boundary(stage=1, after="layers.3", sent=("[2, 8] float32",), nbytes=64, crossing=()).after
@@ -59,7 +60,36 @@ class Boundary:
         """One line, and one more for each value that crosses besides."""
         where = f"after {self.after}" if self.after else "before the first layer"
         besides = "".join(f"\n    and {one}" for one in self.crossing)
-        return f"stage {self.stage}, {where}: {', '.join(self.sent) or 'nothing'}, {_size(self.nbytes)}{besides}"
+        return f"stage {self.stage}, {where}: {', '.join(self.sent) or 'nothing'}, {size(self.nbytes)}{besides}"
+
+
+@frozen
+class Skip:
+    """A value that is handed on to later stages.
+
+    Attributes:
+        value: what returns it: the part, and the place in what that returns.
+        shape: of the tensor.
+        dtype: of the tensor, such as ``torch.float32``.
+        nbytes: of the tensor.
+        source: the stage that makes it.
+        users: the stages that it is sent to.
+        held: the stages that have it as what the stage before them sends.
+    """
+
+    value: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    source: int
+    users: tuple[int, ...]
+    held: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """One line."""
+        to = named(list(map(str, sorted({*self.users, *self.held}))))
+        what = f"{self.dtype.removeprefix('torch.')} {self.shape}, {size(self.nbytes)}"
+        return f"{self.value} of stage {self.source} to stages {to}: {what}"
 
 
 @frozen
@@ -74,6 +104,7 @@ class CutProof:
         unproved: what the trace could not decide, in words; `check_stages` compares numbers.
         alone: the layers after which the layout may end a stage: the hidden states alone cross there.
         asked: what the model is asked for besides, by its config or the call, such as ``output_router_logits``.
+        skips: the values that stages hand on past others.
 
     Examples:
         >>> import torch
@@ -90,11 +121,28 @@ class CutProof:
     unproved: tuple[str, ...]
     alone: tuple[str, ...]
     asked: tuple[str, ...] = ()
+    skips: tuple[Skip, ...] = ()
 
     @property
     def holds(self) -> bool:
         """Whether the stages compute what the whole model computes."""
         return not self.faults and not self.unproved and not any(one.crossing for one in self.boundaries)
+
+    def traffic(self, placement: Sequence[int]) -> tuple[int, int]:
+        """Bytes of a microbatch forward between the positions of stages: with skips, and without.
+
+        Each value goes to each position once; without skips, a stage would pass it on to the next, as it passes on
+        hidden states, up to the last that uses it.
+        """
+        between = [at for at in range(1, len(placement)) if placement[at] != placement[at - 1]]
+        hidden = sum(one.nbytes for one in self.boundaries if one.stage in between)
+        sent, passed_on = hidden, hidden
+        for skip in self.skips:
+            ways = ways_of_value(Uses(skip.source, skip.users, skip.held), placement)
+            sent += skip.nbytes * sum(placement[edge.source] != placement[edge.destination] for edge in ways)
+            last = max(skip.users, default=skip.source)
+            passed_on += skip.nbytes * sum(skip.source < at <= last and at not in skip.held for at in between)
+        return sent, passed_on
 
     def require(self) -> None:
         """Raise where the stages compute something else than the whole model.
@@ -117,7 +165,8 @@ class CutProof:
     def __str__(self) -> str:
         """A line per boundary, then what is wrong."""
         verdict = "proved" if self.holds else "not proved"
-        return "\n  ".join([f"{self.layout}: {verdict}", *map(str, self.boundaries), *self.faults, *self.unproved])
+        lines = [*map(str, self.boundaries), *map(str, self.skips), *self.faults, *self.unproved]
+        return "\n  ".join([f"{self.layout}: {verdict}", *lines])
 
 
 def named(names: Sequence[str]) -> str:
@@ -127,6 +176,7 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
+    """Bytes in a unit that suits them."""
     unit = min(int(math.log(max(nbytes, 1), 1024)), 3)
     return f"{nbytes / 1024**unit:.3g} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipegrid.stages.assignment import Assignment, is_container, joined
+from pipegrid.stages.calls import accepted_by
 from pipegrid.stages.errors import CutError
 
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -44,8 +45,8 @@ class Outline:
 
     @cached_property
     def encoder(self) -> tuple[str, int] | None:
-        """The dotted name of the encoder and its number of layers, of a model with a decoder as well."""
-        if len(self.assignment.lists) < 2:
+        """The dotted name of the encoder and its number of layers, of a model that takes what that has returned."""
+        if len(self.assignment.lists) < 2 or "encoder_outputs" not in accepted_by(self.model):
             return None
         encoder = self.model.get_encoder()  # type: ignore[operator]
         name = next(name for name, module in self.model.named_modules() if module is encoder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import zip_longest
 from operator import itemgetter
 from types import MappingProxyType
@@ -21,12 +22,14 @@ from pipegrid.stages.calls import PIXELS, accepted_by, called_with, without_cach
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.names import Names
-from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, named
+from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.segments import Call, difference
+from pipegrid.stages.proof.skipping import Crossings, crossings_of, running
 from pipegrid.stages.proof.trace import Trace, trace
 from pipegrid.stages.proof.traced import Operation, Traced
 from pipegrid.stages.shell import Needs
+from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
 COMPARED = 100_000_000
@@ -120,8 +123,10 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
     wrong = _drawn(forward, order) or order
     if wrong:
         return CutProof(layout, (), (wrong,), (), ()), Needs()
-    found = _crossings(forward, outline)
     places = {stage: assignment.before(stage) for stage in range(1, assignment.num_stages)}
+    crossed = crossings_of(forward, outline, _uses(forward, outline, {*places.values()}))
+    every, found = _crossings(forward, outline), _crossings(forward, outline, crossed.left)
+    skips = crossed.skips if crossed.skips.uses else None
     boundaries = []
     for stage, at in places.items():
         sent = forward.sent[at]
@@ -133,14 +138,15 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
         layout,
         tuple(boundaries),
         (
-            *_parameters(forward, assignment),
+            *_parameters(forward, assignment, crossed.parameters),
             *_split(forward),
             *_drawn_by_host(forward),
             *_changed(first, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
         ),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
-        tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not found[number]),
+        tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not every[number]),
         outline.asked(kwargs),
+        () if skips is None else tuple(_handed_on(crossed)),
     )
     needs = Needs(
         tuple(_missing(forward, outline, places[assignment.num_stages - 1])) if places else (),
@@ -148,7 +154,12 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
         frozenset(stage for stage, at in places.items() if at in forward.dicts),
         forward.encoder,
         _longer(forward, kwargs.get("input_ids")),
+        skips,
     )
+    if skips is not None:
+        host.restore()
+        call = evolve(call, skips=frozenset(skips.uses))
+        runs = call.of(outline, host)
     if places and not proof.faults and not any(one.crossing for one in boundaries):
         other_way = difference(outline, call, runs, host, needs)
         proof = evolve(proof, faults=(other_way,)) if other_way else proof
@@ -161,14 +172,35 @@ def place(operation: Operation) -> str:
     return f"by {name} in {operation.part or 'the model'} ({operation.line})"
 
 
-def _crossings(forward: Trace, outline: Outline) -> Mapping[int, Sequence[Crossing]]:
-    """Per boundary, the values that cross it and are not sent there.
+def _crossings(
+    forward: Trace, outline: Outline, among: AbstractSet[tuple[int, int]] | None = None
+) -> Mapping[int, Sequence[Crossing]]:
+    """Per boundary, the values that cross it and are not sent there; those of ``among`` alone, if that is given.
 
     The first layer alone takes what arrives before it; the model's own code has a stand-in there. What is sent at the
     end of an encoder, later boundaries send as well.
     """
-    first, encoded = outline.assignment.layers[0], None if outline.encoder is None else outline.encoder[1]
     found: dict[int, dict[tuple[int, str], Crossing]] = {boundary: {} for boundary in range(forward.passed)}
+    for tensor, made, used, boundary in _crossing(forward, outline):
+        if among is None or (id(made), id(used)) in among:
+            # Of what a part has made the part is named, of the model's own code the line.
+            value = Crossing(tuple(tensor.shape), str(tensor.dtype), tensor.nbytes, f"made {place(made)}", place(used))
+            found[boundary].setdefault((id(made), used.line), value)
+    return {boundary: tuple(values.values()) for boundary, values in found.items()}
+
+
+def _uses(
+    forward: Trace, outline: Outline, boundaries: AbstractSet[int]
+) -> Iterator[tuple[Traced, Operation, Operation]]:
+    """The uses of values across ``boundaries``, where they are not sent: tensor, maker, user."""
+    for tensor, made, used, boundary in _crossing(forward, outline):
+        if boundary in boundaries:
+            yield tensor, made, used
+
+
+def _crossing(forward: Trace, outline: Outline) -> Iterator[tuple[Traced, Operation, Operation, int]]:
+    """The uses of values behind boundaries where they are not sent, each with such a boundary."""
+    first, encoded = outline.assignment.layers[0], None if outline.encoder is None else outline.encoder[1]
     for tensor in forward.crossing:
         for made, used in tensor.uses:
             if id(used) not in forward.live:
@@ -178,12 +210,13 @@ def _crossings(forward: Trace, outline: Outline) -> Mapping[int, Sequence[Crossi
                 at = [where for where in at if made.passed <= where]  # else it has been written to since
                 sent = any(tensor is one for where in at for one in forward.sent[where])
                 if not sent or (boundary == 0 and used.part != first):
-                    # Of what a part has made the part is named, of the model's own code the line.
-                    value = Crossing(
-                        tuple(tensor.shape), str(tensor.dtype), tensor.nbytes, f"made {place(made)}", place(used)
-                    )
-                    found[boundary].setdefault((id(made), used.line), value)
-    return {boundary: tuple(values.values()) for boundary, values in found.items()}
+                    yield tensor, made, used, boundary
+
+
+def _handed_on(crossed: Crossings) -> Iterator[Skip]:
+    for value, uses in crossed.skips.uses.items():
+        one = crossed.tensors[value]
+        yield Skip(str(value), tuple(one.shape), str(one.dtype), one.nbytes, uses.source, uses.users, uses.held)
 
 
 def _longer(forward: Trace, ids: Any) -> bool:
@@ -254,28 +287,20 @@ def _order(forward: Trace, layers: Sequence[str]) -> str:
     return f"layers run in the order {', '.join(ran[:8])}, and the list has them in another"
 
 
-def _parameters(forward: Trace, assignment: Assignment) -> Iterator[str]:
-    """Parameters used on stages that do not hold them."""
+def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[tuple[str, int]]) -> Iterator[str]:
+    """Parameters used on stages that do not hold them, and to which they are not handed on."""
     tied = {name: set(tie.stages) for tie in assignment.ties for name in (tie.name, *tie.names)}
     for name, uses in forward.parameters.items():
         holders = tied.get(name, {assignment.stage_of_parameter[name]})
-        found = [(use, *_running(use.passed, assignment)) for use in uses if id(use) in forward.live]
+        found = [(use, *running(use.passed, assignment)) for use in uses if id(use) in forward.live]
         wrong = [(use, first) for use, first, last in found if not any(first <= one <= last for one in holders)]
+        reached = [stage for one, stage in handed_on if one == name]
+        wrong = [(use, first) for use, first in wrong if not any(first <= stage for stage in reached)]
         if not wrong or ELSEWHERE in holders:
             continue
         use, stage = wrong[0]
         moved = "" if len(wrong) < len(found) else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
         yield f"{name} is on stage {min(holders)}, and stage {stage} uses it {place(use)}{moved}"
-
-
-def _running(passed: int, assignment: Assignment) -> tuple[int, int]:
-    """The first and the last stage that may run what runs when so many boundaries are passed."""
-    layers, stages = assignment.layers, assignment.stage_of_layer
-    if passed == 0:
-        return 0, stages[layers[0]]
-    if passed > len(layers):  # a stage that is not the last ends with its last layer
-        return min(stages[layers[-1]] + 1, assignment.num_stages - 1), assignment.num_stages - 1
-    return stages[layers[passed - 1]], stages[layers[passed - 1]]
 
 
 class Proofs:
@@ -289,6 +314,16 @@ class Proofs:
         self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
         self._found: dict[object, tuple[CutProof, Needs]] = {}
         self._held: dict[object, Needs] = {}  # of calls whose proof holds
+
+    @property
+    def skips(self) -> tuple[Skips, ...]:
+        """The values that stages hand on past others, of the calls that have been proved."""
+        return tuple([needs.skips for _, needs in self._found.values() if needs.skips is not None])
+
+    @property
+    def handing_on(self) -> tuple[CutProof, ...]:
+        """The proofs of calls in which stages hand on values past others, each once."""
+        return tuple({proof.skips: proof for proof, _ in self._found.values() if proof.skips}.values())
 
     def require(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
@@ -17,14 +18,16 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipegrid.core.skips import values_by_edge
 from pipegrid.stages.assignment import joined
 from pipegrid.stages.calls import accepted_by, by_name
 from pipegrid.stages.flow import Flow
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.trace import Trace, device_of, line_of, run, tensors_of, trace, watch
+from pipegrid.stages.proof.trace import Trace, device_of, first_of, line_of, run, tensors_of, trace, watch
 from pipegrid.stages.proof.traced import Operation, traced_in
 from pipegrid.stages.shell import Foreign, Needs, Run, shell_of
+from pipegrid.stages.skips import Carrier, Skips, Value
 from pipegrid.stages.torch_compat import named_leaves
 
 _NOTHING = Operation("", "", "", 0)
@@ -40,13 +43,14 @@ class Call:
     hidden: Mapping[str, Tensor]
     loss: Callable[[Any], Any] | None = None
     unlike: bool = False
+    skips: AbstractSet[Value] = frozenset()
 
     def of(self, outline: Outline, host: HostState, first: Trace | None = None) -> list[Trace]:
         """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host.
 
         What a later layer leaves there, an earlier one reads in the next forward.
         """
-        options = {"hidden": self.hidden, "loss": self.loss, "unlike": self.unlike}
+        options = {"hidden": self.hidden, "loss": self.loss, "unlike": self.unlike, "skips": self.skips}
         runs = [first or trace(outline, self.args, self.kwargs, **options)]  # type: ignore[arg-type]
         return [*runs, trace(outline, self.args, self.kwargs, **options)] if host.changed() else runs  # type: ignore[arg-type]
 
@@ -113,9 +117,16 @@ class _Stage(nn.Module):
         self.whole = shell_of(outline.model, assignment, number, self.running)
         self.flow = Flow(self.whole, assignment, number)
         self.last = number == assignment.num_stages - 1
+        self.skips = needs.skips or Skips({})
+        self.carrier = Carrier(self.whole, number, range(assignment.num_stages))
+        self.given: dict[Value, Any] = {}
+        edges = values_by_edge(self.skips.uses, range(assignment.num_stages))
+        self.came = {edge: values for edge, values in edges.items() if edge.destination == number}
+        self.running.real, self.running.given = self.carrier.real, self.carrier.given
+        self.carrier.prepare(self.skips)  # its hooks come before those of a trace
         # Tensors of other stages, which a trace shows by their names as well:
         self.ghosts = [
-            (table, key, one, joined(joined(part.name, path), key))
+            (table, key, one, joined(joined(part.name, path) if path else part.name, key))
             for part in self.whole.modules()
             if isinstance(part, Foreign)
             for path, inner in part.ghost.named_modules()
@@ -126,13 +137,25 @@ class _Stage(nn.Module):
 
     def forward(self, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As on a rank."""
+        if self.skips.uses:
+            self.carrier.arrived = {edge: [self._given(one) for one in values] for edge, values in self.came.items()}
+            self.carrier.begin(self.skips, received, copies=False)
         return self.flow.run(self.running, received, args, kwargs)
+
+    def _given(self, value: Value) -> Any:
+        """What came in place of a value; a parameter is known by its name wherever it is."""
+        if not value.is_parameter:
+            return self.given[value]
+        table, key, _ = self.carrier.place_of(value)
+        return table[key]
 
     def traced(self, whole: Trace, call: Call) -> Trace:
         """The trace of a forward, of what the trace of the whole model has sent to the stage."""
         before, encoders = self.flow.before, self.flow.encoders
         first = min(before, encoders or before)  # what the encoder has sent, each stage behind it has
-        mode = Trace(device_of(call.args, call.kwargs), unlike=call.unlike, first=first)
+        first = max(first, first_of(self.outline, call.skips))
+        there = frozenset(self.skips.there(self.number))
+        mode = Trace(device_of(call.args, call.kwargs), unlike=call.unlike, first=first, skips=there)
         names = self.outline.first_names
         own = {f"whole.{name}": one for name, one in tensors_of(mode, self.whole, names).items()}
         for table, key, one, name in self.ghosts:
@@ -147,6 +170,7 @@ class _Stage(nn.Module):
             mode.passed = encoders
             mode.pass_boundary(received if before == encoders else received[1])
         self.running.placed = mode.placed
+        self.given = {value: mode.stand_ins(one) for value, one in whole.given.items()}
 
         def forward(given: Any) -> Any:
             args, kwargs = given
@@ -166,6 +190,10 @@ class _Stage(nn.Module):
         for boundary in range(first, after + 1):
             if whole.ends[boundary] != found.ends.get(boundary):
                 return self._named(runs, whole.sent[boundary], found.sent.get(boundary, []))
+        for value, uses in self.skips.uses.items():
+            own = uses.source == self.number and not value.is_parameter
+            if own and whole.skipped.get(value) != found.skipped.get(value):
+                return self._named(runs, [whole.given[value]], [], f"{value}, which it hands on")
         applied = [
             [
                 one

@@ -11,6 +11,7 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ from pipegrid.stages.proof.traced import (
     read,
     traced_in,
 )
+from pipegrid.stages.skips import Value
 from pipegrid.stages.torch_compat import (
     TorchDispatchMode,
     is_random,
@@ -78,11 +80,25 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ends: per boundary, what the tensors were made of that a stage sends there (see `reference`).
         results: per boundary, stand-ins for what a stage sends there: the model may write to that later.
         reads: how many numbers the host has read of values that are not there, by part.
+        returned: what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it.
+        skipped: of the values of ``skips`` that this model has, what each was made of.
+        given: stand-ins for them, which stages have in their place.
         host_drew: where the model's own code drew from Python's or numpy's generator behind the first layer.
     """
 
-    def __init__(self, device: torch.device, *, compared: bool = False, unlike: bool = False, first: int = 0) -> None:
-        """Trace on ``device``; see `trace`, and ``first``: of a stage, the boundary that it begins at."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        compared: bool = False,
+        unlike: bool = False,
+        first: int = 0,
+        skips: AbstractSet[Value] = frozenset(),
+    ) -> None:
+        """Trace on ``device``; see `trace`, and ``first``: of a stage, the boundary that it begins at.
+
+        ``skips``: the values that stages have, by their own parts or from others.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.running = device, False
         self.order: list[int] = []
@@ -105,6 +121,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results: dict[int, Any] = {}
         self.reads: Counter[str] = Counter()
         self.host_drew = ""
+        self.returned: dict[int, tuple[Traced, Value, Operation]] = {}
+        self.skipped: dict[Value, str] = {}
+        self.given: dict[Value, Traced] = {}
+        self._skips, self._calls = skips, Counter[str]()
         self._unlike, self._first = unlike, first
         self._count = 0
         self._digests: dict[object, str] = {}
@@ -264,6 +284,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = drawn and all(one.cell.known or one.cell.drawn for one in inputs)
         placed = random or bool(self.parts) or any(one.cell.placed for one in inputs)
         operation = self._operation(str(func))
+        operation.draws = random
         for one in inputs:
             self._use(one, operation)
         if self.behind is not None and operation.passed and not known:
@@ -290,6 +311,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _use(self, tensor: Traced, operation: Operation) -> None:
         operation.after += [tensor.origin, tensor.cell.written]
+        if not tensor.cell.known:
+            operation.inputs.append((tensor, tensor.made))
         if tensor.parameter:
             self.parameters.setdefault(tensor.parameter, []).append(operation)
         elif tensor.cell.placed and operation.passed > tensor.made.passed:
@@ -366,10 +389,20 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outer.append(_host_generators())
         _seed_host_generators(zlib.crc32(name.encode()))
 
-    def end(self) -> None:
-        """The part returns."""
-        self.parts.pop()
+    def end(self, result: Any) -> None:
+        """The part returns ``result``."""
+        name = self.parts.pop()
         _set_host_generators(self._outer.pop())
+        call = self._calls[name]
+        self._calls[name] += 1
+        for place, leaf in named_leaves(result):
+            if isinstance(leaf, Traced) and leaf.owner is self and not leaf.cell.known:
+                value = Value(name, call, place)
+                self.returned.setdefault(id(leaf), (leaf, value, leaf.made))
+                if value in self._skips:
+                    self.skipped[value] = self.reference(leaf)
+                    self.given[value] = self._stand_in(leaf)
+                    leaf.arrived = f"skips {value}", leaf.cell.written
 
     def _note_draws(self) -> None:
         state = _host_generators()
@@ -380,7 +413,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch_part(self, stack: ExitStack, part: nn.Module, name: str) -> None:
         """Until the end of ``stack``, note when ``part`` begins and returns."""
         stack.enter_context(part.register_forward_pre_hook(lambda _, __: self.begin(name)))
-        stack.enter_context(part.register_forward_hook(lambda *_: self.end()))
+        stack.enter_context(part.register_forward_hook(lambda _, __, result: self.end(result)))
 
     def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
         """The same of a layer, which begins or ends at a boundary."""
@@ -392,7 +425,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.begin(name)
 
         def end(_: nn.Module, __: Any, result: Any) -> None:
-            self.end()
+            self.end(result)
             self.order.append(number)
             if ends:
                 self.pass_boundary(result)
@@ -416,7 +449,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results[self.passed] = self.stand_ins(sent)
         self.ends[self.passed] = [self.reference(one) for one in tensors]
         for place, one in enumerate(tensors) if self.passed >= self._first else ():
-            one.arrived = f"sent {self.passed}.{place}", one.cell.written
+            if one.arrived is None or one.arrived[1] is not one.cell.written or one.arrived[0].startswith("sent "):
+                one.arrived = f"sent {self.passed}.{place}", one.cell.written
         self._note_draws()
         self.passed += 1
 
@@ -536,6 +570,7 @@ def trace(
     loss: Callable[[Any], Any] | None = None,
     compared: bool = False,
     unlike: bool = False,
+    skips: AbstractSet[Value] = frozenset(),
 ) -> Trace:
     """Run a model once, without gradients.
 
@@ -547,8 +582,9 @@ def trace(
         loss: a function of what the forward returns, traced as well.
         compared: fill `Trace.behind`.
         unlike: give the host other numbers in place of those that it reads of values that are not there.
+        skips: values that stages have of others.
     """
-    mode = Trace(device_of(args, kwargs), compared=compared, unlike=unlike)
+    mode = Trace(device_of(args, kwargs), compared=compared, unlike=unlike, first=first_of(outline, skips), skips=skips)
 
     def call(given: Any) -> Any:
         given[1].update({name: mode.placed(one) for name, one in hidden.items()})
@@ -559,6 +595,15 @@ def trace(
         watch(mode, stack, outline, outline.model)
         run(mode, call, args, kwargs, loss)
     return mode
+
+
+def first_of(outline: Outline, skips: AbstractSet[Value]) -> int:
+    """The first boundary at which what is sent has a name of its own: of values that are handed on, that of a stage.
+
+    Before the first layer an embedding is what its part has returned, which the model's own code may have written to.
+    """
+    assignment = outline.assignment
+    return int(bool(skips) and assignment.num_stages > 1 and assignment.before(1) > 0)
 
 
 def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

@@ -36,9 +36,11 @@ class Operation:
         line: the line of the model's code, ``file.py:12``.
         passed: number of boundaries passed.
         after: the operations that made its inputs.
+        inputs: those without values, each with the operation that had written it.
         text: the operation with its arguments; tensors by their shapes, parameters by their names.
         signature: of the operation, its arguments and all that these were made of; "" where the batch determines it.
         number: of operations before it.
+        draws: it draws random numbers.
     """
 
     name: str
@@ -46,9 +48,11 @@ class Operation:
     line: str
     passed: int
     after: list[Operation] = field(factory=list, repr=False)
+    inputs: list[tuple[Traced, Operation]] = field(factory=list, repr=False)
     text: str = ""
     signature: str = field(default="", repr=False)
     number: int = 0
+    draws: bool = False
 
 
 @define(eq=False)

@@ -97,6 +97,8 @@ class PipelineModule:
             made = list(
                 pipeline_stage(self.model, self.layout, numbers, names=self.names, module=name, output=self.output)
             )
+            for stage in made:
+                stage.place(places)
         made = [stage.to(device) for stage in made]
         return [stage.requires_grad_(False) for stage in made] if self.frozen else made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.checkpoint.state.names import bare_name
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
+from pipegrid.schedules.megatron import describe_steps
 from pipegrid.stages import Names, Stage
 from pipegrid.stages.assignment import names_of_ties
 from pipegrid.stages.generators import states_as_before
@@ -172,7 +175,8 @@ class Pipeline:
             config = attrs.evolve(config, shapes="learned")
         topology = {} if topology is None else topology
         options = frozen_edges(described, topology, edges or {})
-        self.communicator = MultiModulePipelineCommunicator(
+        connect = partial(
+            MultiModulePipelineCommunicator,
             self.grids,
             {name: list(topology.get(name, ())) for name in described},
             config,
@@ -180,6 +184,7 @@ class Pipeline:
             stage_placement=places,
             device=self.device,
         )
+        self.communicator = connect()
         graph = self.communicator.job.graph
         assert graph is not None  # a communicator of modules
         self._tied = tied = tied_parameters(described, self.stages, places, graph)
@@ -224,6 +229,8 @@ class Pipeline:
                 self.replicas,
             ),
         )
+        if any(module.num_stages > 1 for module in described.values()):
+            self._steps.connect = partial(_reconnected, connect, weakref.ref(self))
 
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
@@ -398,6 +405,13 @@ class Pipeline:
         self._require_stages("plan")
         return self._steps.plan(num_microbatches)
 
+    def describe(self) -> str:
+        """The plans that steps have run, as `PipelineRuntime.describe`, and what stages hand on past others."""
+        self._require_stages("describe")
+        stages = [held[0] for held in self.stages.values() if held and isinstance(held[0], Stage)]
+        found = [describe_steps(self.stages), *(stage.describe_skips() for stage in stages)]
+        return "\n\n".join(text for text in found if text)
+
     def close(self) -> None:
         """Wait for checkpoints, close all lanes, end the monitor and the groups that this created. Idempotent.
 
@@ -438,6 +452,19 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _reconnected(
+    connect: Callable[..., MultiModulePipelineCommunicator],
+    pipeline: weakref.ref[Pipeline],
+    skips: Mapping[str, Sequence[Edge]],
+) -> MultiModulePipelineCommunicator:
+    """The communicator of a pipeline anew, with edges past stages; no message has been sent on the one before."""
+    job = pipeline()
+    assert job is not None  # inside of its first call
+    job.communicator.destroy()
+    job.communicator = connect(skips=skips)
+    return job.communicator
 
 
 def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from pipegrid.checkpoint.gathering import gather_plain, wait_for_all
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import tied_stages
@@ -36,7 +38,7 @@ from pipegrid.schedules import (
 from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.megatron.call import LastStep, LossSums
 from pipegrid.stages import Stage
-from pipegrid.stages.generators import seed_by
+from pipegrid.stages.generators import generators_as_before, seed_by
 from pipegrid.timeline import Track
 from pipegrid.training.pipeline.counts import MICROBATCHES, Meeting, StepCounts
 from pipegrid.training.pipeline.exchange import Exchange
@@ -71,6 +73,7 @@ class Steps:
         rows: how microbatches are shared among replicas.
         named: the parameters to train by the names that the script has for them.
         first: what compares the first step that trains with one process; None afterwards.
+        connect: makes the communicator anew, with edges past stages by module; None behind the first call.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -89,6 +92,7 @@ class Steps:
     rows: Rows
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     first: FirstStep | None = None
+    connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None = None
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
     _unread: list[tuple[Tensor, StepCounts, Meeting]] = field(factory=list, init=False)
@@ -152,6 +156,7 @@ class Steps:
         given = self.arguments(parts, routes)
         number = len(parts) if self.is_one_batch and routes is None else None
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
+        skips = {} if self.connect is None else self._skips(given["data_iterator"])
         own = self._own(given["data_iterator"])
         meeting = Meeting.start(
             call,
@@ -159,8 +164,10 @@ class Steps:
             self.device,
             self.config.job_group,
             Waiting(self.config.deadline, self.config.monitor, f"the counts of {call}()"),
-            ready=update is not None and update.is_there,
+            ready=bool(skips) or (update is not None and update.is_there),
         )
+        if self.connect is not None:
+            self._connect(skips, meeting, given)
         if update is not None and meeting.ready:
             self._update = None
             update.compare()
@@ -189,6 +196,34 @@ class Steps:
         elif self._update is not None and not forward_only:
             self._update.keep()
         return mean
+
+    def _skips(self, read: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[int, int]]]:
+        """The edges by which stages of this rank hand on values past others, by module; see `Stage.look`."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name, stages in self.stages.items():
+            for stage, microbatches in zip(stages, read[name], strict=True):
+                if not isinstance(stage, Stage) or stage.assignment.num_stages < 2:
+                    continue
+                forward = self._roles[stage][1]
+                for part in copy.copy(microbatches):
+                    # What else the script's code raises, the step itself raises at its place.
+                    with contextlib.suppress(Exception), generators_as_before():
+                        stage.look(partial(_called, stage, forward, part))
+                if stage.skips:
+                    found[name] = [(edge.source, edge.destination) for edge in stage.skips]
+        return found
+
+    def _connect(self, skips: Mapping[str, Any], meeting: Meeting, given: dict[str, Any]) -> None:
+        """In the first call of a job: make the communicator anew where stages of any rank hand on values."""
+        connect, self.connect = self.connect, None
+        if connect is None or not meeting.ready:
+            return
+        everyone: Any = self.config.job_group or dist.group.WORLD
+        edges: dict[str, set[Edge]] = {}
+        for told in gather_plain(dict(skips), everyone, self.device):
+            for name, own in told.items():
+                edges.setdefault(name, set()).update(Edge(*ends) for ends in own)
+        self.communicator = given["p2p_communicator"] = connect({name: sorted(own) for name, own in edges.items()})
 
     def close(self) -> None:
         """Leave the script's optimizers alone."""
@@ -298,7 +333,7 @@ class Steps:
             if self._comparing is not None:
                 output = self._comparing.forward(name, stage, forward, part)
             else:
-                output = stage(**part.inputs) if forward is None else forward(stage, part.inputs)
+                output = _called(stage, forward, part)
         finally:
             restore()
         if not has_loss:
@@ -331,6 +366,11 @@ class Steps:
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):
             stage.config = config
+
+
+def _called(stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
+    """The call of a stage in a forward step."""
+    return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
 
 
 def _passing(routes: Routes, replica: int, module: str, parts: Sequence[Microbatch]) -> Iterator[Microbatch]:

@@ -1,0 +1,236 @@
+"""Values that later stages use besides the hidden states: which they are, and how a stage takes and gives them.
+
+Such a value is what a part of the model (a layer, an embedding, a vision tower) has returned, on the stage that holds
+the part. Another stage has a stand-in for the part, and where it uses the value, the stand-in returns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from attrs import define, field, frozen
+from torch import Tensor, nn
+
+from pipegrid.core.edge import Edge
+from pipegrid.core.skips import Uses, values_by_edge
+from pipegrid.stages.errors import CutError
+from pipegrid.stages.torch_compat import mapped_by_place, tensors_in
+
+
+@frozen(order=True)
+class Value:
+    """A tensor that a part of the model returns, or a parameter.
+
+    Attributes:
+        part: its dotted name; the name of a parameter.
+        call: of the part in a forward, from 0; -1 of a parameter.
+        place: in what it returns, such as ``[0]``.
+    """
+
+    part: str
+    call: int = -1
+    place: str = ""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is one, which every use in a forward reads."""
+        return self.call < 0
+
+    def __str__(self) -> str:
+        call = f", call {self.call}" if self.call > 0 else ""
+        return f"{self.part}{self.place}{call}"
+
+
+@frozen(eq=False)
+class Skips:
+    """The values of a call that stages use past those between.
+
+    Attributes:
+        uses: of each value.
+        held: by stage, the values that are in what the stage before sends, each with its place among the tensors there.
+    """
+
+    uses: Mapping[Value, Uses]
+    held: Mapping[int, Mapping[Value, int]] = field(factory=dict)
+
+    def there(self, stage: int) -> set[Value]:
+        """The values that a stage has, by whatever way."""
+        return {
+            value for value, one in self.uses.items() if stage == one.source or stage in one.users or stage in one.held
+        }
+
+
+@define(eq=False)
+class Carrier:
+    """Takes and gives the values of one stage, in one forward after the other.
+
+    Attributes:
+        whole: the stage's modules.
+        stage: its number.
+        placement: the position of each stage.
+        skips: of the running call.
+        arrived: by edge, what came; None where nobody hands values on.
+        values: of this stage, in the running forward.
+        copies: the model writes in place to what its parts return.
+        real: the parts of other stages that run here, as their parameters came.
+        given: the parts whose results came from other stages.
+    """
+
+    whole: nn.Module
+    stage: int
+    placement: Sequence[int]
+    skips: Skips | None = None
+    arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None
+    values: dict[Value, Tensor] = field(factory=dict, init=False)
+    copies: bool = False
+    real: set[str] = field(factory=set)
+    given: set[str] = field(factory=set)
+    _tables: list[tuple[dict[str, Any], str, Any]] = field(factory=list, init=False)
+    _calls: Counter[str] = field(factory=Counter, init=False)
+    _hooked: set[str] = field(factory=set, init=False)
+    _wanted: dict[tuple[str, int], dict[str, Value]] = field(factory=dict, init=False)
+    _edges: dict[Edge, tuple[Value, ...]] = field(factory=dict, init=False)
+
+    def begin(self, skips: Skips, received: Any, *, copies: bool) -> None:
+        """Before a forward: take what came by edges, and what is in the hidden states.
+
+        Raises:
+            CutError: another number of values came than the call has.
+        """
+        if self.arrived is None:
+            raise CutError(
+                f"stages hand on {', '.join(map(str, skips.uses))} past others, along edges that this step does not "
+                "have: Pipeline finds them in its first step; a communicator takes graph=stage.graph, of stages that "
+                "were cut with batch=..."
+            )
+        if skips is not self.skips:
+            self.prepare(skips)
+        self._forget()
+        self._calls.clear()
+        self.copies = copies
+        for edge, values in self._edges.items():
+            if edge.destination != self.stage:
+                continue
+            came = [one for one in self.arrived.get(edge, ()) if one is not None]
+            if len(came) != len(values):
+                raise CutError(
+                    f"stage {self.stage} takes {', '.join(map(str, values))} of stage {edge.source}, and {len(came)} "
+                    f"values came along edge {edge}; stages are cut with a batch of the form that they are called with"
+                )
+            self.values.update(zip(values, came, strict=True))
+        for value in self.values:
+            if value.is_parameter:
+                self._put(value)
+        inside = tensors_in(received) if received is not None else []
+        for value, place in skips.held.get(self.stage, {}).items():
+            self.values[value] = inside[place]
+
+    def prepare(self, skips: Skips) -> None:
+        """Before forwards of a call with other values: hooks on the parts that return them."""
+        self.skips = skips
+        self._edges = values_by_edge(skips.uses, self.placement)
+        self._wanted = {}
+        self.real.clear()
+        self.given.clear()
+        for value in skips.there(self.stage):
+            if value.is_parameter:
+                continue
+            if skips.uses[value].source != self.stage:
+                self.given.add(value.part)
+            self._wanted.setdefault((value.part, value.call), {})[value.place] = value
+        for part in {part for part, _ in self._wanted} - self._hooked:
+            self._hooked.add(part)
+            self.whole.get_submodule(part).register_forward_hook(partial(self._returned, part))
+
+    def place_of(self, value: Value) -> tuple[dict[str, Any], str, nn.Module | None]:
+        """Where the model's own code finds a parameter: a table and its key; and the stand-in that has it."""
+        *path, key = value.part.split(".")
+        module, foreign = self.whole, None
+        for name in path:
+            module = module._modules[name]  # type: ignore[assignment]  # noqa: SLF001 -- `get_submodule` reads attributes
+            if "ghost" in vars(module):
+                foreign, module = foreign or module, vars(module)["ghost"]
+        table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers  # noqa: SLF001
+        return table, key, foreign
+
+    def _put(self, value: Value) -> None:
+        """Have the model's own code find a parameter that came, until the end of the forward."""
+        table, key, foreign = self.place_of(value)
+        tensor = self.values[value]
+        if table[key] is not tensor:
+            self._tables.append((table, key, table[key]))
+            table[key] = tensor
+        if foreign is not None:
+            self.real.add(str(foreign.name))
+
+    def _own_parameter(self, value: Value) -> Tensor:
+        parameter = self.whole.get_parameter(value.part)
+        if type(parameter) is not nn.Parameter:
+            raise CutError(f"{value} is a {type(parameter).__name__}, and other stages use it; they take plain tensors")
+        # A view, so that gradients that come back are added as those of a use on this stage.
+        return parameter.view_as(parameter)
+
+    def _returned(self, part: str, module: nn.Module, args: Any, result: Any) -> Any:
+        """Hook of a part: note what it has made here, or return what came in place of a stand-in."""
+        del module, args
+        call = self._calls[part]
+        self._calls[part] += 1
+        wanted = self._wanted.get((part, call))
+        if wanted is None or self.skips is None:
+            return None
+        changed = False
+
+        def of(place: str, leaf: Any) -> Any:
+            nonlocal changed
+            value = wanted.get(place)
+            if value is None or not isinstance(leaf, Tensor):
+                return leaf
+            if value in self.values:
+                changed = True
+                return self.values[value].clone() if self.copies else self.values[value]
+            self.values[value] = leaf
+            if self.copies:  # kept from what the model's own code writes
+                self.values[value] = leaf.clone()
+            return leaf
+
+        mapped = mapped_by_place(of, result)
+        return mapped if changed else None
+
+    def leaving(self) -> dict[Edge, list[Tensor]]:
+        """After a forward: what leaves by each edge.
+
+        Raises:
+            CutError: a part has not returned a value in this forward.
+        """
+        found: dict[Edge, list[Tensor]] = {}
+        for edge, values in self._edges.items():
+            if edge.source == self.stage:
+                found[edge] = [self._own(value) for value in values]
+        return found
+
+    def _own(self, value: Value) -> Tensor:
+        if value.is_parameter and value not in self.values:
+            return self._own_parameter(value)
+        if value not in self.values:
+            raise CutError(f"{value.part} has not returned {value} on stage {self.stage}, which later stages use")
+        tensor = self.values[value]
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+    def end(self) -> None:
+        """Drop the tensors of a forward."""
+        self._forget()
+        self.arrived = None
+
+    def _forget(self) -> None:
+        self.values.clear()
+        while self._tables:
+            table, key, before = self._tables.pop()
+            table[key] = before
+
+
+def edges_of(skips: Iterable[Skips], placement: Sequence[int]) -> tuple[Edge, ...]:
+    """The edges that carry values, of some calls, ascending."""
+    return tuple(sorted({edge for one in skips for edge in values_by_edge(one.uses, placement)}))

@@ -1,0 +1,157 @@
+"""Values that later stages use besides the hidden states: found, handed on, and right in every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrid.core.edge import Edge
+from pipegrid.stages import Names, check_stages, pipeline_stage, prove_cut
+from pipegrid.stages.errors import CutError
+from stages_kit.skipping_models import BLOCKS, UNET, BlockResiduals, UNet, ids, images
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        ("Etttttttt|L", []),
+        ("Ett|tt|tt|ttL", ["embed", "layers.2"]),
+        ("E|t|t|t|t|t|t|t|tL", ["embed", "layers.2", "layers.5"]),
+    ],
+)
+def test_residuals_of_blocks(layout, values):
+    found = check_stages(BlockResiduals, layout, ids(), names=BLOCKS, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert [one.value for one in found.proof.skips] == values
+
+
+@pytest.mark.parametrize("layout", ["Ett|tt|tt|tL", "Et|t|t|t|t|t|tL"])
+def test_a_unet(layout):
+    found = check_stages(UNet, layout, images(), names=UNET, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert {one.value for one in found.proof.skips} == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def _mean(output):
+    return output.square().mean()
+
+
+def test_a_proof_says_what_is_handed_on_and_to_whom():
+    found = prove_cut(UNet, "Ett|tt|tt|tL", images(), names=UNET, loss=_mean)
+    assert str(found).splitlines()[4:] == [
+        "  blocks.0 of stage 0 to stages 3: float32 (2, 4, 16), 512 B",
+        "  blocks.1 of stage 0 to stages 1, 2: float32 (2, 4, 8), 256 B",
+        "  blocks.2 of stage 1 to stages 2: float32 (2, 4, 4), 128 B",
+    ]
+    hidden = 256 + 64 + 256
+    assert found.traffic(range(4)) == (hidden + 512 + 256 + 128, hidden + 3 * 512 + 256 + 128)
+    assert found.traffic((0, 1, 0, 1)) == (hidden + 512 + 128, hidden + 3 * 512 + 256 + 128)
+
+
+def test_stages_know_the_edges_that_a_plan_needs():
+    stages = pipeline_stage(UNet, "Ett|tt|tt|tL", [0, 1, 2, 3], names=UNET, batch=images())
+    assert stages[0].skips == (Edge(0, 2), Edge(0, 3))
+    assert stages[0].graph.stage_edges == tuple(Edge(*ends) for ends in [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)])
+    for stage in stages:
+        stage.place((0, 1, 0, 1))
+    assert stages[0].skips == (Edge(0, 2), Edge(0, 3))
+    assert "3 values past others: 1.19 KiB of a microbatch go forward between positions" in stages[3].describe_skips()
+
+
+def test_a_step_without_these_edges_is_an_error_that_says_what_to_do():
+    first = pipeline_stage(UNet, "Ett|tt|tt|tL", 0, names=UNET)
+    with pytest.raises(CutError, match=r"along edges that this step does not have: .* graph=stage\.graph"):
+        first(*images())
+
+
+def test_too_few_values_are_an_error():
+    second = pipeline_stage(UNet, "Ett|tt|tt|tL", 3, names=UNET)
+    second.set_input_tensor([torch.zeros(2, 4, 8)])
+    second.set_skips({Edge(0, 3): []})
+    with pytest.raises(CutError, match="stage 3 takes blocks.0 of stage 0, and 0 values came along edge 0>3"):
+        second(*images())
+
+
+def test_values_that_nobody_expects_are_an_error():
+    last = pipeline_stage(BlockResiduals, "Etttttttt|L", 1, names=BLOCKS)
+    last.set_input_tensor([torch.zeros(2, 5, 6)])
+    last.set_skips({Edge(0, 1): [torch.zeros(2, 5, 6)]})
+    last(*ids())
+    with pytest.raises(CutError, match="values came to stage 1 along edges 0>1, and by its call it uses none"):
+        last.take_skips()
+
+
+class Weights(nn.Module):
+    """A tied table, one that every stage reads, and perhaps a weight of the head before the layers."""
+
+    def __init__(self, early=False):
+        super().__init__()
+        self.early, self.scale = early, nn.Parameter(torch.linspace(1, 2, 4))
+        self.embed, self.layers = nn.Embedding(20, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        hidden = self.embed(ids) + (self.head.bias if self.early else 0)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) * self.scale
+        return nn.functional.linear(self.head(hidden), self.embed.weight)
+
+
+WEIGHTS = Names("layers", embedding=("embed", "scale"), head=("head",))
+
+
+def test_weights_that_other_stages_read():
+    found = check_stages(Weights, "Et|t|t|tL", ids(), names=WEIGHTS, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert [(one.value, one.users) for one in found.proof.skips] == [("embed.weight", (3,)), ("scale", (1, 2, 3))]
+
+
+def test_a_weight_of_a_later_stage_is_named_with_its_line():
+    found = prove_cut(lambda: Weights(early=True), "Et|tttL", ids(), names=WEIGHTS, loss=_mean)
+    with pytest.raises(CutError, match=r"head\.bias is on stage 1, and stage 0 uses it by add in the model \(test_s"):
+        found.require()
+
+
+class Sequences(nn.Module):
+    """torch's own encoder and decoder, whose forward takes no ``encoder_outputs``."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.core = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, source, target):
+        return self.head(self.core(self.words(source), self.words(target)))
+
+
+@pytest.mark.parametrize("layout", ["Ee|e|t|tL", "Eee|ttL", "Eeet|tL"])
+def test_a_decoder_reads_what_its_encoder_made(layout):
+    names = Names(
+        {"encoder": "core.encoder.layers", "decoder": "core.decoder.layers"}, embedding=("words",), head=("head",)
+    )
+    batch = {"source": torch.arange(10).reshape(2, 5), "target": torch.arange(8).reshape(2, 4)}
+    found = check_stages(Sequences, layout, batch, names=names, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+
+
+class Random(nn.Module):
+    """Uses again what its own code has drawn between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(20, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, ids):
+        hidden = first = nn.functional.dropout(self.embed(ids), 0.5)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden + first
+
+
+def test_what_the_models_own_code_draws_is_not_handed_on():
+    """Each stage would draw another mask."""
+    found = prove_cut(Random, "Ett|ttL", ids(), names=Names("layers", embedding=("embed",)), loss=_mean)
+    with pytest.raises(CutError, match="made by .* in the model"):
+        found.require()

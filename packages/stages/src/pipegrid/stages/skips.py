@@ -101,10 +101,12 @@ class Carrier:
             CutError: another number of values came than the call has.
         """
         if self.arrived is None:
+            parameters = [value for value in skips.uses if value.is_parameter]
+            hint = f"; parts of {parameters[0]} that run after the layers alone: Names(head=...)" if parameters else ""
             raise CutError(
                 f"stages hand on {', '.join(map(str, skips.uses))} past others, along edges that this step does not "
                 "have: Pipeline finds them in its first step; a communicator takes graph=stage.graph, of stages that "
-                "were cut with batch=..."
+                f"were cut with batch=...{hint}"
             )
         if skips is not self.skips:
             self.prepare(skips)

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 BROKEN = """
 import threading
 import time
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.thorough, pytest.mark.ranks(2, backend="fake_nccl")]
+pytestmark = pytest.mark.ranks(2, backend="fake_nccl")
 TURNS = []
 
 @pytest.mark.parametrize("turn", [0, 1])

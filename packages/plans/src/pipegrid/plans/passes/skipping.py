@@ -21,7 +21,7 @@ def with_skips(plan: Plan, skips: Sequence[Edge]) -> Plan:
 
     Examples:
         >>> plan = with_skips(one_f_one_b(3, 1), [Edge(0, 2)])
-        >>> [str(step) for step in lower(plan).positions[0]]
+        >>> [str(action) for action in lower(plan).actions(0)]
         ['0F0', '0SEND_F0>1', '0SEND_F0>2', '0RECV_B0<2', '0RECV_B0<1', '0B0']
     """
     require_plan(plan)

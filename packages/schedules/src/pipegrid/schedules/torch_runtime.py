@@ -58,7 +58,7 @@ def torch_schedule(
 
 
 def _keep_first_messages_off_its_own_rank(stage: Any) -> None:
-    """In a first step torch 2.11 sends to the rank of each neighbouring stage: in a V to itself, which gloo refuses."""
+    """Drop messages to the stage's own rank from the first step of torch 2.11: gloo refuses those of a V."""
     messages = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if messages is not None:
         stage._get_init_p2p_neighbors_ops = lambda: [one for one in messages() if one.group_peer != stage.group_rank]  # noqa: SLF001

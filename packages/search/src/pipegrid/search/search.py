@@ -355,7 +355,7 @@ class _Search:
             yield
 
     def _ends(self, clock: _Clock, best: float) -> bool:
-        """Whether annealing is to end after one more timed move; now and then, the progress is told."""
+        """Count one more timed move, and report progress each ``1 / TOLD`` of the effort; whether annealing ends."""
         before, self.spent = self.spent, self.spent + TIMED * self.operations
         if int(self.spent * TOLD / self.total) > int(before * TOLD / self.total):
             clock.tell()

@@ -72,7 +72,7 @@ class Carrier:
         stage: its number.
         placement: the position of each stage.
         skips: of the running call.
-        arrived: by edge, what came; None where nobody hands values on.
+        arrived: by edge, the values received for this forward; None in a step without such edges.
         values: of this stage, in the running forward.
         copies: the model writes in place to what its parts return.
         real: the parts of other stages that run here, as their parameters came.

@@ -79,7 +79,7 @@ def _skips(
                     held.setdefault(stage, {}).setdefault(value, place)
         there = tuple(stage for stage, values in held.items() if value in values)
         found[value] = Uses(source, tuple(sorted(users[value] - {*there})), there)
-    # A stage that has a value anyway, of which nobody needs more, takes no part.
+    # No edges for a value that each of its users has in its hidden states.
     found = {value: one for value, one in found.items() if one.users or _delivers(one, users[value], assignment)}
     kept = {
         stage: {value: place for value, place in values.items() if value in found} for stage, values in held.items()

@@ -149,7 +149,7 @@ class StepCounts:
         return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
 
     def of_mean(self, rule: int, count: float) -> tuple[Tensor, Tensor]:
-        """The weight of a mean over ``count``, and what is told of it behind the loss: the weight, and no sum."""
+        """The weight of a mean over ``count``, and what follows its loss in a row of sums: it and three zeros."""
         weight = self.weight(rule, count)
         self.of_means[rule, count] = found = weight, torch.stack([weight, *[torch.zeros_like(weight)] * 3])
         return found

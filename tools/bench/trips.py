@@ -3,17 +3,20 @@
     python tools/bench/trips.py [--microbatches 4 16] [--steps 12] [--quick]
     python tools/bench/trips.py --calls [--list SIDE]
 
-One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's. Then over
-a wire between two network namespaces, of 10 and of 20 ms one way (``--delays``): a *trip* is a message that has to
-arrive before the next can leave, so a step has (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the
-plan needs, as it is simulated with a transfer of 1 and computes of 0 (a receive that is posted ahead needs less). Some
-steps announce each message: of a runtime with ``variable_seq_lengths``, and of a `Pipeline` whose batches have other
-shapes each time. Then the same of other calls: an evaluation, data parallelism beside DDP, two modules with a clipped
-norm, a step function with and without `Survivors`, and each token of `generate`. The wire needs user namespaces and
-/dev/net/tun, but not root. Where they are not allowed, the line says so, and the tests that count headers, calls of the
-store and collectives (test_training_trips.py) stand for it.
+One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's, each side
+in processes of its own (beside the threads and lanes of the others torch's step takes twice as long), three times by
+turns; printed is the least of three medians. A `Pipeline` returns the mean loss on every rank, which torch's step does
+not, so a second row of torch broadcasts it, as a script would. Then over a wire between two network namespaces, of 10
+and of 20 ms one way (``--delays``): a *trip* is a message that has to arrive before the next can leave, so a step has
+(time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the plan needs, as it is simulated with a transfer of
+1 and computes of 0 (a receive that is posted ahead needs less). Some steps announce each message: of a runtime with
+``variable_seq_lengths``, and of a `Pipeline` whose batches have other shapes each time. Then the same of other calls:
+an evaluation, data parallelism beside DDP, two modules with a clipped norm, a step function with and without
+`Survivors`, and each token of `generate`. The wire needs user namespaces and /dev/net/tun, but not root. Where they are
+not allowed, the line says so, and the tests that count headers, calls of the store and collectives
+(test_training_trips.py) stand for it.
 
-Sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
+Over the wire sides take turns in each round, and the median of a side is over its rounds. Two ranks need a core each.
 
 With ``--calls``, in place of times: the Python functions that a step of the last stage enters, by sys.setprofile, for
 each number of microbatches; what one microbatch more adds; and with ``--list``, which functions these are.
@@ -28,6 +31,7 @@ import fcntl
 import heapq
 import itertools
 import json
+import math
 import os
 import select
 import socket
@@ -51,8 +55,19 @@ CLONE_NEWNET, TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x
 # ---- The ranks
 
 
-def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
-    """A step of each side, on this rank."""
+SIDES = (
+    "torch",
+    "torch, the mean loss on every rank",
+    "runtime",
+    "runtime, headers",
+    "Pipeline",
+    "Pipeline, monitor",
+    "Pipeline, other shapes in each step",
+)
+
+
+def side(name: str, microbatches: int) -> Callable[[], object]:
+    """A step of one of `SIDES`, on this rank."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -88,15 +103,6 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
                 return Forwarded({}, (y - mine).square().mean() / microbatches)
             return Forwarded({Edge(self.number, self.number + 1): y})
 
-    own = nn.Linear(WIDTH, WIDTH, bias=False)
-    stage = PipelineStage(own, rank, ranks, torch.device("cpu"))
-    torchs = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: (output - target).square().mean())
-    plan = lower(one_f_one_b(ranks, microbatches))
-    agreed, announced = P2PConfig(pipeline_dtype=torch.float32), P2PConfig(variable_seq_lengths=True)
-    runtime, headers = (
-        PipelineRuntime(plan, {rank: Stage(rank)}, P2PCommunicator(None, config)) for config in (agreed, announced)
-    )
-
     def pipeline(monitor: Monitor | bool, *, ragged: bool = False) -> Callable[[], object]:
         job = Pipeline(
             Model,
@@ -119,16 +125,30 @@ def sides(microbatches: int) -> Mapping[str, Callable[[], object]]:
 
         return step
 
-    target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
-    watched = Monitor(control_store(f"trips {microbatches}"), rank=rank, ranks=range(ranks), deadline=60.0)
-    return {
-        "torch": lambda: torchs.step(*([x] if rank == 0 else []), **target),
-        "runtime": runtime.step,
-        "runtime, headers": headers.step,
-        "Pipeline": pipeline(False),
-        "Pipeline, monitor": pipeline(watched),
-        "Pipeline, other shapes in each step": pipeline(False, ragged=True),
-    }
+    if name.startswith("torch"):
+        stage = PipelineStage(nn.Linear(WIDTH, WIDTH, bias=False), rank, ranks, torch.device("cpu"))
+        torchs = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: (output - target).square().mean())
+        target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
+        given: list[torch.Tensor] = [x] if rank == 0 else []
+        if name == "torch":
+            return lambda: torchs.step(*given, **target)
+
+        def told() -> float:
+            losses: list[torch.Tensor] = []
+            torchs.step(*given, **target, losses=losses)
+            mean = torch.stack(losses).mean() if losses else torch.zeros(())
+            dist.broadcast(mean, ranks - 1)
+            return mean.item()
+
+        return told
+    if name.startswith("runtime"):
+        agreed, announced = P2PConfig(pipeline_dtype=torch.float32), P2PConfig(variable_seq_lengths=True)
+        communicator = P2PCommunicator(None, agreed if name == "runtime" else announced)
+        return PipelineRuntime(lower(one_f_one_b(ranks, microbatches)), {rank: Stage(rank)}, communicator).step
+    if name == "Pipeline, monitor":
+        label = f"trips {microbatches}"
+        return pipeline(Monitor(control_store(label), rank=rank, ranks=range(ranks), deadline=60.0))
+    return pipeline(False, ragged=name.endswith("other shapes in each step"))
 
 
 def others() -> Mapping[str, Callable[[], object]]:
@@ -247,12 +267,12 @@ def run_rank(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", where, timedelta(seconds=120), rank=options.rank, world_size=2)
     found: dict[str, dict[str, float]] = {}
     for microbatches in [*options.microbatches, *([OTHERS] if options.others else [])]:
-        steps = others() if microbatches == OTHERS else sides(microbatches)
+        steps = others() if microbatches == OTHERS else {name: side(name, microbatches) for name in options.sides}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             for _ in range(WARMUP):
                 step()
-        for _ in range(options.steps):
+        for _ in range(options.steps * (1 if len(steps) > 1 else 5)):  # a side alone is soon measured
             for name, step in steps.items():
                 begun = time.perf_counter()
                 step()
@@ -273,7 +293,8 @@ def run_calls(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", where, timedelta(seconds=120), rank=options.rank, world_size=2)
     found: dict[str, dict[str, dict[str, int]]] = {}
     for microbatches in options.microbatches:
-        for name, step in sides(microbatches).items():
+        for name in SIDES:
+            step = side(name, microbatches)
             for _ in range(WARMUP):
                 step()
             found.setdefault(str(microbatches), {})[name] = calls_of(step)
@@ -306,7 +327,7 @@ def rank_command(options: argparse.Namespace, rank: int, address: str, port: int
     counts = [str(count) for count in options.microbatches]
     given = ["--rank", str(rank), "--address", address, "--port", str(port), "--steps", str(options.steps)]
     given += [f"--{name}" for name in ("calls", "others") if getattr(options, name)]
-    return [sys.executable, __file__, *given, "--microbatches", *counts]
+    return [sys.executable, __file__, *given, "--microbatches", *counts, "--sides", *options.sides]
 
 
 # ---- A wire between two network namespaces
@@ -363,7 +384,7 @@ def run_wired(options: argparse.Namespace) -> None:
 
 
 def loopback(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Milliseconds over loopback, or the calls of a step."""
+    """Milliseconds over loopback of the sides, in one pair of processes, or the calls of a step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -385,7 +406,7 @@ def wired(options: argparse.Namespace, delay: float) -> dict[str, dict[str, floa
     """
     counts = [str(count) for count in options.microbatches]
     command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, __file__, "--wire", str(delay)]
-    command += ["--steps", str(options.steps), "--others", "--microbatches", *counts]
+    command += ["--steps", str(options.steps), "--others", "--microbatches", *counts, "--sides", *options.sides]
     return _read(subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=options.limit).stdout)
 
 
@@ -423,6 +444,7 @@ def main() -> None:
         "--delays", type=float, nargs=2, default=[10.0, 20.0], help="of the wire, ms one way; longer on a busy machine"
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each table")
+    parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES, metavar="SIDE", help="all, or these")
     parser.add_argument("--others", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
@@ -439,8 +461,14 @@ def main() -> None:
         print_calls(options)
         return
     print("loopback, milliseconds a step (over torch's)")
-    for count, times in loopback(options).items():
-        row = "  ".join(f"{name} {each:.1f} ({each / times['torch']:.2f})" for name, each in times.items())
+    alone = [argparse.Namespace(**vars(options) | {"sides": [name]}) for name in options.sides] * (
+        1 if options.quick else 3
+    )
+    rounds = [loopback(each) for each in alone]
+    for count in map(str, options.microbatches):
+        times = {name: min(found[count][name] for found in rounds if name in found[count]) for name in options.sides}
+        least = times.get("torch", math.nan)
+        row = "  ".join(f"{name} {each:.1f} ({each / least:.2f})" for name, each in times.items())
         print(f"  M = {count}: {row}", flush=True)
     print("trips a step")
     try:

@@ -68,7 +68,7 @@ def routed(plan: Plan, routes: Routes, *, memory_limit: Amount | None = None) ->
 
 
 class _Result(NamedTuple):
-    """What a compute makes: an activation, a gradient, or (None) nothing that another needs."""
+    """The result of a compute: an activation, a gradient, or (None) nothing that another needs."""
 
     stage: int
     direction: Direction | None

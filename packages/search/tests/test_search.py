@@ -11,8 +11,8 @@ from pipegrid.plans import Costs, PlanError, lower, simulate, verify
 from pipegrid.plans.generators import SCHEDULES, v_placement
 from pipegrid.plans.network.network import as_network
 from pipegrid.search import search
+from pipegrid.search.candidates import candidates, problems
 from pipegrid.search.exact import has_equal_costs, shortest
-from pipegrid.search.greedy import candidates, problems
 from pipegrid.search.patterns import patterns
 from plan_kit.orders import least_makespan, split_passes
 

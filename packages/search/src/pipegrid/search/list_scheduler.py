@@ -391,7 +391,7 @@ class _ListScheduler:
 
     def _give(self, what: int, call: int, links: Links, done: float) -> None:
         """A result that a call waits for."""
-        arrives = {}
+        arrives: dict[int, float] = {}  # by actor
         for lane, occupied, latency in links:
             leaves = self.lane_free[lane] = max(self.lane_free[lane], done) + occupied
             arrives[lane[1]] = max(arrives.get(lane[1], 0.0), leaves + latency)

@@ -97,8 +97,10 @@ def _operations(plan: Plan, empty: Plan, routes: Routes) -> list[_Operation]:
                 made[stage, way, call] = _Operation((date, stage, call), Action(kind, stage, call), actors, at_home)
     flows = dataflow_of(empty)
     for (stage, way, call), one in made.items():
-        needs = [] if way is FORWARD else [(stage, FORWARD if way else BACKWARD, call)]
-        for flow, message in flows.arriving(stage, way, call) if way else ():
+        needs: list[tuple[int, Direction | None, int]] = []
+        if way is not FORWARD:
+            needs.append((stage, FORWARD if way is BACKWARD else BACKWARD, call))
+        for flow, message in flows.arriving(stage, way, call) if way is not None else ():
             makers = {maker for source in flow.sources for maker in flow.makers(message, source)}
             needs += [(flow.producer, way, maker) for maker in sorted(makers)]
         for need in needs:

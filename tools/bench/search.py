@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 
 from pipegrid.plans.generators import looped_placement, v_placement
 from pipegrid.schedules import Costs, search
-from pipegrid.search.greedy import named, problems
+from pipegrid.search.candidates import named, problems
 
 UNIT = Costs(F=1, I=1, W=1)
 PROFILED = Costs(F=4959, I=5217, W=3519, latency=213)

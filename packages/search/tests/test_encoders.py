@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.plans import SCHEDULES, Costs, PlanError, lower, multi_module_1f1b, simulate, verify
 from pipegrid.plans.network.network import as_network
-from pipegrid.search import search
+from pipegrid.search import greedy, search
 from pipegrid.search.bounds import lower_bound
-from pipegrid.search.greedy import greedy, named, planned, problems
+from pipegrid.search.calls import RoutedProblem
+from pipegrid.search.candidates import named, planned, problems
 from pipegrid.search.justify import justified
 from pipegrid.search.list_scheduler import list_schedule, policies
 from plan_kit.orders import least_makespan, split_passes
@@ -61,8 +62,9 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
     _, costs, limit, options = shape
     (problem,) = problems(costs, limit, **options)
     network = as_network(problem)
+    one_replica = RoutedProblem.of_one_replica(problem)
     for policy in itertools.islice(policies(problem), 0, None, 13):
-        plan = planned(problem, list_schedule(problem, policy))
+        plan = planned(problem, list_schedule(one_replica, policy).orders.values())
         verify(lower(plan, ahead=options["ahead"]))
         orders = network.orders_of(plan)
         assert all(map(network.keeps_to_limit, orders))

@@ -22,11 +22,18 @@ from pipegrid.plans.plan import Action, chain
 from pipegrid.plans.simulate.costs import Costs, CostsError
 from pipegrid.plans.simulate.simulation import simulate
 from pipegrid.plans.verify.verify import verify
-from pipegrid.search.greedy import candidates, greedy, planned, with_whole_backwards
-from pipegrid.search.greedy import problems as problems_of
+from pipegrid.search import greedy
+from pipegrid.search.calls import RoutedProblem
+from pipegrid.search.candidates import candidates, planned, with_whole_backwards
+from pipegrid.search.candidates import problems as problems_of
 from pipegrid.search.justify import justified
 from pipegrid.search.list_scheduler import list_schedule, policies
 from plan_kit.plans import examples, module_graphs, random_module_plan
+
+
+def listed(problem, policy):
+    """Per position, the order of the list scheduler."""
+    return list(list_schedule(RoutedProblem.of_one_replica(problem), policy).orders.values())
 
 
 def random_problem(rng):
@@ -87,12 +94,12 @@ def test_reaches_the_papers_points_at_their_costs(paper, cap, p):
 
 def test_the_list_scheduler_alone_finds_the_zero_bubble_schedule():
     costs = Costs(F=0.5, I=0.5, W=0.5)
-    listed = [
+    makespans = [
         candidate.makespan
         for candidate in candidates(problems_of(costs, 4, num_positions=4, num_microbatches=8, num_stages=8))
         if candidate.origin == "list"
     ]
-    assert min(listed) == 25.5
+    assert min(makespans) == 25.5
 
 
 def test_more_memory_never_makes_it_slower():
@@ -166,7 +173,7 @@ def test_stages_on_several_positions_start_on_all_of_them_at_once(seed):
     for cap in (float("inf"), least, 1.5 * least):
         problem = Problem(plan.graph, plan.placement, plan.num_microbatches, Costs(), size, cap)
         for policy in itertools.islice(policies(problem), seed % 7, None, 7):
-            split = list_schedule(problem, policy)
+            split = listed(problem, policy)
             for orders in (split, with_whole_backwards(split)):
                 positions = [[Action(*entry) for entry in order] for order in orders]
                 verify(lower(evolve(plan, positions=positions)))
@@ -191,7 +198,7 @@ def problems(draw):
 def test_the_list_scheduler_never_locks_itself_in(problem):
     """Every microbatch gets through under any policy, any graph and the tightest cap that holds one."""
     for policy in policies(problem):
-        orders = list_schedule(problem, policy)
+        orders = listed(problem, policy)
         done = sum(map(len, orders))
         places = sum(map(len, problem.placement))
         assert done == 3 * problem.num_microbatches * places, policy
@@ -207,7 +214,7 @@ def test_the_list_scheduler_never_locks_itself_in(problem):
 def test_justified_orders_are_whole_and_keep_to_the_limit(problem):
     network = as_network(problem)
     for policy in itertools.islice(policies(problem), 0, None, 7):
-        orders = network.orders_of(planned(problem, list_schedule(problem, policy)))
+        orders = network.orders_of(planned(problem, listed(problem, policy)))
         better = justified(network, network.timed(orders).end)
         assert [sorted(order) for order in better] == [sorted(order) for order in orders]
         assert all(map(network.keeps_to_limit, better))

@@ -24,8 +24,8 @@ from pipegrid.plans import (
     zero_bubble_v,
 )
 from pipegrid.plans.plan import ActionKind, Actor, Routes
+from pipegrid.search.list_scheduler import Policy, list_schedule
 from pipegrid.search.routed import reroute, routed_bound, routed_problem, schedule_routes
-from pipegrid.search.routed.scheduler import list_routes
 from plan_kit.every_route import least_slots
 from plan_kit.plans import examples
 from plan_kit.player import play
@@ -158,7 +158,7 @@ def assert_orders_are_right(problem, found):
     back = ActionKind.B if whole else ActionKind.I
 
     def actor(stage, unit):
-        return Actor(problem.placement[stage], routes.of(unit, stage))
+        return Actor(problem.position[stage], routes.of(unit, stage))
 
     def needs(step):
         kind, stage, unit = step
@@ -206,7 +206,7 @@ def assert_right_and_no_shorter_than_the_bound(seed):
     bound = routed_bound(problem)
     for first in ("backward", "alternate", "forward"):
         younger = [rng.choice((0, 0, rng.uniform(-3, 3))) for _ in range(routes.num_units)]
-        found = list_routes(problem, first, younger)
+        found = list_schedule(problem, Policy(first, younger=younger, later=False))
         assert_orders_are_right(problem, found)
         assert found.makespan >= bound - 1e-9
 

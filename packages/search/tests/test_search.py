@@ -10,9 +10,9 @@ import pytest
 from pipegrid.plans import Costs, PlanError, lower, simulate, verify
 from pipegrid.plans.generators import SCHEDULES, v_placement
 from pipegrid.plans.network.network import as_network
-from pipegrid.search import search
+from pipegrid.search import greedy, search
+from pipegrid.search.candidates import candidates, problems
 from pipegrid.search.exact import has_equal_costs, shortest
-from pipegrid.search.greedy import candidates, problems
 from pipegrid.search.patterns import patterns
 from plan_kit.orders import least_makespan, split_passes
 
@@ -84,6 +84,19 @@ def test_every_plan_found_verifies_keeps_to_the_cap_and_is_never_worse_than_a_na
         assert value >= found.bound - 1e-9
         named = [entry for entry in candidates(problems(costs, cap, **options)) if entry.origin != "list"]
         assert all(value <= getattr(entry, objective) + 1e-9 for entry in named)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(8, 2), pytest.param(100, 3, marks=nightly)])
+def test_without_effort_the_search_is_the_best_candidate_and_greedy_its_plan(count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        costs, cap, options, objective = random_search(rng)
+        found = search(costs, cap, **options, objective=objective, effort=0)
+        entries = list(candidates(problems(costs, cap, **options)))
+        best = min(entries, key=lambda entry: (getattr(entry, objective), entry.peak))
+        assert (getattr(found, objective), found.peak) == (getattr(best, objective), best.peak)
+        if objective == "makespan":
+            assert greedy(costs, cap, **options) == found.plan == best.plan
 
 
 @pytest.mark.parametrize(

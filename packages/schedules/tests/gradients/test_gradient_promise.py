@@ -20,7 +20,7 @@ from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.plans.simulate.costs import Costs
-from pipegrid.search.greedy import greedy
+from pipegrid.search import greedy
 
 from ..kit.models import WIDTH, uneven
 from ..kit.stages import differentiate, stages_of

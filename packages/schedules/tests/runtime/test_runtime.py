@@ -19,7 +19,7 @@ from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.simulate.costs import Costs
 from pipegrid.plans.verify import verify
 from pipegrid.schedules.runtime import Forwarded, PipelineError, PipelineRuntime, ProfilerRanges
-from pipegrid.search.greedy import greedy
+from pipegrid.search import greedy
 from pipegrid.timeline.recorder import Recorder
 from pipegrid.timeline.recording import Recording
 from pipegrid.timeline.sources import timeline

@@ -2,7 +2,7 @@
 
 from pipegrid.search.compare import COMPARED, Row, compare, comparison_table
 from pipegrid.search.found import Found
-from pipegrid.search.greedy import candidates, greedy
+from pipegrid.search.candidates import candidates
 from pipegrid.search.foreign import (
     dualpipe_calls as dualpipe_calls,
     orders_of_deepspeed as orders_of_deepspeed,
@@ -21,7 +21,7 @@ from pipegrid.search.routed import (
     reroute,
     schedule_routes,
 )
-from pipegrid.search.search import Progress, search
+from pipegrid.search.search import Progress, greedy, search
 from pipegrid.search.slice_lengths import balanced_slices, slice_times
 
 

@@ -62,7 +62,7 @@ def sizes_of(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def searched(arguments: argparse.Namespace, costs: Costs) -> Found:
-    """What `search` finds, with its progress on a terminal."""
+    """Run `search`, with its progress on a terminal."""
     pp, stages = sizes_of(arguments)
     cut, limit, microbatches = costs.cut_into(stages, slices=pp), arguments.memory_limit, arguments.microbatches
 
@@ -215,7 +215,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 Verdict: TypeAlias = tuple[str, str, bool]
-"""What was asked of a file, the proof or its faults, and whether it is proved."""
+"""A question about a file, the proof or its faults, and whether it is proved."""
 
 
 def verify_files(arguments: argparse.Namespace) -> int:

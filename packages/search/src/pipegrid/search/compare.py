@@ -13,8 +13,8 @@ from pipegrid.plans.generators import SCHEDULES
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
 from pipegrid.plans.verify import as_limit
-from pipegrid.search.greedy import greedy
 from pipegrid.search.pairs import hides
+from pipegrid.search.search import greedy
 from pipegrid.timeline import amount, time_text
 
 
@@ -59,7 +59,7 @@ COMPARED = (*(name for name, schedule in SCHEDULES.items() if schedule.trains an
 """The schedules that `compare` knows, of whole microbatches."""
 
 COMPARED_IN_SLICES = tuple(name for name, schedule in SCHEDULES.items() if schedule.sliced)
-"""Those that it knows besides, where microbatches are cut into slices."""
+"""More schedules that it knows, where microbatches are cut into slices."""
 
 
 @checked_arguments(PlanError)

@@ -108,7 +108,7 @@ class _Slots:
         return itertools.product(*(self._options(state, position) for position in range(self.chain.num_positions)))
 
     def _options(self, state: State, position: int) -> list[int]:
-        """What ``position`` may do in the next slot: the last passes first, idle only where nothing else is sure."""
+        """Choices of ``position`` for the next slot: the last passes first, idle only where nothing else is sure."""
         chain, stages = self.chain, self.chain.num_stages
         weights = self.passes + position
         live, backwards = -state[weights], 0

@@ -62,7 +62,7 @@ _TASKS = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
 
 
 def orders_of_deepspeed(schedules: Sequence[Any]) -> Orders:
-    """What the ranks of DeepSpeed's pipeline engine launch in a step, by its schedules (0.19).
+    """The order in which ranks of DeepSpeed's pipeline engine launch a step, by its schedules (0.19).
 
     A message outside of ``CommitP2P`` is launched alone, and the rank waits for its sends: DeepSpeed's do where the
     backend holds the host. What a message carries follows from its buffer. Shapes, in a first step, are left out.
@@ -131,7 +131,7 @@ def _launches(instructions: Sequence[tuple[str, int, int, str]], rank: int, coun
 
 
 def orders_of_hyperparallel(exec_order: Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]]) -> Orders:
-    """What the ranks of a schedule of HyperParallel launch, by its ``exec_order``.
+    """The order in which ranks of HyperParallel launch a schedule, by its ``exec_order``.
 
     Each message alone, waited for at once: the default (``overlap_p2p`` waits later). Messages of shapes are left out.
     """
@@ -154,7 +154,7 @@ def _meta_step(one: Any, path: str) -> str:
 
 
 def dualpipe_calls(schedule: type, num_ranks: int, num_chunks: int) -> list[list[str]]:
-    """What ``step`` of DeepSeek's ``DualPipe`` or ``DualPipeV``, or of PithTrain's ``DualPipeV``, calls on each rank.
+    """The calls on each rank by ``step`` of DeepSeek's ``DualPipe`` or ``DualPipeV``, or of PithTrain's ``DualPipeV``.
 
     Its own ``step`` runs, with the parts that compute and send replaced by notes; no module, group or device is needed.
     Call it under ``torch.no_grad()``, after ``set_p2p_tensor_shapes`` and ``set_p2p_tensor_dtype``.
@@ -191,7 +191,7 @@ def dualpipe_calls(schedule: type, num_ranks: int, num_chunks: int) -> list[list
 
 
 def orders_of_dualpipe(calls: Sequence[Sequence[str]], *, folded: bool) -> Orders:
-    """What the ranks of DualPipe launch in a step, by what it calls (`dualpipe_calls`).
+    """The order in which ranks of DualPipe launch a step, by its calls (`dualpipe_calls`).
 
     A chunk of phase 0 is of stage ``rank``, one of phase 1 of stage ``2 * ranks - 1 - rank``. Of `DualPipeV` these are
     one model (``folded``). Of `DualPipe` they are two copies of one, stages 0 to ranks - 1 and ranks to 2 * ranks - 1,

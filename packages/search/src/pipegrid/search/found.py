@@ -1,4 +1,4 @@
-"""What a search finds: a plan under the memory limit, with its figures in simulation."""
+"""The result of a search: a plan under the memory limit, with its figures in simulation."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U001
 
 @frozen
 class Case:
-    """What was ``asked`` of a ``file`` (a proof, an order model), the answer, and its outcome."""
+    """A question (``asked``) about a ``file``: a proof, an order model; with the answer, and its outcome."""
 
     file: str
     asked: str

@@ -1,9 +1,14 @@
-"""A list scheduler: a free position starts the action that a policy ranks first among those that are ready.
+"""A list scheduler: a free actor starts the call that a policy ranks first among those that are ready.
 
-Memory cannot deadlock it. Let ``m`` be the oldest microbatch with a forward to do on a position, and ``A``
-what one microbatch holds there in all its stages. A forward of a younger microbatch is admitted only if the
-younger ones then hold at most ``cap - A``. So once everything older than the oldest unfinished microbatch of
-the whole pipeline has drained (backwards need no memory), that microbatch finds room on every position.
+An actor is a position of a replica; where all replicas act alike there is one of each position. Each has an order of
+its own, and is done after its own last ``W``: the optimizer's step of its stage waits for no other stage.
+
+Memory cannot deadlock it. An actor of one stage always has an ``I`` or ``W`` to come for what it holds: by induction
+from the sinks, whose ``I`` wait for their own ``F`` alone. On an actor of several stages, let ``u`` be the oldest unit
+with an ``F`` to do there, and ``A`` what a unit holds in all of them. An ``F`` of a younger unit is admitted only if
+the younger ones then hold at most ``limit - A``. So once everything older than the oldest unfinished unit of all has
+drained (backwards need no memory), that unit finds room on every actor. Age is one order for all actors: by
+microbatch, then by home.
 
 A compute of a stage that lies on several positions starts on all of them at once, when all are free and ready for it.
 
@@ -16,39 +21,51 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import frozen
 
-from pipegrid.core.edge import Edge
-from pipegrid.plans.network.problem import Entries, Problem, memory_of_one
-from pipegrid.plans.plan import ActionKind
+from pipegrid.plans.network.problem import Entries, Problem
+from pipegrid.plans.plan import ActionKind, Actor
+from pipegrid.search.calls import BACKWARD, FORWARD, WEIGHTS, Calls, Lane, Links, RoutedProblem
+
+WAKE = 3
+"""An event after which an actor looks again; the others are inputs that arrive, `FORWARD` and `BACKWARD`."""
+
+First: TypeAlias = Literal["backward", "alternate", "forward"]
+"""The kind that a free actor starts first: backwards, each after the other, or forwards."""
+
+Rank: TypeAlias = tuple[float, float, int, int]
+"""The least is first among ready calls of a kind; the call comes last."""
 
 
 @frozen
 class Policy:
-    """The ranking by which a free position chooses among ready actions.
+    """The ranking by which a free actor chooses among ready calls, the oldest unit first.
 
-    ``first``: backwards, forwards, or each after the other. A ``W`` starts when nothing else is ready, if it ends no
-    later than ``patience`` of its duration after the next input arrives (infinite: right after its ``I``). ``deep``:
-    among forwards, later stages first, otherwise older microbatches. ``warmup``: forwards a stage may be ahead of its
-    backwards, per step of distance to the sink (None: as memory allows). ``block``: computes of a stage on several
-    positions come that many in a row, and its positions stop for them: forwards when its consumer has used up the last
-    block, backwards when a block of gradients is there, each with its ``W`` (None: whenever all its positions are free
-    at once).
+    A ``W`` starts when nothing else is ready, if it ends no later than ``patience`` of its duration after the next
+    input arrives (infinite: right after its ``I``). ``deep``: among forwards, later stages first. ``warmup``: forwards
+    a stage may be ahead of its backwards, per step of distance to the sink (None: as memory allows). ``block``:
+    computes of a stage on several positions come that many in a row, and its positions stop for them: forwards when its
+    consumer has used up the last block, backwards when a block of gradients is there, each with its ``W`` (None:
+    whenever all its positions are free at once). ``younger``: per unit, how many microbatches younger it counts than it
+    is (empty: none). ``later``: of the backwards of a unit that are ready at once, that of the later stage is first.
     """
 
-    first: Literal["backward", "forward", "alternate"]
-    patience: float
-    deep: bool
-    warmup: float | None
+    first: First
+    patience: float = 1.0
+    deep: bool = False
+    warmup: float | None = None
     block: int | None = None
+    younger: Sequence[float] = ()
+    later: bool = True
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
     """The policies that `greedy` tries, a few dozen; the warmups end with as many forwards as a round trip takes."""
-    firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
+    firsts: tuple[First, ...] = ("backward", "forward", "alternate")
     chunked = len(problem.graph.modules) == 1 and problem.graph.num_stages > problem.num_positions
     shared = any(len(places) > 1 for places in problem.placement)
     for block, patience, deep, first, warmup in itertools.product(
@@ -73,66 +90,120 @@ def _round_trip(problem: Problem) -> float:
     return 1.0 + (back + 2.0 * math.fsum(ways) / max(len(edges), 1)) / forward if forward else 2.0
 
 
-@define(eq=False)
-class _Unit:
-    """A stage on one of its positions, with its progress."""
+@frozen
+class Listed:
+    """The orders of a step, per living actor, as kind, stage and unit; when each ends, and the most it holds."""
 
-    stage: int
-    position: int
-    distance: int
-    size: float
-    released: float  # of the size, by I
-    durations: tuple[float, float, float]  # F, I, W
-    frozen: bool  # no backward
-    needs: int = 0  # inputs of a forward
-    gradients: int = 0  # and of a backward, its own forward included
-    # Per direction: the units that wait for a result, with time on the lane, latency, and the lane.
-    outputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
-    inputs: list[tuple[_Unit, float, float, tuple[int, int]]] = field(factory=list)
-    peers: list[_Unit] = field(factory=list)  # the stage on all its positions, itself included
-    consumers: list[_Unit] = field(factory=list)  # those for which results wait in a bounded queue
-    feeders: list[_Unit] = field(factory=list)  # and those whose results do here
-    forwards_done: int = 0
-    backwards_done: int = 0
-    pending_weights: list[int] = field(factory=list)
-    # Of the block of a stage on several positions that is under way.
-    forwards_left: int = 0
-    backwards_left: int = 0
-    # Per microbatch, inputs still missing, and when the last known one arrives.
-    missing_forward: list[int] = field(factory=list)
-    missing_backward: list[int] = field(factory=list)
-    forward_at: list[float] = field(factory=list)
-    backward_at: list[float] = field(factory=list)
+    orders: Mapping[Actor, Entries]
+    ends: Mapping[Actor, float]
+    peaks: Mapping[Actor, float]
+
+    @property
+    def makespan(self) -> float:
+        """The end of the last actor."""
+        return max(self.ends.values())
+
+
+def list_schedule(problem: RoutedProblem, policy: Policy) -> Listed:
+    """The orders that ``policy`` leads to."""
+    return _ListScheduler(problem.calls, policy).play()
+
+
+class _Memory:
+    """The memory of an actor; by age of the units only where several stages could deadlock it (``guard``)."""
+
+    __slots__ = ("guard", "held", "left", "limit", "live", "newest", "oldest", "peak")
+
+    def __init__(self, limit: float, guard: float, left: list[int]) -> None:
+        self.limit, self.guard = limit, guard
+        self.live = self.peak = 0.0
+        self.left, self.held = left, [0.0] * len(left)  # forwards to do, memory
+        self.oldest, self.newest = 0, 0
+        self.count(0, done=0)
+
+    def admits(self, size: float, age: int, *, trained: bool) -> bool:
+        """Whether a forward fits, and leaves room for the oldest unit."""
+        if self.live + size > self.limit:
+            return False
+        if not (trained and self.guard) or age == self.oldest:
+            return True
+        return sum(self.held[self.oldest + 1 : self.newest + 1]) + size + self.guard <= self.limit
+
+    def hold(self, amount: float, age: int) -> None:
+        """Take ``amount`` for a unit, or release it."""
+        self.live += amount
+        if self.guard:
+            self.held[age] += amount
+
+    def count(self, age: int, done: int = 1) -> None:
+        """Note that a unit has ``done`` forwards less to do."""
+        if self.guard:
+            self.left[age] -= done
+            self.newest = max(self.newest, age)
+            while self.oldest < len(self.left) and not self.left[self.oldest]:
+                self.oldest += 1
 
 
 class _ListScheduler:
     """One pass of the scheduler under one policy."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        self.problem = problem
-        self.policy = policy
-        self.units = _units(problem)
-        self.at: list[list[_Unit]] = [[] for _ in range(problem.num_positions)]
-        for unit in self.units:
-            self.at[unit.position].append(unit)
-        self.whole = [
-            memory_of_one([unit.stage for unit in units], problem.activation, problem.forward_only) for units in self.at
+    def __init__(self, calls: Calls, policy: Policy) -> None:
+        problem, seats, actors = calls.problem, calls.seats, range(len(calls.actors))
+        self.calls, self.policy, self.ahead = calls, policy, problem.ahead
+        self.seats, self.seat_of = seats, calls.seat
+        self.kinds = (ActionKind.F, ActionKind.B if problem.whole else ActionKind.I, ActionKind.W)
+        self.at: list[list[int]] = [[] for _ in actors]
+        for number, seat in enumerate(seats):
+            for actor in seat.actors:
+                self.at[actor].append(number)
+        self.memory = [
+            _Memory(limit, guard, self._forwards_left(actor) if guard else [])
+            for actor, (limit, guard) in enumerate(zip(calls.limits, calls.guards, strict=True))
         ]
-        # Memory held per position by each microbatch, to tell the oldest one's share from the rest.
-        self.held: list[list[float]] = [[0.0] * problem.num_microbatches for _ in self.at]
-        self.live = [0.0] * len(self.at)
-        self.busy_until = [0.0] * len(self.at)
-        self.did_forward = [False] * len(self.at)
-        self.orders: list[Entries] = [[] for _ in self.at]
+        self.rank = self._ranks()
+        self.missing = [list(needs) for needs in calls.needs]
+        self.arrives = [[0.0] * len(calls.seat) for _ in self.missing]
+        self.ready: list[list[list[Rank]]] = [[[] for _ in seats] for _ in range(3)]
+        self.done = [[0] * len(seats) for _ in range(3)]
+        self.lane_free = defaultdict[Lane, float](float)
+        self.busy_until = [0.0 for _ in actors]
+        self.did_forward = [False for _ in actors]
+        self.orders: list[Entries] = [[] for _ in actors]
+        # Of the blocks of stages on several positions that are under way; and actors that may wait for this one.
+        self.block_left = [[0] * len(seats) for _ in range(2)]
         self.short_blocks = False
-        # Positions that may wait for this one to be free.
-        self.stops_with = [
-            {peer.position for unit in units if self._in_blocks(unit) for peer in unit.peers} for units in self.at
+        # Where a stage lies on several positions, when the inputs of each arrive.
+        self.comes = defaultdict[tuple[int, int, int], float](float)
+        self.shared = any(len(seat.actors) > 1 for seat in seats)
+        self.in_blocks = [policy.block is not None and len(seat.actors) > 1 for seat in seats]
+        stops = [
+            {actor}.union(*[seats[one].actors for one in self.at[actor] if self.in_blocks[one]]) for actor in actors
         ]
-        self.lane_free: dict[tuple[int, int, bool], float] = {}
-        self.events: list[tuple[float, int]] = [(0.0, position) for position in range(len(self.at))]
+        self.wakes = [set[int]().union(*[stops[actor] for actor in seat.actors]) for seat in seats]
+        self.events: list[tuple[float, int, int]] = []  # time, what, and a call or (`WAKE`) an actor
 
-    def play(self) -> list[Entries]:
+    def _forwards_left(self, actor: int) -> list[int]:
+        left = [0] * self.calls.problem.routes.num_units
+        for number in self.at[actor]:
+            for call in self.seats[number].calls if self.seats[number].trained else ():
+                left[self.calls.age[call]] += 1
+        return left
+
+    def _ranks(self) -> list[list[Rank]]:
+        """Per kind and call, its rank."""
+        calls, younger, deep = self.calls, self.policy.younger, self.policy.deep
+        forwards: list[Rank] = []
+        backwards: list[Rank] = []
+        for call, (number, unit, microbatch, age) in enumerate(
+            zip(calls.seat, calls.unit, calls.microbatch, calls.age, strict=True)
+        ):
+            stage, counts = self.seats[number].stage, microbatch + younger[unit] if younger else microbatch
+            forwards.append((-stage, counts, age, call) if deep else (counts, age, stage, call))
+            backwards.append((counts, age, -stage if self.policy.later else stage, call))
+        return [forwards, backwards, backwards]
+
+    def play(self) -> Listed:
+        self.events = [(0.0, FORWARD, call) for call, needs in enumerate(self.calls.needs[FORWARD]) if not needs]
         done = -1
         while done < sum(map(len, self.orders)):
             done = sum(map(len, self.orders))
@@ -140,254 +211,193 @@ class _ListScheduler:
             # Where the memory is full and no block of gradients is: begin one with those there are.
             self.short_blocks = True
             now = max(self.busy_until)
-            self.events = [(now, position) for position in range(len(self.at))]
-        return self.orders
+            self.events = [(now, WAKE, actor) for actor in range(len(self.at))]
+        actors = self.calls.actors
+        return Listed(
+            dict(zip(actors, self.orders, strict=True)),
+            dict(zip(actors, self.busy_until, strict=True)),
+            {actor: memory.peak for actor, memory in zip(actors, self.memory, strict=True)},
+        )
 
     def _run_events(self) -> None:
-        heapq.heapify(self.events)
-        while self.events:
-            now, position = heapq.heappop(self.events)
-            due = {position}
-            while self.events and self.events[0][0] <= now:
-                due.add(heapq.heappop(self.events)[1])
-            for free in sorted(due):
-                if self.busy_until[free] <= now:
-                    self._decide(free, now)
-
-    def _decide(self, position: int, now: float) -> None:
-        if self.policy.block is not None and self._stops_for_block(position, now, self.policy.block):
-            return
-        units = [unit for unit in self.at[position] if self._all_free(unit, now) and not self._in_blocks(unit)]
-        backwards = [(u.backwards_done, u) for u in units if all(self._backward_ready(peer, now) for peer in u.peers)]
-        forwards = [(u.forwards_done, u) for u in units if all(self._forward_ready(peer, now) for peer in u.peers)]
-        first = self.policy.first
-        forward_first = first == "forward" or (first == "alternate" and not self.did_forward[position])
-        if backwards and not (forwards and forward_first):
-            microbatch, unit = min(backwards, key=lambda entry: (entry[0], -entry[1].stage))
-            self._start(unit, ActionKind.I, microbatch, now)
-        elif forwards:
-            microbatch, unit = min(
-                forwards,
-                key=lambda entry: (-entry[1].stage, entry[0]) if self.policy.deep else (entry[0], entry[1].stage),
-            )
-            self._start(unit, ActionKind.F, microbatch, now)
-        else:
-            self._fill(position, now)
-
-    def _fill(self, position: int, now: float) -> None:
-        """Start a ``W`` where nothing else is ready, unless a forward or backward becomes ready too soon."""
-        pending = [
-            (unit.pending_weights[0], unit)
-            for unit in self.at[position]
-            if unit.pending_weights and self._all_free(unit, now)
-        ]
-        arrival = self._next_arrival(position, now)
-        if pending:
-            microbatch, unit = min(pending, key=lambda entry: (entry[0], -entry[1].stage))
-            if now + unit.durations[2] <= arrival + self.policy.patience * unit.durations[2]:
-                self._start(unit, ActionKind.W, microbatch, now)
-                return
-        if arrival < float("inf"):
-            heapq.heappush(self.events, (arrival, position))
-
-    def _in_blocks(self, unit: _Unit) -> bool:
-        return self.policy.block is not None and len(unit.peers) > 1
-
-    def _stops_for_block(self, position: int, now: float, block: int) -> bool:
-        """Start a compute of a block, or wait until all positions are free for it; False: none is due."""
-        for unit in self.at[position]:
-            if not self._in_blocks(unit):
-                continue
-            first = unit.peers[0]  # keeps the count for all
-            gradients, results = self._blocks_due(first, now, block)
-            if not (gradients or results):
-                continue
-            if self._all_free(unit, now):
-                if gradients:
-                    first.backwards_left, self.short_blocks = gradients - 1, False
-                    self._start(unit, ActionKind.I, unit.backwards_done, now)
+        events = self.events
+        heapq.heapify(events)
+        while events:
+            now, due = events[0][0], set[int]()
+            while events and events[0][0] <= now:
+                _, what, number = heapq.heappop(events)
+                if what == WAKE:
+                    due.add(number)
                 else:
-                    first.forwards_left = results - 1
-                    self._start(unit, ActionKind.F, unit.forwards_done, now)
+                    seat = self.seat_of[number]
+                    heapq.heappush(self.ready[what][seat], self.rank[what][number])
+                    due.update(self.seats[seat].actors)
+            for actor in sorted(due):
+                if self.busy_until[actor] <= now:
+                    self._decide(actor, now)
+
+    def _decide(self, actor: int, now: float) -> None:
+        if self.policy.block is not None and self._stops_for_block(actor, now, self.policy.block):
+            return
+        free = self.at[actor]
+        if self.shared:
+            free = [one for one in free if not self.in_blocks[one] and self._all_free(one, now)]
+        first = self.policy.first
+        forward_first = first == "forward" or (first == "alternate" and not self.did_forward[actor])
+        backward = self._first(BACKWARD, free)
+        forward = self._forward(actor, free) if backward is None or forward_first else None
+        if forward is not None:
+            self._start(FORWARD, forward, now)
+        elif backward is not None:
+            self._start(BACKWARD, backward, now)
+        elif self.policy.patience < math.inf:
+            self._fill(actor, free, now)
+
+    def _first(self, what: int, free: Sequence[int]) -> Rank | None:
+        """The first ready compute; a forward is one that is admitted."""
+        best = None
+        for ready in map(self.ready[what].__getitem__, free):
+            if ready and (best is None or ready[0] < best) and (what != FORWARD or self._admits(ready[0][-1])):
+                best = ready[0]
+        return best
+
+    def _forward(self, actor: int, free: Sequence[int]) -> Rank | None:
+        """The first ready forward that is admitted; or that of the oldest unit, if others count as older."""
+        best, memory = self._first(FORWARD, free), self.memory[actor]
+        if best is None and self.policy.younger and memory.guard:
+            ready = itertools.chain.from_iterable(map(self.ready[FORWARD].__getitem__, free))
+            oldest = (one for one in ready if self.calls.age[one[-1]] == memory.oldest)
+            best = min((one for one in oldest if self._admits(one[-1])), default=None)
+        return best
+
+    def _fill(self, actor: int, free: Sequence[int], now: float) -> None:
+        """Start a ``W`` where nothing else is ready, unless a forward or backward becomes ready too soon."""
+        rank = self._first(WEIGHTS, free)
+        if rank is None:
+            return
+        patience, takes = self.policy.patience, self.seats[self.seat_of[rank[-1]]].times[WEIGHTS]
+        if patience >= 1.0 or now + takes <= self._next_arrival(actor, now) + patience * takes:
+            self._start(WEIGHTS, rank, now)
+
+    def _next_arrival(self, actor: int, now: float) -> float:
+        """The arrival of the next input that is on its way and may be used; units come in order."""
+        soonest = math.inf
+        for number in self.at[actor]:
+            calls = self.seats[number].calls
+            for what in (FORWARD, BACKWARD):
+                done = self.done[what][number]
+                if done == len(calls) or self.missing[what][calls[done]]:
+                    continue
+                at = self.comes[what, calls[done], actor] if self.shared else self.arrives[what][calls[done]]
+                if now < at < soonest and (what == BACKWARD or self._admits(calls[done], (actor,))):
+                    soonest = at
+        return soonest
+
+    def _stops_for_block(self, actor: int, now: float, block: int) -> bool:
+        """Start a compute of a block, or wait until all positions are free for it; False: none is due."""
+        for number in self.at[actor]:
+            if not self.in_blocks[number]:
+                continue
+            due = self._blocks_due(number, block)
+            if not any(due):
+                continue
+            if self._all_free(number, now):
+                what = BACKWARD if due[BACKWARD] else FORWARD
+                self.block_left[what][number] = due[what] - 1
+                if what == BACKWARD:
+                    self.short_blocks = False
+                self._start(what, self.ready[what][number][0], now)
             return True
         return False
 
-    def _blocks_due(self, unit: _Unit, now: float, block: int) -> tuple[int, int]:
-        """Backwards and forwards of a stage that are left of a block, or begin one."""
-        peers, count = unit.peers, self.problem.num_microbatches
-        there = 0
-        while unit.backwards_done + there < count and all(
-            peer.missing_backward[unit.backwards_done + there] == 0
-            and peer.backward_at[unit.backwards_done + there] <= now
-            for peer in peers
-        ):
-            there += 1
-        gradients = min(there, unit.backwards_left)
-        least = 1 if self.short_blocks else min(block, count - unit.backwards_done)
+    def _blocks_due(self, number: int, block: int) -> tuple[int, int]:
+        """Forwards and backwards of a stage that are left of a block, or begin one."""
+        calls, started = self.seats[number].calls, self.done[FORWARD]
+        there = len(self.ready[BACKWARD][number])
+        gradients = min(there, self.block_left[BACKWARD][number])
+        least = 1 if self.short_blocks else min(block, len(calls) - self.done[BACKWARD][number])
         if not gradients and there >= least:
             gradients = there
-        lead = unit.forwards_done - min((other.forwards_done for other, *_ in unit.outputs), default=unit.forwards_done)
-        results = unit.forwards_left or (block if lead <= 0 else 0)
-        if not all(self._forward_ready(peer, now) for peer in peers):
-            results = unit.forwards_left = 0
-        return gradients, results
+        consumers = {self.seat_of[after] for after, _ in self.calls.outputs[calls[0]]}
+        ahead = started[number] - min((started[one] for one in consumers), default=started[number])
+        results = self.block_left[FORWARD][number] or (block if ahead <= 0 else 0)
+        ready = self.ready[FORWARD][number]
+        if not ready or not self._admits(ready[0][-1]):
+            results = self.block_left[FORWARD][number] = 0
+        return results, gradients
 
-    def _next_arrival(self, position: int, now: float) -> float:
-        """The arrival of the next input that is on its way and may be used."""
-        soonest = float("inf")
-        for unit in self.at[position]:
-            if self._forward_known(unit) and self._admits(unit, unit.forwards_done):
-                at = unit.forward_at[unit.forwards_done]
-                if at > now:
-                    soonest = min(soonest, at)
-            m = unit.backwards_done
-            if m < self.problem.num_microbatches and unit.missing_backward[m] == 0 and unit.backward_at[m] > now:
-                soonest = min(soonest, unit.backward_at[m])
-        return soonest
+    def _all_free(self, number: int, now: float) -> bool:
+        return all(self.busy_until[actor] <= now for actor in self.seats[number].actors)
 
-    def _all_free(self, unit: _Unit, now: float) -> bool:
-        return all(self.busy_until[peer.position] <= now for peer in unit.peers)
-
-    def _backward_ready(self, unit: _Unit, now: float) -> bool:
-        m = unit.backwards_done
-        return m < self.problem.num_microbatches and unit.missing_backward[m] == 0 and unit.backward_at[m] <= now
-
-    def _forward_ready(self, unit: _Unit, now: float) -> bool:
-        m = unit.forwards_done
-        return self._forward_known(unit) and unit.forward_at[m] <= now and self._admits(unit, m)
-
-    def _forward_known(self, unit: _Unit) -> bool:
-        m = unit.forwards_done
-        return m < self.problem.num_microbatches and unit.missing_forward[m] == 0
-
-    def _admits(self, unit: _Unit, microbatch: int) -> bool:
-        warmup = self.policy.warmup
-        ahead = unit.forwards_done - unit.backwards_done
-        if warmup is not None and not unit.frozen and ahead > warmup * unit.distance:
+    def _admits(self, call: int, actors: Sequence[int] = ()) -> bool:
+        """Whether a forward may start; ``actors``: those whose memory is asked (empty: all)."""
+        number = self.seat_of[call]
+        seat, warmup, started = self.seats[number], self.policy.warmup, self.done[FORWARD]
+        ahead = started[number] - self.done[BACKWARD][number]
+        if warmup is not None and seat.trained and ahead > warmup * seat.distance:
             return False
-        if unit.consumers:
-            queue = self.problem.ahead
-            assert queue is not None
-            if any(unit.forwards_done - consumer.forwards_done >= queue for consumer in unit.consumers):
-                return False
-        limit, position = self.problem.room, unit.position
-        if self.live[position] + unit.size > limit:
+        if self.ahead is not None and any(started[number] - started[other] >= self.ahead for other in seat.queues):
             return False
-        if unit.frozen:
-            return True
-        oldest = min(other.forwards_done for other in self.at[position] if not other.frozen)
-        if microbatch == oldest or limit == float("inf"):
-            return True
-        newest = max(other.forwards_done for other in self.at[position] if not other.frozen)
-        younger = sum(self.held[position][oldest + 1 : newest + 1]) + unit.size
-        return younger + self.whole[position] <= limit
+        size, age, trained = seat.size, self.calls.age[call], seat.trained
+        return all(self.memory[actor].admits(size, age, trained=trained) for actor in actors or seat.actors)
 
-    def _start(self, unit: _Unit, kind: ActionKind, microbatch: int, now: float) -> None:
-        for peer in unit.peers:
-            self._start_one(peer, kind, microbatch, now)
-
-    def _start_one(self, unit: _Unit, kind: ActionKind, microbatch: int, now: float) -> None:
-        position = unit.position
-        forward, input_half, weight_half = unit.durations
-        duration = forward if kind is ActionKind.F else input_half if kind is ActionKind.I else weight_half
-        done = now + duration + self.problem.costs.overhead
-        self.orders[position].append((kind, unit.stage, microbatch))
-        if kind is ActionKind.F:
-            unit.forwards_done += 1
-            self.did_forward[position] = True
-            if not unit.frozen:
-                self.live[position] += unit.size
-                self.held[position][microbatch] += unit.size
-                unit.missing_backward[microbatch] -= 1
-                unit.backward_at[microbatch] = max(unit.backward_at[microbatch], done)
-            for feeder in unit.feeders:  # its queue has room again
-                heapq.heappush(self.events, (now, feeder.position))
-            self._send(unit, microbatch, done, forward=True)
-        elif kind is ActionKind.I:
-            unit.backwards_done += 1
-            unit.pending_weights.append(microbatch)
-            self._release(unit, microbatch, unit.released)
-            self.did_forward[position] = False
-            self._send(unit, microbatch, done, forward=False)
-            if self.policy.patience == math.inf or self._in_blocks(unit):
-                self.busy_until[position] = done
-                self._start_one(unit, ActionKind.W, microbatch, done)
-                return
+    def _start(self, what: int, rank: Rank, now: float) -> None:
+        ready, call = self.ready[what][self.seat_of[rank[-1]]], rank[-1]
+        if ready[0] is rank:
+            heapq.heappop(ready)
         else:
-            unit.pending_weights.remove(microbatch)
-            self._release(unit, microbatch, unit.size - unit.released)
-        self.busy_until[position] = done
-        for other in {position, *self.stops_with[position]}:
-            heapq.heappush(self.events, (done, other))
+            ready.remove(rank)
+            heapq.heapify(ready)
+        self._run(what, call, now)
 
-    def _release(self, unit: _Unit, microbatch: int, amount: float) -> None:
-        self.live[unit.position] -= amount
-        self.held[unit.position][microbatch] -= amount
+    def _run(self, what: int, call: int, now: float) -> None:
+        calls, number = self.calls, self.seat_of[call]
+        seat, age = self.seats[number], calls.age[call]
+        done = now + seat.times[what]
+        self.done[what][number] += 1
+        for actor in seat.actors:
+            memory = self.memory[actor]
+            self.orders[actor].append((self.kinds[what], seat.stage, calls.unit[call]))
+            self.busy_until[actor] = done
+            if what == FORWARD:
+                self.did_forward[actor] = True
+                memory.peak = max(memory.peak, memory.live + seat.size)
+                if seat.trained:
+                    memory.count(age)
+                    memory.hold(seat.size, age)
+            elif what == BACKWARD:
+                self.did_forward[actor] = False
+                memory.hold(-seat.released, age)
+            else:
+                memory.hold(seat.released - seat.size, age)
+        if what == FORWARD:
+            if seat.trained:
+                self._give(BACKWARD, call, (), done)
+            for after, links in calls.outputs[call]:
+                self._give(FORWARD, after, links, done)
+            for feeder in seat.feeders:  # its queue has room again
+                for actor in self.seats[feeder].actors:
+                    heapq.heappush(self.events, (now, WAKE, actor))
+        elif what == BACKWARD:
+            for before, links in calls.inputs[call]:
+                self._give(BACKWARD, before, links, done)
+            if self.policy.patience == math.inf or self.in_blocks[number]:
+                self._run(WEIGHTS, call, done)
+                return
+            if self.kinds[BACKWARD] is ActionKind.I:
+                heapq.heappush(self.ready[WEIGHTS][number], self.rank[WEIGHTS][call])
+        for actor in self.wakes[number]:
+            heapq.heappush(self.events, (done, WAKE, actor))
 
-    def _send(self, unit: _Unit, microbatch: int, done: float, *, forward: bool) -> None:
-        for other, occupied, latency, lane in unit.outputs if forward else unit.inputs:
-            arrives = done
-            if other.position != unit.position:
-                key = (*lane, forward)
-                self.lane_free[key] = max(self.lane_free.get(key, 0.0), done) + occupied
-                arrives = self.lane_free[key] + latency
-            missing, at = (
-                (other.missing_forward, other.forward_at) if forward else (other.missing_backward, other.backward_at)
-            )
-            missing[microbatch] -= 1
-            at[microbatch] = max(at[microbatch], arrives)
-            heapq.heappush(self.events, (at[microbatch], other.position))
-
-
-def _units(problem: Problem) -> list[_Unit]:
-    """Every stage on every position it lies on, wired along the edges."""
-    costs, count, num_stages = problem.costs, problem.num_microbatches, problem.graph.num_stages
-    durations = list(zip(*(costs.per_stage(name, num_stages) for name in ("F", "I", "W")), strict=True))
-    shares = problem.input_release
-    edges = problem.graph.stage_edges
-    travel = costs.travel(edges)
-    units: dict[tuple[int, int], _Unit] = {}
-    for stage, places in enumerate(problem.placement):
-        for position in places:
-            distance = problem.graph.distance_to_sink[stage]
-            units[stage, position] = _Unit(
-                stage,
-                position,
-                distance,
-                problem.activation[stage],
-                problem.activation[stage] * shares[stage],
-                durations[stage],
-                stage in problem.forward_only,
-                gradients=1,
-            )
-
-    queues = set(problem.queues)
-
-    def wire(edge: Edge, source: int, destination: int) -> None:
-        before, after = units[edge.source, source], units[edge.destination, destination]
-        before.outputs.append((after, *travel[edge], (source, destination)))
-        after.needs += 1
-        if not (before.frozen or after.frozen):
-            after.inputs.append((before, *travel[edge], (destination, source)))
-            before.gradients += 1
-        if edge in queues:
-            before.consumers.append(after)
-            after.feeders.append(before)
-
-    for edge in edges:
-        sources, destinations = problem.placement[edge.source], problem.placement[edge.destination]
-        for source, destination in itertools.product(sources, destinations):
-            if source == destination or sources != destinations:
-                wire(edge, source, destination)
-    for unit in units.values():
-        unit.peers = [units[unit.stage, place] for place in problem.placement[unit.stage]]
-        unit.missing_forward = [unit.needs] * count
-        unit.missing_backward = [unit.gradients] * count
-        unit.forward_at = [0.0] * count
-        unit.backward_at = [0.0] * count
-    return list(units.values())
-
-
-def list_schedule(problem: Problem, policy: Policy) -> list[Entries]:
-    """Per position, the order of ``F``, ``I`` and ``W`` that ``policy`` leads to."""
-    return _ListScheduler(problem, policy).play()
+    def _give(self, what: int, call: int, links: Links, done: float) -> None:
+        """A result that a call waits for."""
+        arrives: dict[int, float] = {}  # by actor
+        for lane, occupied, latency in links:
+            leaves = self.lane_free[lane] = max(self.lane_free[lane], done) + occupied
+            arrives[lane[1]] = max(arrives.get(lane[1], 0.0), leaves + latency)
+        for actor in self.seats[self.seat_of[call]].actors if self.shared else ():
+            self.comes[what, call, actor] = max(self.comes[what, call, actor], arrives.get(actor, done))
+        self.missing[what][call] -= 1
+        at = self.arrives[what][call] = max(self.arrives[what][call], done, *arrives.values())
+        if not self.missing[what][call]:
+            heapq.heappush(self.events, (at, what, call))

@@ -19,7 +19,7 @@ from pipegrid.plans.simulate import Costs, simulate
 from pipegrid.search.found import Found, candidate, value_of
 
 _Couple: TypeAlias = tuple[float, int, int]
-"""When the first of two computes that follow each other starts, its position, and its number there."""
+"""The start of the first of two computes that follow each other, its position, and its number there."""
 
 _KINDS = {(ActionKind.F, ActionKind.B), (ActionKind.F, ActionKind.I)}
 

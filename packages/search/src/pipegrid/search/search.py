@@ -14,12 +14,13 @@ from pipegrid.plans.errors import PlanError
 from pipegrid.plans.network.network import Network, Objective, Orders, as_network
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.network.squeeze import Squeeze, squeezed
+from pipegrid.plans.plan import Plan
 from pipegrid.plans.simulate import GivenCosts
 from pipegrid.search.anneal import Annealing
 from pipegrid.search.bounds import lower_bound
+from pipegrid.search.candidates import listed, named, planned, problems, with_whole_backwards
 from pipegrid.search.exact import has_equal_costs, shortest
 from pipegrid.search.found import Found, candidate, value_of
-from pipegrid.search.greedy import listed, named, planned, problems, with_whole_backwards
 from pipegrid.search.justify import justified
 from pipegrid.search.pairs import hides, paired, without_hidden
 from pipegrid.search.patterns import patterns
@@ -61,23 +62,45 @@ def search(
     time_limit: Amount | None = None,
     progress: Callable[[Progress], bool | None] | None = None,
 ) -> Found:
-    """The best plan of a chain for ``costs`` under ``memory_limit``, by makespan or by span.
+    """The best plan for ``costs`` whose positions never hold more than ``memory_limit``, by makespan or by span.
 
-    The arguments are those of `greedy`, whose named schedules (and, where the effort allows, list schedules) compete
-    here. Then patterns of one microbatch are repeated, squeezed by the costs and reordered in warmup and cooldown;
-    with equal costs on a few positions, all orders are searched; and the best few are improved by local moves.
+    The named schedules that keep to the cap compete with the plans of a list scheduler that knows the measured times of
+    F, I, W and messages, under several dozen policies (fewer where the effort does not allow all). Without effort,
+    these are all: `greedy`. Otherwise patterns of one microbatch are repeated, squeezed by the costs and reordered in
+    warmup and cooldown; with equal costs on a few positions, all orders are searched; and the best few are improved by
+    local moves. Of equal values, the lower peak wins.
 
-    ``effort`` scales the work: about 10 s at 1 for most sizes, under a minute for the largest. The work is counted in
-    operations, so the result is the same on every machine, unless ``time_limit`` (seconds) ends the search first.
-    ``progress`` is called now and then; where it returns True, the search ends with the best so far.
+    Where ``costs.hidden`` says that pairs save time, the schedules that have pairs compete as well, a forward and a
+    backward that follow each other in the best plans are joined where that makes the step shorter, and the bound is one
+    of all pairs.
 
-    Where ``costs.hidden`` says that pairs save time, they are formed as in `greedy`, and the bound is one of all pairs.
+    Args:
+        costs: times, memory and messages.
+        memory_limit: in the unit of ``costs.activation`` (by default microbatches, a chunk counting its share of a
+            position), counted from the F of a microbatch to the end of its W; None: unlimited.
+        num_positions: p.
+        num_microbatches: of a step.
+        num_stages: None: as many as ``costs`` are given for, or one per position.
+        placement: None: each that suits the stages: one stage per position, round and round, or (with two per position)
+            down and back up.
+        graph: modules in place of a chain.
+        forward_only: frozen modules of the graph, which run no backward.
+        ahead: the most microbatches that a frozen module is ahead of each that it feeds (None: any number). A plan of
+            computes keeps to it in the costs' own time only; pass ``ahead`` to `lower` as well, which holds the
+            messages back.
+        objective: what is least.
+        effort: scales the work: about 10 s at 1 for most sizes, under a minute for the largest. The work is counted in
+            operations, so the result is the same on every machine.
+        time_limit: seconds after which the search ends with the best so far.
+        progress: called now and then; where it returns True, the search ends with the best so far.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 (patterns); Qi et al.
-    2023, "Zero Bubble Pipeline Parallelism", section 4 (``"span"``: the optimizer's step bypasses the barrier).
+    2023, "Zero Bubble Pipeline Parallelism", sections 3 (policies) and 4 (``"span"``: the optimizer's step bypasses the
+    barrier). The guarantee against memory deadlock is ours (see `list_scheduler`).
 
     Raises:
-        PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch.
+        PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch (the
+            least that works is named).
         CostsError: costs for another number of stages.
 
     Examples:
@@ -101,12 +124,49 @@ def search(
     clock = _Clock(searches, time_limit, progress)
     for one in searches:
         one.run(clock)
-    best = min((one for one in searches if one.best is not None), key=_Search.rank)
+    best = min((one for one in searches if one.best is not None), key=lambda one: one.rank(one.offered[0]))
     return best.found(complete=not clock.stopped)
 
 
+def greedy(
+    costs: GivenCosts,
+    memory_limit: float | None = None,
+    *,
+    num_positions: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    placement: Iterable[int | Iterable[int]] | None = None,
+    graph: ModuleGraph | None = None,
+    forward_only: Iterable[str] = (),
+    ahead: Count | None = None,
+) -> Plan:
+    """The plan of a `search` without effort: never longer than the best of the named schedules under the cap.
+
+    Examples:
+        >>> from pipegrid.plans import Costs, simulate
+        >>> plan = greedy(Costs(F=1.0, I=1.1, W=0.7), 4, num_positions=4, num_microbatches=8, num_stages=8)
+        >>> max(simulate(plan).peaks()) <= 4
+        True
+    """
+    return search(
+        costs,
+        memory_limit,
+        num_positions=num_positions,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        placement=placement,
+        graph=graph,
+        forward_only=forward_only,
+        ahead=ahead,
+        effort=0.0,
+    ).plan
+
+
 ANNEALED = 4
-"""How many different orders are improved."""
+"""The number of different orders that are improved."""
+
+PAIRED = 8
+"""The number of best plans that are tried with pairs, without effort."""
 
 UNIT = 20_000_000
 """Operations timed at an effort of 1; small problems take fewer, as their orders are soon exhausted."""
@@ -117,13 +177,13 @@ TOLD = 100
 """The least number of progress reports while orders are improved."""
 
 TIMED, SQUEEZED, JUSTIFIED, LISTED, LISTED_GRAPH, STATE = 1, 8, 12, 4000, 60, 20
-"""What timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain and one of modules
-cost per operation, and a state of `shortest`, all in the time it takes to time one operation."""
+"""The cost per operation of timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain
+and one of modules, and of a state of `shortest`, in the time it takes to time one operation."""
 
 
 @define
 class _Clock:
-    """What ends a search early, and what tells of it."""
+    """The end of a search that comes early, and reports of its progress."""
 
     searches: list[_Search]
     time_limit: float | None
@@ -165,22 +225,26 @@ class _Search:
         self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
         self.total = 1.5 * self.budget  # with justification, the last step
         self.spent = 0.0
-        self.best: Found | None = None
+        self.offered: list[Found] = []  # the best, in order
         self.proved = False
         # Distinct orders, each with its value and origin.
         self.starts: dict[tuple[tuple[int, ...], ...], tuple[float, str]] = {}
 
-    def rank(self) -> tuple[float, float]:
-        assert self.best is not None
-        return value_of(self.best, self.objective), self.best.peak
+    @property
+    def best(self) -> Found | None:
+        return self.offered[0] if self.offered else None
+
+    def rank(self, entry: Found) -> tuple[float, float]:
+        return value_of(entry, self.objective), entry.peak
 
     def found(self, *, complete: bool) -> Found:
-        assert self.best is not None
-        return evolve(self.best, bound=self.bound, optimal=self._is_done(), complete=complete)
+        return evolve(self.offered[0], bound=self.bound, optimal=self._is_done(), complete=complete)
 
     def run(self, clock: _Clock) -> None:
-        first = self._from_schedules(), self._from_patterns(), self._from_all_orders()
-        for step in (*first, self._improve(clock), self._justify(clock)):
+        steps = [self._from_schedules()]
+        if self.budget:
+            steps += [self._from_patterns(), self._from_all_orders(), self._improve(clock), self._justify(clock)]
+        for step in steps:
             for _ in step:
                 clock.tell()
                 if clock.stop():
@@ -194,9 +258,10 @@ class _Search:
 
     def _pair(self) -> None:
         """Join what follows each other in the best plans, where pairs save time."""
-        if not self.hides or self.best is None:
+        if not self.hides:
             return
-        self._offer(paired(self.best, self.problem, self.objective))
+        for found in self.offered[: 1 if self.budget else PAIRED]:
+            self._offer(paired(found, self.problem, self.objective))
         for _, orders, origin in self._best_starts(ANNEALED):
             entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
             for written in (entries, with_whole_backwards(entries)):
@@ -207,11 +272,8 @@ class _Search:
         return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
 
     def _offer(self, entry: Found | None) -> None:
-        if entry is None:
-            return
-        key = (value_of(entry, self.objective), entry.peak)
-        if self.best is None or key < self.rank():
-            self.best = entry
+        if entry is not None:
+            self.offered = sorted([*self.offered, entry], key=self.rank)[:PAIRED]
 
     def _start(self, value: float, orders: Orders, origin: str) -> None:
         self.starts.setdefault(tuple(map(tuple, orders)), (value, origin))
@@ -224,25 +286,25 @@ class _Search:
     # The steps; each yields after a piece of work.
 
     def _from_schedules(self) -> Iterator[None]:
-        """The named schedules, and the list schedules: a few where all would take more than a quarter of the effort."""
+        """The named schedules, and the list schedules: a few where all would take more than a quarter of an effort."""
         one_module = len(self.problem.graph.modules) == 1
-        few = LISTED * self.operations <= self.budget / 4
+        every = not self.budget or LISTED * self.operations <= self.budget / 4
         cost, listing = (LISTED / 200 if one_module else LISTED_GRAPH) * self.operations, 0.0
         for source in (named, listed):
             for entry in source(self.problem):
                 self._offer(entry)
-                if few or not one_module or not listing:  # the other steps of a large chain are as without the others
+                # The other steps of a large chain are as without the others.
+                if self.budget and (every or not one_module or not listing):
                     orders = self.network.orders_of(entry.plan)
                     if all(map(self.network.keeps_to_limit, orders)):
                         timing = self.network.timed(orders, self.objective)
                         if timing is not None:  # a frozen module may be farther ahead than its queue is long
                             self._start(timing.value, orders, entry.origin)
-                    if source is listed:
-                        self.spent += cost
                 if source is listed:
+                    self.spent += cost
                     listing += cost
                 yield
-                if source is listed and not few and listing >= self.budget / (12 if one_module else 3):
+                if source is listed and not every and listing >= self.budget / (12 if one_module else 3):
                     break
 
     def _from_patterns(self) -> Iterator[None]:

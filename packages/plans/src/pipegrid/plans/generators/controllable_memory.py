@@ -73,7 +73,7 @@ class _Block:
     ahead: int
 
     def dates(self, position: int, num_positions: int) -> tuple[int, int, int, int]:
-        """When microbatch 0 passes ``position``: F down, F up, I down, I up."""
+        """The dates of microbatch 0 on ``position``: F down, F up, I down, I up."""
 
         def way(hop: tuple[int, int], to: int) -> int:  # slots from position 0 to position `to`, or back
             return hop[0] + hop[1] * (to - 1) if to > 0 else 0

@@ -7,10 +7,7 @@ scheduling. How good the result is depends on the routes, and on what is moved; 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
-from functools import cached_property
-from typing import NamedTuple
+from collections import defaultdict, deque
 
 from attrs import Factory, define, evolve
 
@@ -64,105 +61,75 @@ def routed(plan: Plan, routes: Routes, *, memory_limit: Amount | None = None) ->
         return plan
     rows: list[tuple[Action, ...]] = [()] * (plan.num_positions * routes.num_replicas)
     empty = evolve(plan, positions=rows, num_microbatches=routes.num_units, routes=routes)
-    return evolve(empty, positions=_ListScheduler(plan, empty, memory_limit).run())
-
-
-class _Result(NamedTuple):
-    """What a compute makes: an activation, a gradient, or (None) nothing that another needs."""
-
-    stage: int
-    direction: Direction | None
-    piece: int
+    limit, operations = math.inf if memory_limit is None else memory_limit, _operations(plan, empty, routes)
+    return evolve(empty, positions=_ListScheduler(plan, len(rows), operations, limit).run())
 
 
 @define(eq=False)
 class _Operation:
-    """A compute of all the actors that do it together, and what is known of it so far."""
+    """A compute of all the actors that do it together; ``order``: its date, stage and call."""
 
-    date: float
+    order: tuple[float, int, int]
     action: Action
     actors: tuple[int, ...]
     at_home: bool
-    result: _Result
     waits: int = 0
     ready: float = 0.0
     then: list[_Operation] = Factory(list)
 
-    @property
-    def order(self) -> tuple[float, int, int]:
-        """Earlier dates first, and one order of those that have the same."""
-        return self.date, self.action.stage, self.action.microbatch or 0
+
+def _operations(plan: Plan, empty: Plan, routes: Routes) -> list[_Operation]:
+    """All computes, in order, with those that wait for each."""
+    dates: dict[tuple[int, int], dict[ActionKind, float]] = defaultdict(dict)  # in the schedule of one replica
+    for position, starts in enumerate(play(plan, Costs()).start):
+        for action, date in zip(plan.actions(position), starts, strict=True):
+            dates[action.stage, action.microbatch or 0][action.kind] = date
+    # By stage, what it makes (an activation, a gradient, or None: nothing that another needs), and call.
+    made: dict[tuple[int, Direction | None, int], _Operation] = {}
+    for stage, places in enumerate(plan.placement):
+        module, _ = plan.graph.module_of(stage)
+        for call in routes.calls(module):
+            replica = routes.of(call, stage)
+            actors, at_home = empty.actors(places, replica), replica == routes.home(call)
+            first, last = dates[stage, routes.microbatch(call)], routes.units_for(call, module)[-1]
+            for kind, date in {**dates[stage, routes.microbatch(last)], F: first[F]}.items():
+                way = None if kind is W else FORWARD if kind is F else BACKWARD
+                made[stage, way, call] = _Operation((date, stage, call), Action(kind, stage, call), actors, at_home)
+    flows = dataflow_of(empty)
+    for (stage, way, call), one in made.items():
+        needs: list[tuple[int, Direction | None, int]] = []
+        if way is not FORWARD:
+            needs.append((stage, FORWARD if way is BACKWARD else BACKWARD, call))
+        for flow, message in flows.arriving(stage, way, call) if way is not None else ():
+            makers = {maker for source in flow.sources for maker in flow.makers(message, source)}
+            needs += [(flow.producer, way, maker) for maker in sorted(makers)]
+        for need in needs:
+            made[need].then.append(one)
+        one.waits = len(needs)
+    return sorted(made.values(), key=lambda one: one.order)
 
 
 class _ListScheduler:
     """Orders of all actors, operation by operation: always one of those that can start first.
 
-    ``own``: per actor, the operations of its own units, in order; ``done``: how many of them are; ``others``: those of
-    other replicas whose inputs are there. ``live``: per actor, in microbatches.
+    ``own``: per actor, the operations of its own units that are left, in order; ``others``: those of other replicas
+    whose inputs are there. ``live``: per actor, in microbatches.
     """
 
-    def __init__(self, plan: Plan, empty: Plan, memory_limit: float | None) -> None:
-        assert empty.routes is not None
-        self.plan, self.empty, self.routes = plan, empty, empty.routes
-        self.limit = math.inf if memory_limit is None else memory_limit
-        self.operations = sorted(self._operations(), key=lambda one: one.order)
-        self._connect()
-        count = empty.num_positions
-        self.own: list[list[_Operation]] = [[] for _ in range(count)]
-        for one in self.operations:
+    def __init__(self, plan: Plan, num_actors: int, operations: list[_Operation], limit: float) -> None:
+        self.plan, self.limit, self.left = plan, limit, len(operations)
+        self.own: list[deque[_Operation]] = [deque() for _ in range(num_actors)]
+        for one in operations:
             for actor in one.actors if one.at_home else ():
                 self.own[actor].append(one)
-        self.done = [0] * count
-        self.others = [one for one in self.operations if not one.at_home and not one.waits]
-        self.free, self.live = [0.0] * count, [0.0] * count
+        self.others = [one for one in operations if not one.at_home and not one.waits]
+        self.free, self.live = [0.0] * num_actors, [0.0] * num_actors
         self.warm = [all(one.action.kind is F for one in own) for own in self.own]  # those have no warmup
-        self.orders: list[list[Action]] = [[] for _ in range(count)]
-
-    @cached_property
-    def _dates(self) -> dict[tuple[int, int], list[tuple[float, ActionKind]]]:
-        """Of the schedule of one replica: by stage and microbatch, when each of its computes starts."""
-        start, _, _ = play(self.plan, Costs())
-        found: dict[tuple[int, int], dict[ActionKind, float]] = defaultdict(dict)
-        for position, starts in enumerate(start):
-            for action, date in zip(self.plan.actions(position), starts, strict=True):
-                found[action.stage, action.microbatch or 0][action.kind] = date
-        return {key: [(date, kind) for kind, date in dates.items()] for key, dates in found.items()}
-
-    def _operations(self) -> Iterator[_Operation]:
-        graph, routes = self.plan.graph, self.routes
-        for stage, places in enumerate(self.plan.placement):
-            module, _ = graph.module_of(stage)
-            for call in routes.calls(module):
-                first, last = routes.microbatch(call), routes.microbatch(routes.units_for(call, module)[-1])
-                kinds = [one for one in self._dates[stage, first] if one[1] is F]
-                kinds += [one for one in self._dates[stage, last] if one[1] is not F]
-                replica = routes.of(call, stage)
-                actors, at_home = self.empty.actors(places, replica), replica == routes.home(call)
-                for date, kind in kinds:
-                    way = None if kind is W else FORWARD if kind is F else BACKWARD
-                    action, result = Action(kind, stage, call), _Result(stage, way, call)
-                    yield _Operation(date, action, actors, at_home, result)
-
-    def _connect(self) -> None:
-        """Note what each operation waits for."""
-        flows = dataflow_of(self.empty)
-        made = {one.result: one for one in self.operations if one.action.kind is not W}
-        for one in self.operations:
-            stage, direction, piece = one.result
-            if direction is None:
-                needs = [_Result(stage, BACKWARD, piece)]
-            else:
-                needs = [] if direction is FORWARD else [_Result(stage, FORWARD, piece)]
-                for flow, message in flows.arriving(stage, direction, piece):
-                    makers = {made for source in flow.sources for made in flow.makers(message, source)}
-                    needs += [_Result(flow.producer, direction, maker) for maker in sorted(makers)]
-            for need in needs:
-                made[need].then.append(one)
-            one.waits = len(needs)
+        self.orders: list[list[Action]] = [[] for _ in range(num_actors)]
 
     def run(self) -> list[list[Action]]:
         """The orders."""
-        for _ in self.operations:
+        for _ in range(self.left):
             chosen = self._next(warm=True) or self._next(warm=False)
             if chosen is None:
                 raise PlanError(
@@ -174,8 +141,12 @@ class _ListScheduler:
 
     def _next(self, *, warm: bool) -> _Operation | None:
         """The operation to do next; ``warm``: forwards of other replicas only after the warmup."""
-        heads = {id(own[done]): own[done] for own, done in zip(self.own, self.done, strict=True) if done < len(own)}
-        candidates = [one for one in heads.values() if not one.waits and self._is_next(one) and self._fits(one)]
+        heads = {id(own[0]): own[0] for own in self.own if own}.values()
+        candidates = [
+            one
+            for one in heads
+            if not one.waits and all(self.own[actor][0] is one for actor in one.actors) and self._fits(one)
+        ]
         candidates += [
             one
             for one in self.others
@@ -185,12 +156,10 @@ class _ListScheduler:
 
     def _rank(self, one: _Operation) -> tuple[float, bool, tuple[float, int, int]]:
         """The first to start; of these the first by its date, and weight gradients of other replicas last."""
-        start = max(one.ready, *(self.free[actor] for actor in one.actors))
-        return start, not one.at_home and one.action.kind is W, one.order
+        return self._start(one), not one.at_home and one.action.kind is W, one.order
 
-    def _is_next(self, one: _Operation) -> bool:
-        at = [(self.own[actor], self.done[actor]) for actor in one.actors]
-        return all(done < len(own) and own[done] is one for own, done in at)
+    def _start(self, one: _Operation) -> float:
+        return max(one.ready, *(self.free[actor] for actor in one.actors))
 
     def _size(self, one: _Operation) -> float:
         return 1.0 / self.plan.stages_beside[one.action.stage]
@@ -200,15 +169,15 @@ class _ListScheduler:
         return all(self.live[actor] + more <= self.limit + 1e-9 for actor in one.actors)
 
     def _do(self, one: _Operation) -> None:
-        kind = one.action.kind
-        end = max(one.ready, *(self.free[actor] for actor in one.actors)) + (2.0 if kind is B else 1.0)
+        kind, end = one.action.kind, self._start(one) + (2.0 if one.action.kind is B else 1.0)
         keeps = kind is F and one.action.stage not in self.plan.forward_only
         for actor in one.actors:
             self.orders[actor].append(one.action)
             self.free[actor] = end
             self.live[actor] += self._size(one) if keeps else -self._size(one) if kind in (B, W) else 0.0
             self.warm[actor] = self.warm[actor] or (one.at_home and kind is not F)
-            self.done[actor] += one.at_home
+            if one.at_home:
+                self.own[actor].popleft()
         if not one.at_home:
             self.others.remove(one)
         for other in one.then:

@@ -58,7 +58,7 @@ def u_shape(
 
 @frozen
 class UShapeCounts:
-    """How far the parts of a U run ahead of each other, if there are as many microbatches.
+    """Microbatches that the parts of a U run ahead of each other, if there are as many.
 
     Attributes:
         in_flight: per position, the microbatches between the forward and the backward of its stage (of the head, on
@@ -172,7 +172,7 @@ def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forwar
 
 
 def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
-    """What position 0 does, phase by phase; the tail is stage ``tail``."""
+    """The order of position 0, phase by phase; the tail is stage ``tail``."""
     builder = OrderBuilder(num_microbatches)
     held = min(counts.in_flight[0], num_microbatches)
     warmup = min(counts.head_warmup, held)
@@ -196,7 +196,7 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps
 
 
 def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
-    """What position 0 does in evaluation: heads until the first microbatch is back, then tail and head in turn."""
+    """The order of position 0 in evaluation: heads until the first microbatch is back, then tail and head in turn."""
     builder = OrderBuilder(num_microbatches)
     for _ in range(min(counts.head_warmup, num_microbatches)):
         builder.f(0)

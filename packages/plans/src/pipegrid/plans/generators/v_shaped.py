@@ -39,7 +39,7 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count, *, overlap: boo
 
 
 def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int, overlap: bool) -> Steps:
-    """What ``position`` of `zero_bubble_v` does, phase by phase.
+    """The order of ``position`` in `zero_bubble_v`, phase by phase.
 
     In slots of one chunk's pass, with p the position: microbatch 0 comes down at p and back up at 2P-1-p, its
     gradient down at 2P+p and back up at 4P-1-p. Each phase fills the slots until the next of these. With ``overlap``
@@ -99,7 +99,7 @@ def dualpipe_v(num_positions: Count, num_microbatches: Count, *, overlap: bool =
 
 
 def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int, overlap: bool) -> Steps:
-    """What ``position`` of `dualpipe_v` does, in the eight phases of the paper's figure."""
+    """The order of ``position`` in `dualpipe_v`, in the eight phases of the paper's figure."""
     down, up = position, 2 * num_positions - 1 - position
     above, below = position + 1, num_positions - position - 1  # this position and those before; those after
     builder = OrderBuilder(num_microbatches)

@@ -1,4 +1,4 @@
-"""What the schedulers of this folder are given, a `Problem`, and the orders that they return."""
+"""The input of the schedulers, a `Problem`, and the orders that they return."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SharedCommunicators(LaneSharing):
 
     @property
     def per_position(self) -> tuple[int, ...]:
-        """How many communicators each rank of a position opens for its lanes."""
+        """The number of communicators that each rank of a position opens for its lanes."""
         members = self.members
         return tuple(sum(position in one for one in members) for position in range(self.plan.num_positions))
 
@@ -120,7 +120,7 @@ def orders_on(plan: Plan, numbers: Mapping[Lane, int], model: OrderModel) -> Ord
 
 
 def strictest(models: Sequence[OrderModel], *, drains: bool) -> list[OrderModel]:
-    """Those of the order models whose proofs, of what `orders_on` returns, cover all of them.
+    """The order models whose proofs, of what `orders_on` returns, cover all of ``models``.
 
     With drains a device that runs one kernel at a time makes a rank one queue of computes and launches: what waits in
     another model waits there too, but for peers that connect.

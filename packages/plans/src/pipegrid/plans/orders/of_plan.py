@@ -149,7 +149,7 @@ def ways_of(action: Action) -> set[_Way]:
 
 
 def label_of(action: Action, otherwise: str = "") -> str:
-    """What a message carries, in words that both of its ends have; ``otherwise``, without an edge."""
+    """The content of a message, in words that both of its ends have; ``otherwise``, without an edge."""
     return next((_labelled(way, action) for way in ways_of(action)), otherwise)
 
 

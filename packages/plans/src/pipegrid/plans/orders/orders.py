@@ -60,7 +60,7 @@ class Launch:
 
 @frozen
 class Orders:
-    """What each rank launches, in order.
+    """The launches of each rank, in order.
 
     Attributes:
         ranks: per rank its launches.

@@ -24,7 +24,7 @@ def plan_of_torch(schedule: Any) -> Plan:
 
 
 def orders_of_torch(schedule: Any, *, batched: bool = True) -> Orders:
-    """What each rank of a schedule object of torch launches on its one group, and where it waits for its sends.
+    """The launches of each rank of a schedule object of torch on its one group, and where it waits for its sends.
 
     torch launches each message alone; what is proved of batches of one (``batched``), whose lines are longer, holds of
     these as well.

@@ -41,7 +41,7 @@ class Wait(NamedTuple):
 
 
 def play(programs: Sequence[Program], num_events: int) -> list[int]:
-    """How many operations each position completes: the proof that none gets stuck, which knows of no clock.
+    """The number of operations that each position completes: the proof that none gets stuck, which knows of no clock.
 
     An event stays set, so the outcome is the same whichever runs first; each operation is looked at at most twice.
     """

@@ -137,7 +137,7 @@ _SHOWN = 4  # launches in a row of an error
 
 
 def _standing(played: PlayedOrders) -> str:
-    """How far each rank has come: what has ended, what is under way, and what is behind it."""
+    """The progress of each rank: what has ended, what is under way, and what is behind it."""
     orders = played.orders
     launched, unended = set[tuple[int, int]](), set[tuple[int, int]]()
     for track, index in zip(played.tracks, played.at, strict=True):

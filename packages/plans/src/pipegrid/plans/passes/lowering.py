@@ -376,7 +376,7 @@ def _with_pairs(steps: list[Step], planned: Sequence[Step]) -> list[Step]:
 def _averages(
     plan: Plan, dataflow: Dataflow, computes: Sequence[Sequence[Action]], line: _Line
 ) -> Iterable[tuple[Action, tuple[int, ...], int]]:
-    """Where replicas differ, the ``REDUCE`` of each trained stage after its last backward on any: members and place."""
+    """The ``REDUCE`` of each trained stage where replicas differ, after its last backward on any: members and place."""
     for stage in range(plan.num_stages if plan.num_replicas > 1 else 0):
         if stage in plan.forward_only:
             continue

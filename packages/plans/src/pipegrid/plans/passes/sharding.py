@@ -1,4 +1,4 @@
-"""Where the parameters of sharded stages are gathered and freed, and their gradients reduced.
+"""Gathers and frees of the parameters of sharded stages, and reductions of their gradients, as actions of a plan.
 
 A position has room for a *window* of gathered stages. Its computes need stages in a known order, so which one to free
 for the next is the question that Belady answered for pages: the one whose next use is farthest away (Belady 1966, "A
@@ -18,7 +18,7 @@ from pipegrid.plans.plan import Action, ActionKind, Plan, Step, actions_of
 
 Reduce: TypeAlias = Literal["step", "microbatch"]
 Shard: TypeAlias = Reduce | Mapping[str, Reduce]
-"""When the gradients of sharded modules are reduced; a mapping names the modules that are sharded."""
+"""The time at which the gradients of sharded modules are reduced; a mapping names the modules that are sharded."""
 
 _ByModule = Annotated[Any, instance(Mapping, "a dict from a module's name to 'step' or 'microbatch'")]
 

@@ -185,7 +185,7 @@ class Action:
 
     @property
     def direction(self) -> Direction | None:
-        """What travels along the edge: activations forward, gradients backward; None without an edge."""
+        """The direction along the edge: activations forward, gradients backward; None without an edge."""
         if self.edge is None:
             return None
         forward = (self.stage == self.edge.source) != self.kind.is_receive

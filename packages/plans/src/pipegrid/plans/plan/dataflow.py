@@ -145,11 +145,11 @@ class Dataflow:
         return self.positions_each is not None
 
     def inputs(self, stage: int, direction: Direction) -> tuple[EdgeFlow, ...]:
-        """What the stage's compute in ``direction`` needs of other stages."""
+        """Results of other stages that the stage's compute in ``direction`` needs."""
         return self._by_end[1].get((stage, direction), ())
 
     def outputs(self, stage: int, direction: Direction) -> tuple[EdgeFlow, ...]:
-        """What the stage's compute in ``direction`` gives to other stages."""
+        """Results that the stage's compute in ``direction`` gives to other stages."""
         return self._by_end[0].get((stage, direction), ())
 
     def arriving(self, stage: int, direction: Direction, piece: int) -> Iterable[tuple[EdgeFlow, int]]:

@@ -95,7 +95,7 @@ def _actors(value: Iterable[Actor]) -> tuple[Actor, ...]:
 
 @frozen(slots=False, field_transformer=checked_fields(PlanError))
 class Routes:
-    """Which replica computes each stage of each unit; equal routes are equal values, and have one digest.
+    """The replica that computes each stage of each unit; equal routes are equal values, and have one digest.
 
     Attributes:
         units: per replica, the number of its microbatches, which may differ.

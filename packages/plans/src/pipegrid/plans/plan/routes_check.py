@@ -1,4 +1,4 @@
-"""How routes must fit the graph of a plan and the placement of its stages."""
+"""The fit of routes to the graph of a plan and the placement of its stages."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _check_skips(routes: Routes, graph: ModuleGraph, unit: int, forward_only: Co
 
 
 def _check_moves(routes: Routes, graph: ModuleGraph) -> None:
-    """What moves is a stage of a call."""
+    """Raise unless each move is of a stage of a call."""
     calls = {module: frozenset(routes.calls(module)) for module in graph.order} if routes.moves else {}
     for move in routes.moves:
         if move.stage >= graph.num_stages:

@@ -1,4 +1,4 @@
-"""What a plan takes at given costs: start and end of each action, idle time, live memory."""
+"""The times and memory of a plan at given costs: start and end of each action, idle time, live memory."""
 
 from pipegrid.plans.simulate.costs import (
     activation_sizes,

@@ -1,4 +1,4 @@
-"""What a position runs beside its computes: collectives of sharded stages over its replicas, and copies to the host.
+"""Streams beside the computes of a position: collectives of sharded stages over its replicas, and copies to the host.
 
 Each is a stream: what is started on it runs in order, and the computes that need a result wait for it.
 """

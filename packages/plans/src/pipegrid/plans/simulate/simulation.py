@@ -1,4 +1,4 @@
-"""What a plan takes: when each action starts and ends, how long positions idle, how much memory is live.
+"""The times and memory of a plan: start and end of each action, idle time of positions, live memory.
 
 The model: a position does one compute, or one pair, at a time, in its plan's order. A send or a receive only posts; a
 message starts once both its ends are posted and its lane's earlier messages have left, and the compute that
@@ -52,7 +52,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last action ends; the first starts at 0."""
+        """The end of the last action; the first starts at 0."""
         return max((time for times in self.end for time in times), default=0.0)
 
     @cached_property

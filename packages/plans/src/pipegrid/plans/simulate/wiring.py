@@ -1,4 +1,4 @@
-"""What the engine looks up once per compute and per message of a position: what it waits for, and what it gives."""
+"""The wiring of a position, which the engine looks up per compute and per message: what it waits for, what it gives."""
 
 from __future__ import annotations
 

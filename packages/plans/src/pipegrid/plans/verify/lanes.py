@@ -58,7 +58,7 @@ def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
 
 
 def _different(key: str | int, one: PositionVerifier, other: PositionVerifier) -> tuple[int, str] | None:
-    """Where the calls of two positions differ first: the number of the call, and the step of each."""
+    """The first call in which two positions differ: its number, and the step of each."""
     ours, theirs = ([call.same for call in verifier.calls[key]] for verifier in (one, other))
     if ours == theirs:
         return None

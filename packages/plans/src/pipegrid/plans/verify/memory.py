@@ -1,4 +1,4 @@
-"""What one position's plan keeps in memory: the most microbatches whose activations are live at once."""
+"""The memory of one position's plan: the most microbatches whose activations are live at once."""
 
 from __future__ import annotations
 

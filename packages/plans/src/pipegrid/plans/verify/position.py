@@ -26,7 +26,7 @@ class GroupCall(NamedTuple):
 
 @define(eq=False)
 class SharedLane:
-    """What one position exchanges with a partner over their one communicator, batch by batch.
+    """The messages of one position and a partner over their one communicator, batch by batch.
 
     ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step. ``here`` and ``there``:
     the events of the first exchange at both ends, where it blocks.

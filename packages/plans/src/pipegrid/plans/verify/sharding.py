@@ -12,7 +12,7 @@ UNSHARD, RESHARD = ActionKind.UNSHARD, ActionKind.RESHARD
 
 
 class Gathering(NamedTuple):
-    """What one position gathers: its faults, and the most stages gathered at once."""
+    """The gathers of one position: its faults, and the most stages gathered at once."""
 
     faults: tuple[Fault, ...]
     peak: int

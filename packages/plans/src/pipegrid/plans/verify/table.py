@@ -19,7 +19,7 @@ Batches: TypeAlias = Literal["in_order", "simultaneous"]
 
 @frozen
 class Blocking:
-    """How communication blocks: the arguments of `verify`."""
+    """The blocking of communication: arguments of `verify`."""
 
     rendezvous: bool = True
     lanes: Communicators = "separate"

@@ -13,7 +13,7 @@ from attrs import frozen
 from pipegrid.plans.plan import Actor
 from pipegrid.plans.simulate import with_slack
 from pipegrid.search.bounds import preemptive
-from pipegrid.search.routed.problem import RoutedProblem
+from pipegrid.search.calls import RoutedProblem
 
 
 def routed_bound(problem: RoutedProblem) -> float:
@@ -40,7 +40,7 @@ def routed_bound(problem: RoutedProblem) -> float:
     """
     ways, bound = _ways(problem), 0.0
     for position in range(len(problem.limits)):
-        own = [stage for stage, place in enumerate(problem.placement) if place == position]
+        own = problem.stages_at(position)
         speeds = [problem.speed(Actor(position, replica)) for replica in problem.routes.living(position)]
         work = math.fsum(ways.units[stage] * sum(problem.durations[stage]) for stage in own)
         bound = max(bound, min((ways.head[stage] for stage in own), default=0.0) + work / math.fsum(speeds))
@@ -72,16 +72,16 @@ class _Ways:
 def _ways(problem: RoutedProblem) -> _Ways:
     routes, graph = problem.routes, problem.graph
     stages = range(graph.num_stages)
-    living = [routes.living(place) for place in problem.placement]
+    living = [routes.living(place) for place in problem.position]
     fastest = [
         max(problem.speed(Actor(place, replica)) for replica in living[stage])
-        for stage, place in enumerate(problem.placement)
+        for stage, place in enumerate(problem.position)
     ]
     times = [tuple([time / fastest[stage] for time in problem.durations[stage]]) for stage in stages]
     modules = problem.modules
     uneven = bool(routes.skips or routes.every)
     edges = [
-        (source, destination, lag if problem.placement[source] != problem.placement[destination] else 0.0)
+        (source, destination, lag if problem.position[source] != problem.position[destination] else 0.0)
         for source, destination, lag in problem.messages
         if not uneven or modules[source] == modules[destination]
     ]
@@ -198,9 +198,9 @@ def _operations(
 
 
 def _before_forward(problem: RoutedProblem, stage: int, number: int) -> tuple[int, int]:
-    """How many ``I``, and how many ``W``, must be done before an actor has room for F number ``number``."""
+    """The numbers of ``I`` and ``W`` that must be done before an actor has room for F number ``number``."""
     size, released = problem.activation[stage], problem.released[stage]
-    lacking = size * number - with_slack(problem.limits[problem.placement[stage]])
+    lacking = size * number - with_slack(problem.limits[problem.position[stage]])
     if lacking <= 0:
         return 0, 0
     kept = lacking - released * (number - 1)

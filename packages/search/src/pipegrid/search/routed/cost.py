@@ -1,4 +1,4 @@
-"""What a dead rank costs: the time of a step without it, and the memory that its peers need for that."""
+"""The cost of a dead rank: the time of a step without it, and the memory that its peers need for that."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Actor, Plan, Routes
 from pipegrid.plans.simulate import Costs, simulate, unit_costs
+from pipegrid.search.calls import RoutedProblem
 from pipegrid.search.routed.bound import routed_bound
-from pipegrid.search.routed.problem import RoutedProblem
 from pipegrid.search.routed.reroute import reroute
 from pipegrid.search.routed.schedule import improved, routed_problem
 
@@ -112,14 +112,14 @@ class LostRank:
         )
 
     def share(self, makespan: float) -> str:
-        """How much longer than the undisturbed step, as text."""
+        """The change from the undisturbed step, as text."""
         return f"{100 * (makespan / self.undisturbed - 1):+.0f}%"
 
 
 def lost_rank_costs(
     plan: Plan, num_replicas: Count, costs: Costs | None = None, *, positions: Iterable[int] | None = None
 ) -> list[LostRank]:
-    """What one dead rank of each position costs a job that runs ``plan`` in ``num_replicas`` replicas.
+    """The cost of one dead rank of each position to a job that runs ``plan`` in ``num_replicas`` replicas.
 
     ``positions``: those asked for (None: all). ``costs``: as of `schedule_routes`.
 

@@ -68,7 +68,7 @@ def as_speeds(speeds: Mapping[Actor, float] | None) -> dict[Actor, float]:
 
 
 def _works(routes: Routes, stages: list[int], plan: Plan | None) -> dict[tuple[int, int], list[int]]:
-    """What stays together: by call and the replica that computes it, stages of one module and one position."""
+    """Stages of one module and one position, which stay together, by call and the replica that computes it."""
     works: dict[tuple[int, int], list[int]] = defaultdict(list)
     for stage in stages:
         for call in routes.calls(plan.graph.module_of(stage)[0] if plan else ""):

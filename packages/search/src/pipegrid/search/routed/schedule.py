@@ -13,10 +13,10 @@ from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, Actor, Plan, Routes, check_routes, compute_plan, require_plan
 from pipegrid.plans.simulate import Costs, activation_sizes, unit_costs
 from pipegrid.plans.verify import as_limit
+from pipegrid.search.calls import RoutedProblem
+from pipegrid.search.list_scheduler import First, Listed, Policy, list_schedule
 from pipegrid.search.routed.bound import routed_bound
-from pipegrid.search.routed.problem import RoutedProblem
 from pipegrid.search.routed.reroute import as_speeds
-from pipegrid.search.routed.scheduler import First, Routed, list_routes
 
 UNIT = 100_000
 """Operations scheduled at an effort of 1: about a third of a second."""
@@ -60,7 +60,7 @@ def schedule_routes(
     """The shortest step for ``routes`` that the effort finds, with backwards split into ``I`` and ``W``.
 
     Actors start the oldest unit that is ready, backwards first, forwards first, or in turn; ``W`` fills what is left
-    (see `list_routes`). Then units are made older or younger at random, and what is no worse is kept, until a step is
+    (see `list_schedule`). Then units are made older or younger at random, and what is no worse is kept, until a step is
     as short as `routed_bound`, or the effort is spent: a few hundred schedules of a small step, three of a large one.
     The effort counts operations and the draws have a fixed seed, so the result is the same on every rank. Lower and
     verify the plan as any other. Routes by which all replicas act alike give the plan of one.
@@ -122,7 +122,6 @@ def routed_problem(
     shared = [stage for stage, places in enumerate(plan.placement) if len(places) > 1]
     if shared:
         raise PlanError(f"stage {shared[0]} lies on positions {plan.placement[shared[0]]}; give each stage one")
-    placement = tuple([place for (place,) in plan.placement])
     costs = costs or unit_costs(plan)
     given = [memory_limit] * plan.num_positions if not isinstance(memory_limit, Iterable) else list(memory_limit)
     if len(given) != plan.num_positions:
@@ -132,7 +131,7 @@ def routed_problem(
     problem = RoutedProblem(
         routes,
         plan.graph,
-        placement,
+        plan.placement,
         costs,
         activation_sizes(plan, costs),
         tuple([as_limit(limit) for limit in given]),
@@ -149,20 +148,20 @@ def routed_problem(
     return problem
 
 
-def improved(problem: RoutedProblem, goal: float, effort: float) -> Routed:
+def improved(problem: RoutedProblem, goal: float, effort: float) -> Listed:
     """The shortest of the list schedules that the effort tries, until one is as short as ``goal``."""
     rng = random.Random(0)  # noqa: S311 -- no secret
     firsts: Sequence[First] = get_args(First)
     units = problem.routes.num_units
-    tries = max(len(firsts), int(effort * UNIT / (3 * len(problem.tasks.stage))))
-    best: tuple[tuple[float, float], First, list[float], Routed] | None = None
+    tries = max(len(firsts), int(effort * UNIT / (3 * len(problem.calls.seat))))
+    best: tuple[tuple[float, float], First, list[float], Listed] | None = None
     for number in range(tries):
         younger, first = [0.0] * units, firsts[number % len(firsts)]
         if best is not None and number >= len(firsts):
             younger, first = list(best[2]), best[1] if rng.random() < 0.7 else firsts[int(rng.random() * len(firsts))]
             for _ in range((1, 2, 4)[int(rng.random() * 3)]):
                 younger[int(rng.random() * units)] += (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)[int(rng.random() * 6)]
-        found = list_routes(problem, first, younger)
+        found = list_schedule(problem, Policy(first, younger=younger, later=False))
         late = math.fsum(max(0.0, end - goal) for end in found.ends.values())
         value = (found.makespan, late)
         if best is None or value <= best[0]:

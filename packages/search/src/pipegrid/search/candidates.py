@@ -1,4 +1,4 @@
-"""The best plan we can find for measured costs under a memory cap."""
+"""Placements for a search, the named schedules on them, and the list scheduler's orders."""
 
 from __future__ import annotations
 
@@ -24,86 +24,13 @@ from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, compute_plan, require_graph
 from pipegrid.plans.simulate import GivenCosts, activation_sizes
 from pipegrid.plans.verify import as_limit
+from pipegrid.search.calls import RoutedProblem
 from pipegrid.search.found import Found, candidate
 from pipegrid.search.list_scheduler import list_schedule, policies
-from pipegrid.search.pairs import hides, paired
+from pipegrid.search.pairs import hides
 
 SPREAD = 29
 """A prime that divides no number of policies."""
-
-PAIRED = 8
-"""How many of the best plans are tried with pairs."""
-
-
-def greedy(
-    costs: GivenCosts,
-    memory_limit: float | None = None,
-    *,
-    num_positions: int,
-    num_microbatches: int,
-    num_stages: int | None = None,
-    placement: Iterable[int | Iterable[int]] | None = None,
-    graph: ModuleGraph | None = None,
-    forward_only: Iterable[str] = (),
-    ahead: Count | None = None,
-) -> Plan:
-    """A plan of computes for ``costs`` whose positions never hold more than ``memory_limit``.
-
-    A list scheduler with the measured times of F, I, W and messages is run under several dozen policies, on
-    each placement that suits the stages: one stage per position, round and round, or (with two per position)
-    down and back up; ``placement`` fixes it, and ``graph`` makes it a graph of modules. The named schedules
-    that keep to the cap compete, so the result is never worse than the best of them in simulation. Of equal
-    makespans, the lower peak wins. Deterministic: the same on every rank.
-
-    ``forward_only`` names frozen modules of the graph, which run no backward; ``ahead`` is the most microbatches that
-    such a module is ahead of each that it feeds (None: any number). A plan of computes keeps to it in the costs' own
-    time only; pass ``ahead`` to `lower` as well, which holds the messages back.
-
-    Where ``costs.hidden`` says that pairs save time, the schedules that have pairs compete with them, and a forward and
-    a backward that follow each other in the best plans are joined where that makes the step shorter.
-
-    ``memory_limit`` is in the unit of ``costs.activation`` (by default microbatches, a chunk counting its
-    share of a position), counted from the F of a microbatch to the end of its W; None: unlimited.
-    ``num_stages`` defaults to what ``costs`` are given for, or one per position.
-
-    Source: the policies follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3 (automatic
-    schedules); the guarantee against memory deadlock is ours (see `list_scheduler`).
-
-    Raises:
-        PlanError: sizes below 1 or that contradict each other, or a cap below the memory of one microbatch (the
-            least that works is named).
-        CostsError: costs for another number of stages.
-
-    Examples:
-        >>> from pipegrid.plans import Costs, simulate
-        >>> plan = greedy(Costs(F=1.0, I=1.1, W=0.7), 4, num_positions=4, num_microbatches=8, num_stages=8)
-        >>> max(simulate(plan).peaks()) <= 4
-        True
-    """
-    shapes = problems(
-        costs,
-        memory_limit,
-        num_positions=num_positions,
-        num_microbatches=num_microbatches,
-        num_stages=num_stages,
-        placement=placement,
-        graph=graph,
-        forward_only=forward_only,
-        ahead=ahead,
-    )
-    found = candidates(shapes)
-    if hides(costs):
-        best = sorted(found, key=_rank)[:PAIRED]
-        found = iter([paired(entry, shape, "makespan") for entry in best for shape in shapes if _is_on(entry, shape)])
-    return min(found, key=_rank).plan
-
-
-def _rank(entry: Found) -> tuple[float, float]:
-    return entry.makespan, entry.peak
-
-
-def _is_on(entry: Found, problem: Problem) -> bool:
-    return entry.plan.placement == problem.placement
 
 
 def candidates(shapes: Iterable[Problem]) -> Iterator[Found]:
@@ -111,7 +38,7 @@ def candidates(shapes: Iterable[Problem]) -> Iterator[Found]:
 
     Examples:
         >>> from pipegrid.plans import Costs
-        >>> from pipegrid.search.greedy import problems
+        >>> from pipegrid.search.candidates import problems
         >>> found = list(candidates(problems(Costs(), 4, num_positions=2, num_microbatches=4)))
         >>> found[0].origin, found[0].makespan
         ('gpipe', 15.0)
@@ -136,7 +63,7 @@ def problems(
 ) -> list[Problem]:
     """The problem on each placement that suits the stages and whose positions hold one microbatch.
 
-    Arguments and errors are those of `greedy`.
+    Arguments and errors are those of `search`.
     """
     if graph is not None:
         require_graph(graph)
@@ -232,8 +159,9 @@ def listed(problem: Problem) -> Iterator[Found]:
     tried = list(policies(problem))
     if not one_module:  # a search may stop among them: different ones first
         tried = [tried[index * SPREAD % len(tried)] for index in range(len(tried))]
+    one_replica = RoutedProblem.of_one_replica(problem)
     for policy in tried:
-        split = list_schedule(problem, policy)
+        split = list(list_schedule(one_replica, policy).orders.values())
         for orders in (split, with_whole_backwards(split)):
             key = tuple(map(tuple, orders))
             if key in seen:

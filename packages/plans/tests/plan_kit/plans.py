@@ -58,7 +58,7 @@ def lowered(name, num_positions, num_microbatches):
 
 
 def compute_plans(num_positions, num_microbatches):
-    """Every named schedule's plan, with 1 to 3 chunks where it takes any, in 2 slices where it cuts, as (name, plan)."""
+    """Every named schedule's plan: 1 to 3 chunks where it takes any, 2 slices where it cuts; as (name, plan)."""
     for schedule in SCHEDULES.values():
         for chunks in (1, 2, 3) if schedule.chunks is None else (schedule.chunks,):
             slices = 2 if schedule.sliced else None

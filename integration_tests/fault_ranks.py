@@ -183,8 +183,8 @@ def _together(rank: int, folder: Path, where: str) -> None:
 
 def _start(case: Case, rank: int, folder: Path, port: int, injector: Injector) -> None:
     """Make the default group: over a store of the case's, or of an attempt under a launcher that starts ranks again."""
-    backend, timeout = "gloo", timedelta(seconds=60)
-    if case.backend != "gloo":
+    backend, timeout = case.backend, timedelta(seconds=60)
+    if backend.startswith("fake_nccl"):
         backend = f"cpu:{register(FakeDevice(serial=case.backend.endswith('serial')))}"
     if case.place != "restart":
         store = _store(case, rank, folder, port)

@@ -1,7 +1,8 @@
-"""Fields of attrs classes in the reference: an extension of griffe, which reads classes without importing them.
+"""Types in the reference, and fields of attrs classes: an extension of griffe, which reads code without importing it.
 
 A record gets the signature of its constructor and a table of its public fields: name, type, what the docstring's
-``Attributes`` say, default. What is no argument, such as a property, stays an attribute.
+``Attributes`` say, default. What is no argument, such as a property, stays an attribute. In signatures a private name,
+of a type or a default, is what it stands for.
 """
 
 from __future__ import annotations
@@ -18,8 +19,23 @@ def _is_record(cls: griffe.Class) -> bool:
     return any(str(decorator.value).partition("(")[0] in _DECORATORS for decorator in cls.decorators)
 
 
+def _meant(name: griffe.ExprName) -> Any:
+    """What a private name of a type or a constant stands for, where its module says so; else the name."""
+    scope: Any = name.parent
+    while scope is not None and name.name not in scope.members:
+        scope = scope.parent
+    meant = scope.members[name.name] if scope is not None else None
+    if isinstance(meant, griffe.Alias):  # imported
+        meant = meant.final_target if meant.resolved else None
+    return name if not isinstance(meant, griffe.Attribute) or meant.value is None else meant.value
+
+
 def _plain(annotation: Any) -> Any:
     """The type without what `Annotated` adds, which is a rule that the error of a wrong value says."""
+    if isinstance(annotation, griffe.ExprName) and annotation.name.startswith("_"):
+        meant = _meant(annotation)
+        named = meant is annotation or not isinstance(meant, griffe.Expr) or isinstance(meant, griffe.ExprCall)
+        return annotation if named else _plain(meant)  # a TypeVar is its name
     if isinstance(annotation, griffe.ExprSubscript):
         if annotation.canonical_name == "Annotated":
             inner = annotation.slice
@@ -79,6 +95,13 @@ class AttrsFields(griffe.Extension):
         for member in list(parent.members.values()):
             if isinstance(member, griffe.Class) and _is_record(member):
                 self._add(member)
+            if isinstance(member, griffe.Function):
+                member.returns = _plain(member.returns)
+                for parameter in member.parameters:
+                    parameter.annotation = _plain(parameter.annotation)
+                    if isinstance(parameter.default, griffe.ExprName) and parameter.default.name.startswith("_"):
+                        meant = str(_meant(parameter.default))
+                        parameter.default = "..." if meant == "object()" else meant  # a mark of what was not given
             if isinstance(member, griffe.Module | griffe.Class):
                 self._visit(member)
 

@@ -54,6 +54,17 @@ class Plain:
     """Not a record."""
 
     name: str = "b"
+
+
+_T = TypeVar("_T")
+_Pair = Annotated[tuple[int, int], abs]
+_Pairs: TypeAlias = Sequence[_Pair] | None
+_WAIT = timedelta(seconds=60)
+_MARK: Any = object()
+
+
+def function(pairs: _Pairs, first: _T, wait: timedelta = _WAIT, name: str | None = _MARK) -> dict[str, _Pair]:
+    """Of names that a reader cannot look up."""
 '''
 
 
@@ -93,6 +104,17 @@ def test_what_is_no_argument_stays_an_attribute(package):
 def test_a_class_that_is_no_record_is_left_alone(package):
     assert "__init__" not in package["derived.Plain"].members
     assert [one.kind.value for one in package["derived.Plain"].docstring.parsed] == ["text"]
+
+
+def test_a_private_name_in_a_signature_is_what_it_stands_for(package):
+    function = package["derived.function"]
+    assert [(one.name, str(one.annotation), one.default) for one in function.parameters] == [
+        ("pairs", "Sequence[tuple[int, int]] | None", None),
+        ("first", "_T", None),
+        ("wait", "timedelta", "timedelta(seconds=60)"),
+        ("name", "str | None", "..."),
+    ]
+    assert str(function.returns) == "dict[str, tuple[int, int]]"
 
 
 def test_the_tool_imports_nothing_of_what_it_reads(package):

@@ -7,6 +7,7 @@ import pytest
 
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.plans import (
+    SCHEDULES,
     PlanError,
     chain,
     dualpipe_v,
@@ -27,7 +28,7 @@ from pipegrid.plans import (
 )
 from pipegrid.plans.plan.actions import ActionKind
 from pipegrid.plans.simulate import Costs, simulate
-from plan_kit.plans import FLAT, LOOPED, U_SHAPED, V_SHAPED, compute_plans
+from plan_kit.plans import compute_plans
 
 SHAPES = [(p, m) for p in range(1, 9) for m in range(1, 3 * p + 1)]
 # By day with every remainder of p by 2 and by 3, on which bubbles and peaks depend.
@@ -89,7 +90,7 @@ def test_every_plan_verifies_at_every_shape():
             verify(plan)
 
 
-@pytest.mark.parametrize("generator", [*FLAT, *LOOPED, *V_SHAPED, *U_SHAPED])
+@pytest.mark.parametrize("generator", [known.function for known in SCHEDULES.values() if not known.sliced])
 @pytest.mark.parametrize(("p", "m"), [(0, 1), (1, 0), (-1, 1), (2.0, 2), (2, True)])
 def test_sizes_are_integers_from_1(generator, p, m):
     with pytest.raises(PlanError, match="it must be an integer of at least 1"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
+    SCHEDULES,
     ActionKind,
     dualpipe_v,
     forward_only,
@@ -21,7 +22,6 @@ from pipegrid.plans import (
     multi_module_1f1b,
     one_f_one_b,
     seq1f1b,
-    seq1f1b_interleaved,
     seq1f1b_zero_bubble,
     u_shape,
     v_half,
@@ -31,11 +31,6 @@ from pipegrid.plans import (
     zero_bubble_v,
 )
 
-FLAT = (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
-LOOPED = (interleaved_1f1b, interleaved_zero_bubble, looped_bfs, forward_only)
-V_SHAPED = (zero_bubble_v, v_half, v_min, dualpipe_v)
-U_SHAPED = (u_shape,)
-SLICED = (seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble)
 GENERATORS = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -63,17 +58,14 @@ def lowered(name, num_positions, num_microbatches):
 
 
 def compute_plans(num_positions, num_microbatches):
-    """Every generator's plan, with 1 to 3 chunks where it loops, as (name, plan)."""
-    for generator in (*FLAT, *V_SHAPED, *U_SHAPED):
-        yield generator.__name__, generator(num_positions, num_microbatches)
-    for generator in LOOPED:
-        for chunks in (1, 2, 3):
+    """Every named schedule's plan: 1 to 3 chunks where it takes any, 2 slices where it cuts; as (name, plan)."""
+    for schedule in SCHEDULES.values():
+        for chunks in (1, 2, 3) if schedule.chunks is None else (schedule.chunks,):
+            slices = 2 if schedule.sliced else None
             yield (
-                f"{generator.__name__} with {chunks} chunks",
-                generator(num_positions, num_microbatches, num_chunks=chunks),
+                f"{schedule.name} with {chunks} chunks",
+                schedule.plan(num_positions, num_microbatches, chunks, num_slices=slices),
             )
-    for generator in SLICED:
-        yield f"{generator.__name__} with 2 slices", generator(num_positions, num_microbatches, num_slices=2)
 
 
 def in_halves(plan):

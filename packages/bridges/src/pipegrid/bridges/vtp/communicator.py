@@ -153,8 +153,6 @@ class VTPCommunicator(VTPFunctions):
             edge.groups = {spec: groups[spec] for spec in edge.wiring.group_specs}
 
     def _check_config(self, given: Any) -> None:
-        if self.config.shape_mode == "manifest":
-            raise P2PUsageError("a VTPCommunicator has no shapes='manifest'; use variable_seq_lengths=True")
         wants_ring = getattr(given, "layerwise_disaggregated_training", None)
         if wants_ring is not None and bool(wants_ring) is not self.topology.ring:
             raise P2PUsageError(

@@ -42,7 +42,7 @@ class NeighbourTransfers:
         # Whether every receive is valid: dtypes are known, or agreed with the shapes, and shapes need not be given.
         mode = config.shape_mode
         known = config.pipeline_dtype is not None and mode != "given"
-        self._takes_any_receive = mode in ("header", "learned", "manifest") or known
+        self._takes_any_receive = mode in ("header", "learned") or known
 
     def transfer(self, label: str, name: str, value: Any) -> Any:
         """Start a transfer of a payload, or a receive of these shapes, and wait for it; the payload of a receive.

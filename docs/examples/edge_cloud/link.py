@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from pipegrid.transport import Direction, Edge, Handle, ReceiveHandle
+from pipegrid.transport import Communicator, Direction, Edge, Handle, ReceiveHandle
 
 
 @frozen
@@ -67,7 +67,7 @@ class Delivery:
         return self._left.is_set() and (self._handle is None or self._handle.is_completed())
 
 
-class SlowLink:
+class SlowLink(Communicator):
     """A communicator behind a slow link: every message of this rank crosses it, first in, first out.
 
     The ranks of a side share the link. Each sends its share of a tensor, and all shares together take as long as the

@@ -258,7 +258,7 @@ def test_a_stage_of_a_chain_that_returns_none_is_named_before_the_next_stage_rea
 
 def test_bad_arguments_are_named(network):
     communicator = network.communicator(2, 0)
-    with pytest.raises(StepArgumentError, match="p2p_communicator is None, without"):
+    with pytest.raises(StepArgumentError, match="p2p_communicator is None; it must be a Communicator"):
         refused()
     with pytest.raises(StepArgumentError, match="config.hidden_size is None; it must be"):
         refused(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))

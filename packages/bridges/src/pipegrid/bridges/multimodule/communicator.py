@@ -30,7 +30,6 @@ from pipegrid.reshard import (
 )
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.positions import edge_between
-from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.job import JobTopology
@@ -229,7 +228,10 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             forward_edges=self.forward_edges,
             payload_edges=self.payload_edges,
             frozen_modules=self.frozen_modules,
-            dims={name: dims_of(grid) for name, grid in self.module_to_grid_map.items()},
+            dims={
+                name: dict(zip(grid.dim_names, grid.shape, strict=True))
+                for name, grid in self.module_to_grid_map.items()
+            },
             lanes=self.config.communicators,
             replica=self._replica,
         )

@@ -39,7 +39,7 @@ from pipegrid.gradients.reduction.replicas import meet_replicas, require_equal_n
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.topology.torch_compat import is_dry
-from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.base import as_communicator
 from pipegrid.transport.collectives.differences import difference
 
 Models = Mapping[int, torch.nn.Module]

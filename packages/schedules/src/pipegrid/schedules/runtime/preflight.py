@@ -16,10 +16,10 @@ from pipegrid.gradients.errors import GradientError
 from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
 from pipegrid.schedules.runtime.stages.stage import held_modules, modules_of
+from pipegrid.transport.base import Communicator
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan
-    from pipegrid.transport.base import Communicator
     from pipegrid.transport.job import JobTopology
 
 
@@ -137,15 +137,18 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
 
 def _require_verbs(plan: Plan, position: int, communicator: Communicator) -> None:
     """Raise for a communicator that cannot send and receive the position's messages, or exchange its collectives."""
+    given = "None" if type(communicator) is Communicator else shown(communicator)
+    has_messages = type(communicator).port is not Communicator.port
     for action in plan.actions(position):
-        exchanges = action.kind is ActionKind.COLLECTIVE
-        verbs = ("collective",) if exchanges else ("isend", "irecv", "batch") if action.kind.is_message else ()
-        lacking = communicator.lacks(*verbs)
-        if lacking is not None:
-            given, verb = lacking
+        if action.kind.is_message and not has_messages:
             raise StepArgumentError(
-                f"position {position} has {action}, and communicator is {shown(given)}, without {verb}(); "
-                f"pass {'a MultiModulePipelineCommunicator' if exchanges else 'P2PCommunicator(pp_group, config)'}"
+                f"position {position} has {action}, and communicator is {given}, without port(); pass "
+                "P2PCommunicator(pp_group, config)"
+            )
+        if action.kind is ActionKind.COLLECTIVE and not communicator.exchanges:
+            raise StepArgumentError(
+                f"position {position} has {action}, and communicator is {given}, without collective(); pass a "
+                "MultiModulePipelineCommunicator"
             )
 
 

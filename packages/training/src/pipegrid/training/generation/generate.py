@@ -21,8 +21,7 @@ from pipegrid.training.generation.kv_cache import kv_cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.generation.texts import Texts
-from pipegrid.transport.adapted import as_communicator
-from pipegrid.transport.base import Communicator
+from pipegrid.transport.base import Communicator, as_communicator
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a runtime and the step functions use of a communicator: its base class. No torch.
+"""The base class of communicators: the part that a runtime and the step functions use. No torch.
 
 A communicator of one's own derives from `Communicator` and has `Communicator.port`; everything else has a default.
 """
@@ -184,7 +184,7 @@ class Communicator:
         """Raise if a transfer has failed since it was waited for."""
 
     def describe(self) -> Mapping[str, Any]:
-        """What the record of a failure says of each lane, by its name."""
+        """The state of each lane, by its name, for the record of a failure."""
         return {}
 
     # ---- The end

@@ -20,7 +20,7 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 def timed(timers: Any, name: str) -> AbstractContextManager[None]:
-    """The timer ``name`` of ``timers`` (see `P2PConfig`) runs inside the block; None is no timers."""
+    """Run the timer ``name`` of a config's ``timers`` inside the block; None is no timers."""
     return _UNTIMED if timers is None else _running(timers, name)
 
 
@@ -61,7 +61,7 @@ class NeighbourTransfers:
             return {name: self._finish(started[name]) for name in _NAMES if name in started}
 
     def overlapped(self, label: str, receive: str, /, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
-        """As `exchange`, without a wait: the payload of ``receive``, which has no data yet, and the handles."""
+        """Start an `exchange` without a wait: the payload of ``receive``, which has no data yet, and the handles."""
         with timed(self._config.timers, label):
             started = self._start_all(**parts)
             tensor = started[receive].lane.transfers.provide(started[receive]) if receive in started else None

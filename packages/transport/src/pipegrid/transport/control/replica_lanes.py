@@ -49,7 +49,7 @@ class WaysAcross(ABC):
 
     @abstractmethod
     def _verb(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> Callable[..., Any] | None:
-        """What starts a send, or a receive, of this rank; None where it is not at that end, or nothing is open."""
+        """The function that starts a send, or a receive, of this rank; None where it has no such end or open lane."""
 
     def _require_other(self, edge: Edge, replica: int) -> None:
         if replica not in range(self.count) or replica == self.replica:
@@ -82,7 +82,7 @@ class ReplicaLanes(WaysAcross):
     open_beside: Callable[..., Lanes]
 
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """See `WaysAcross.open`."""
+        """Open the lanes of these ways that are not open."""
         wanted = {self._spec(*way, sends=True) for way in sends} | {self._spec(*way, sends=False) for way in receives}
         if self.config.communicators == "shared":  # which all lanes of two ranks open together
             wanted = pair_lanes(wanted)
@@ -91,7 +91,7 @@ class ReplicaLanes(WaysAcross):
             self.open_beside(missing, beside=self.lanes)
 
     def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
-        """See `WaysAcross.peers`."""
+        """The ranks at the other ends of the edges that this rank holds an end of."""
         return {
             self._rank_of(edge.end(Direction.FORWARD, sends=not sends), replica)
             for edge, replica in across

@@ -52,7 +52,7 @@ class Signature:
 
     @property
     def gradients(self) -> tuple[bool, ...]:
-        """Which received tensors require grad, as far as their dtypes can.
+        """A mark for each received tensor that requires grad, as far as their dtypes can.
 
         The marks of the sender; all of them where the sender marks none (evaluation, or tensors made by hand).
         """
@@ -85,7 +85,7 @@ def _as_tuples(value: Any) -> Any:
 
 @define(eq=False)
 class StepShapes:
-    """What a lane carried in the first step of a batch signature.
+    """The messages of a lane in the first step of a batch signature.
 
     Attributes:
         messages: in order.
@@ -207,7 +207,7 @@ class ShapeContract:
 
     @property
     def _remedy(self) -> str:
-        """How messages may change, for an error."""
+        """The ways in which messages may change, for an error."""
         if self._known:
             return (
                 "a batch of the same shapes had that before. Where shapes depend on more than those of the batch, set "

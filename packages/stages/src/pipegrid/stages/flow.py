@@ -1,4 +1,4 @@
-"""How a forward begins and ends on a stage, and what is sent between stages."""
+"""The begin and the end of a forward on a stage, and the payload between stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOGETHER = "cut the model such that all that it uses together is on one stage"
 
 
 class Flow:
-    """What is sent between stages, and how a forward begins and ends on a stage.
+    """The payload between stages, and the begin and the end of a forward on a stage.
 
     With one list of layers, a stage sends what its last layer returned; also with several, where the forward takes no
     ``encoder_outputs``. With an encoder and a decoder, stages send that inside the encoder; the encoder's output at its
@@ -107,7 +107,7 @@ class Flow:
         return device
 
     def _hidden_of(self, received: Any) -> Any:
-        """What the layer before has returned; inside the decoder, the encoder's output travels with it."""
+        """The result of the layer before; inside the decoder, the encoder's output travels with it."""
         return received[0] if self.encoders and self.before > self.encoders else received
 
     def _encoded_of(self, received: Any) -> Any:

@@ -38,7 +38,7 @@ class Leave(Exception):  # noqa: N818 -- no error: the own part is done
 
 @frozen
 class Needs:
-    """What the stages need to know of a call, from the trace of the whole model.
+    """The facts of a call that the stages need, from the trace of the whole model.
 
     Attributes:
         absent: places in the model's output of what the last stage cannot make.

@@ -148,7 +148,7 @@ class Carrier:
             self.whole.get_submodule(part).register_forward_hook(partial(self._returned, part))
 
     def place_of(self, value: Value) -> tuple[dict[str, Any], str, nn.Module | None]:
-        """Where the model's own code finds a parameter: a table and its key; and the stand-in that has it."""
+        """The table and the key by which the model's own code finds a parameter; and the stand-in that has it."""
         *path, key = value.part.split(".")
         module, foreign = self.whole, None
         for name in path:

@@ -196,7 +196,7 @@ class Stage(nn.Module):
         self._carrier.arrived = arrived
 
     def take_skips(self) -> dict[Edge, list[torch.Tensor]]:
-        """What leaves along edges, after a forward: for the next stage beside the hidden states, or past it.
+        """The tensors that leave along edges after a forward: for the next stage beside the hidden states, or past it.
 
         Raises:
             CutError: values came that the call of this stage has no use for.
@@ -216,7 +216,7 @@ class Stage(nn.Module):
             self._carrier.end()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns, on the last stage; the hidden states before.
+        """The output of the whole model, on the last stage; the hidden states before.
 
         Arguments are those of the whole model.
         """
@@ -272,7 +272,7 @@ class Stage(nn.Module):
         return self._sent(result, carried) if self._sends else result
 
     def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
-        """What compares a call in numbers, of a stage whose config asks for it or leaves it open."""
+        """A comparison of the call in numbers, of a stage whose config asks for it or leaves it open."""
         check, asked = self._check, getattr(self.config, "check", None)
         if check is None or asked is False or (asked is None and not (self.training and check.can_make)):
             return None
@@ -287,7 +287,7 @@ class Stage(nn.Module):
         return kwargs.get(name)
 
     def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """What stands for the result of the embedding, of a stage whose rank has no ids."""
+        """A stand-in for the result of the embedding, of a stage whose rank has no ids."""
         if kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None:
             return None
         return self._flow.embedded(received)
@@ -329,7 +329,7 @@ class Stage(nn.Module):
         return {name: value for name, value in inputs.items() if name in self._flow.accepted}
 
     def _tokens(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """What has the batch and the tokens of a forward as its first two axes: hidden states or ids."""
+        """The tensor with the batch and the tokens of a forward as its first two axes: hidden states or ids."""
         hidden = kwargs.get("inputs_embeds") if received is None else first_tensor(received)
         return kwargs["input_ids"] if hidden is None else hidden
 

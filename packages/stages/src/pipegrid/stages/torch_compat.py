@@ -161,7 +161,7 @@ def children_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def first_parameter(model: nn.Module) -> tuple[dict[str, Any], str] | None:
-    """Where the first parameter of a tree is, which another may replace: the table of its module, and its key."""
+    """The place of a tree's first parameter, where another may replace it: the table of its module, and its key."""
     tables = (module._parameters for module in model.modules())  # noqa: SLF001 -- has no public name
     return next(((table, key) for table in tables for key, found in table.items() if found is not None), None)
 

@@ -95,7 +95,7 @@ class _File:
 
 
 class _Slice:
-    """What `get_slice` returns: shape and dtype of a tensor, and its values where they are asked for."""
+    """The result of `get_slice`: shape and dtype of a tensor, and its values where they are asked for."""
 
     def __init__(self, found: Any, values: Callable[[], Tensor]) -> None:
         self._found, self._values = found, values

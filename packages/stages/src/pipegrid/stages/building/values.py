@@ -88,7 +88,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
         return tensor
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a module registers in place of ``parameter``."""
+        """The parameter that a module registers in place of ``parameter``."""
         if self._scratch.has(parameter):
             return parameter
         if parameter in self._same:

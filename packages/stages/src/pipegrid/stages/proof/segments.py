@@ -56,7 +56,7 @@ class Call:
 
 
 def difference(outline: Outline, call: Call, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
-    """What a stage computes in another way than the whole model, in words; "" where nothing is.
+    """The first difference of a stage from the whole model, in words; "" where there is none.
 
     Where layers read numbers that are not there, all is run again with others in their place.
 
@@ -136,14 +136,14 @@ class _Stage(nn.Module):
         ]
 
     def forward(self, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As on a rank."""
+        """Run the stage as a rank does."""
         if self.skips.uses:
             self.carrier.arrived = {edge: [self._given(one) for one in values] for edge, values in self.came.items()}
             self.carrier.begin(self.skips, received, copies=False)
         return self.flow.run(self.running, received, args, kwargs)
 
     def _given(self, value: Value) -> Any:
-        """What came in place of a value; a parameter is known by its name wherever it is."""
+        """The tensor that came in place of a value; a parameter is known by its name wherever it is."""
         if not value.is_parameter:
             return self.given[value]
         table, key, _ = self.carrier.place_of(value)
@@ -185,7 +185,7 @@ class _Stage(nn.Module):
         return mode
 
     def difference(self, whole: Trace, found: Trace) -> str:
-        """What the stage has computed in another way than the whole model."""
+        """The first difference of the stage from the whole model, in words."""
         runs, first, after = (whole, found), self.flow.before + (self.number > 0), self.flow.after
         for boundary in range(first, after + 1):
             if whole.ends[boundary] != found.ends.get(boundary):

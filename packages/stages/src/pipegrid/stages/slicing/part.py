@@ -1,4 +1,4 @@
-"""What a stage asks of the slice of a sequence that it computes."""
+"""The slice of a sequence, as a stage uses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Slice(Protocol):
         ...
 
     def past(self, key: Hashable) -> tuple[Tensor, ...]:
-        """What the earlier slices have kept under ``key``, in the order of the sequence."""
+        """The tensors that earlier slices have kept under ``key``, in the order of the sequence."""
         ...
 
     def keep(self, key: Hashable, tensor: Tensor) -> None:

@@ -122,7 +122,7 @@ def require_slices(stage: nn.Module, whole: nn.Module, assignment: Assignment) -
 
 
 def other_states(model: nn.Module, layers: Iterable[str], config: Any) -> list[str]:
-    """What of a model's ``layers`` keeps another state than keys and values: convolutions, linear attention."""
+    """Parts of a model's ``layers`` with another state than keys and values: convolutions, linear attention."""
     parts = {layer: model.get_submodule(layer) for layer in layers}
     convolutions = [
         f"{layer}.{name}"

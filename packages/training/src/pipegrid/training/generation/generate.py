@@ -110,7 +110,7 @@ def _go_on(
     name: str,
     graph: ModuleGraph | None,
 ) -> None:
-    """From the ``logits`` of the first pass on, a pass over module ``name`` per token, until all rows have ended."""
+    """Run a pass over module ``name`` per token, from the ``logits`` of the first on, until all rows have ended."""
     texts.append(logits)
     alone = graph is None or len(graph.modules) == 1
     part = communicator if graph is None or alone else ModulePart(as_communicator(communicator), name, graph)

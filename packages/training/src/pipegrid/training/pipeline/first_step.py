@@ -41,7 +41,7 @@ _SHOWN = 6
 
 @define(eq=False)
 class FirstStep:
-    """What the first step of a job is compared by; every rank makes one, and calls it as the others do.
+    """A comparison of the first step of a job; every rank makes one, and calls it as the others do.
 
     Attributes:
         stages: of this rank, by module.
@@ -211,7 +211,7 @@ class FirstStep:
         return right.limit
 
     def _everything(self, *, attaches: bool) -> Given:
-        """What all ranks had: the model's values from the first that has each, all microbatches and their draws."""
+        """All that the ranks had: the model's values from the first that has each, all microbatches and their draws."""
         plain, tensors = self._given
         draws = [((place, number), one) for place, every in self._draws.items() for number, one in enumerate(every)]
         states = [(where, at, kind) for where, one in draws for at, kinds in one.states.items() for kind in kinds]
@@ -272,7 +272,7 @@ class FirstStep:
         return {name: module.training for name, module in self._values(nn.Module.named_modules).items()}
 
     def _right(self, given: Given) -> Right | None:
-        """What the first rank computes, on all ranks; None where it cannot, which it says."""
+        """The step of one process, from the first rank on all; None where that cannot run it, which it says."""
         found: Right | None = None
         plain: dict[str, Any] = {}
         if self.ranks.rank == 0:
@@ -300,7 +300,7 @@ class FirstStep:
         return Right(told["loss"], gradients, {name: next(arrived) for name, _ in told["buffers"]}, told["limit"], None)
 
     def _differences(self, right: Right) -> list[str]:
-        """What differs on this rank, in words."""
+        """The differences on this rank, in words."""
         own: dict[str, Tensor | None] = {}
         for name, one in self.named():
             before = self._gradients[name]
@@ -346,7 +346,7 @@ def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: Exchan
 
 
 def _number(stage: Any) -> int:
-    """Of a stage in its module; a module that is not cut is one."""
+    """The number of a stage in its module; a module that is not cut is one."""
     return stage.number if isinstance(stage, Stage) else 0
 
 

@@ -87,7 +87,7 @@ def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:
 
 @frozen
 class _Kind:
-    """What a model's own loss may be: a mean over labels, or over the means of rows, or with padding as zeros."""
+    """A kind of a model's own loss: a mean over labels, or over the means of rows, or with padding as zeros."""
 
     name: str
     rule: int
@@ -158,7 +158,7 @@ class OwnLoss:
 
     @property
     def left(self) -> list[str]:
-        """What the loss may be a mean over, by what was seen of it."""
+        """The kinds that the loss may be, by all that was seen of it."""
         return [kind.name for kind in self._left]
 
     def _differ(self, own: Sequence[int], counts: StepCounts) -> bool:
@@ -239,9 +239,9 @@ _VIEWS = (
 
 
 def _rules_of_graph(loss: Tensor) -> set[int] | None:
-    """What ``loss`` may be a mean over by its graph: one reduction of tokens' losses is none of rows. None: not known.
+    """Rules that the graph of ``loss`` allows: one reduction of tokens' losses is none of rows. None: not known.
 
-    It is read from the loss down to torch's cross entropy, along nodes that change no value or divide by a number.
+    They are read from the loss down to torch's cross entropy, along nodes that change no value or divide by a number.
     """
     node: Any = loss.grad_fn
     by_tokens, with_padding = {LABELS, FOLLOWING}, {ELEMENTS, FOLLOWING_ELEMENTS}
@@ -334,7 +334,7 @@ class GivenLoss:
         return total * one.to(total.dtype), weight, torch.stack(told)
 
     def _found(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> int:
-        """What a mean is over."""
+        """The rule that a mean follows."""
         parts = _apart(output, microbatch, counts)
         if parts is None:
             raise StageOutputError(
@@ -374,7 +374,7 @@ class GivenLoss:
             )
 
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
-        """What is counted, of what has the same number in this microbatch, which may be chance."""
+        """The rules that the loss follows among those with one number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
         with asked():
             more = doubled(output, microbatch.inputs, microbatch.rows) if parts is None else parts[2]
@@ -390,7 +390,7 @@ class GivenLoss:
 
 
 def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:
-    """What a mean of a microbatch may be over."""
+    """The rules that a mean of a microbatch may follow."""
     labels = microbatch.inputs.get("labels")
     known = microbatch.labels is not None and isinstance(labels, Tensor) and not labels.is_floating_point()
     return (ROWS, LABELS, FOLLOWING) if known else (ROWS,)

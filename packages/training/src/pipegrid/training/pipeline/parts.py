@@ -23,7 +23,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 @frozen(eq=False)
 class Part:
-    """What a loss function is called with.
+    """The arguments of a loss function.
 
     Attributes:
         output: of the last stage.
@@ -108,7 +108,7 @@ def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -
 
 
 def largest_difference(one: Any, other: Any, rows: int) -> float | None:
-    """Of two outputs of as many rows, of what has rows; relative to its norm. None: they have not one form."""
+    """The largest difference of two outputs in tensors with rows, relative to its norm; None where forms differ."""
     pairs = list(zip(_tensors(one), _tensors(other), strict=False))
     if len(_tensors(one)) != len(_tensors(other)) or any(first.shape != second.shape for first, second in pairs):
         return None
@@ -139,7 +139,7 @@ def as_plain(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def of_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `as_plain` was called with; mappings are dicts."""
+    """The value that `as_plain` was called with; mappings are dicts."""
     ((kind, held),) = [(kind, held) for kind, held in plain.items() if kind != "array"]
     if kind == "tensor":
         return tensors[held].cpu().numpy() if plain["array"] else tensors[held]
@@ -204,7 +204,7 @@ def _of_rows(value: Any, rows: int, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    """With floating-point numbers of at least 32 bits, in which means can be compared."""
+    """The value with floating-point numbers of at least 32 bits, in which means can be compared."""
     narrow = (torch.float16, torch.bfloat16)
     return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
 

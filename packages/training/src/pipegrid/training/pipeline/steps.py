@@ -54,7 +54,7 @@ from pipegrid.transport.streams import has_streams
 
 @define(eq=False)
 class Steps:
-    """What every step of a job is called with.
+    """The arguments that all steps of a job share.
 
     Attributes:
         modules: on this rank.
@@ -113,7 +113,7 @@ class Steps:
         return graph
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
-        """What a step function is called with.
+        """The arguments of a step function.
 
         Raises:
             StepArgumentError: the routes move microbatches, or share calls.
@@ -198,7 +198,7 @@ class Steps:
         return mean
 
     def _skips(self, read: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[int, int]]]:
-        """The edges by which stages of this rank hand on values past others, by module; see `Stage.look`."""
+        """The edges by which stages of this rank hand on values past others, by module."""
         found: dict[str, list[tuple[int, int]]] = {}
         for name, stages in self.stages.items():
             for stage, microbatches in zip(stages, read[name], strict=True):
@@ -355,7 +355,7 @@ class Steps:
 
     @cached_property
     def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:
-        """Of each stage, its module, the forward of that, and whether it has the loss."""
+        """The role of each stage: its module, the forward of that, and whether it has the loss."""
         sinks = self._graph.sinks
         return {
             stage: (name, self.modules[name].forward, name in sinks and bool(getattr(stage, "is_last", True)))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipegrid.stages.assignment import Assignment
 from pipegrid.stages.calls import PIXELS, accepted_by, without_cache
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.shell import Leave, Run, first_tensor
-from pipegrid.stages.torch_compat import blank, first_parameter, tensors_in, tree_map_only
+from pipegrid.stages.skeleton import Leave, Run, first_tensor
+from pipegrid.stages.torch_compat import first_parameter, nan_like, tensors_in, tree_map_only
 
 _STATES = ("hidden_states", "attentions")
 """Outputs with an entry for each layer, of which a stage has those of its own layers."""
@@ -94,7 +94,7 @@ class Flow:
         for name, entries in list(result.items()) if isinstance(result, Mapping) and not self.encoders else ():
             if name in _STATES and 0 < len(entries) <= self.after - self.before + 1:
                 first = first_tensor(entries)
-                result[name] = (blank(first, first.device),) * self.before + tuple(entries)
+                result[name] = (nan_like(first, first.device),) * self.before + tuple(entries)
         return result
 
     def _device(self, given: Any) -> torch.device:
@@ -136,13 +136,13 @@ class Flow:
                 kwargs[f"{prefix}input_ids"] = ids
                 kwargs.pop(f"{prefix}inputs_embeds", None)
             else:
-                kwargs[f"{prefix}inputs_embeds"] = run.blank(self.embedded(received))
+                kwargs[f"{prefix}inputs_embeds"] = run.stand_in(self.embedded(received))
 
     def embedded(self, received: Any) -> Tensor:
         """A stand-in for the result of the embedding, of a stage that has no ids."""
         hidden = first_tensor(self._hidden_of(received))
         like = hidden.new_empty(()).expand(*hidden.shape[:-1], _width(self.whole) or hidden.shape[-1])
-        return blank(like, hidden.device)
+        return nan_like(like, hidden.device)
 
 
 def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -53,7 +53,7 @@ class HostState:
     def __init__(self, *roots: Any, only: type = object) -> None:
         self._seen: dict[int, Any] = {}
         self._saved: list[tuple[_State, _Contents]] = []
-        self._unread: dict[int, Any] = {}  # a copy of each iterator
+        self._copies: dict[int, Any] = {}  # a copy of each iterator
         self._replaced: dict[int, Any] = {}
         models = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
         self._files = {type(module).__module__ for module in models}
@@ -73,16 +73,16 @@ class HostState:
         fresh: dict[int, Any] = {}
 
         def of(value: Any) -> Any:
-            if id(value) not in self._unread:
+            if id(value) not in self._copies:
                 return value
-            return fresh.setdefault(id(value), copied_iterator(self._unread[id(value)]))
+            return fresh.setdefault(id(value), copied_iterator(self._copies[id(value)]))
 
         for (_, write), contents in self._saved:
-            write(_mapped(of, contents) if self._unread else contents)
+            write(_mapped(of, contents) if self._copies else contents)
 
     def changed(self) -> bool:
         """Whether anything is not as it was; what holds iterators always is."""
-        return bool(self._unread) or any(not _are_same(contents, read()) for (read, _), contents in self._saved)
+        return bool(self._copies) or any(not _are_same(contents, read()) for (read, _), contents in self._saved)
 
     def _save(self, state: _State) -> _Contents:
         read, write = state
@@ -98,13 +98,13 @@ class HostState:
         if not _is_iterator(value):
             return value
         if id(value) not in self._replaced:
-            made, unread = value, copied_iterator(value)
-            if unread is None:
+            made, again = value, copied_iterator(value)
+            if again is None:
                 made = itertools.tee(value, 1)[0]
-                unread = copy.copy(made)
+                again = copy.copy(made)
             self._seen[id(value)], self._seen[id(made)] = value, made
             self._replaced[id(value)] = self._replaced[id(made)] = made
-            self._unread[id(made)] = unread
+            self._copies[id(made)] = again
         return self._replaced[id(value)]
 
     def _is_followed(self, module: str | None) -> bool:

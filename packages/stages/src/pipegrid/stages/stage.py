@@ -20,7 +20,7 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.flow import Flow
 from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
-from pipegrid.stages.shell import Needs, Run, first_tensor, shell_of
+from pipegrid.stages.skeleton import Needs, Run, first_tensor, skeleton_of
 from pipegrid.stages.skips import Carrier, edges_of
 from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
@@ -43,7 +43,7 @@ class Stage(nn.Module):
     Attributes:
         number: of the stage in the layout.
         placement: the pp rank of each stage of the layout, where `pipeline_stage` was given the grid.
-        whole: the model's tree with foreign parts replaced.
+        whole: the model's tree with parts of other stages replaced.
         ties: the parameters of the model that are on several stages, of this one or not.
         config: read by the step functions; with ``check`` True, the first forward of stage 0 compares the stages, with
             None one whose cut is not proved.
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         super().__init__()
         say_untested_versions()  # once in a process: generate() runs stages that were made here
         self._run = Run(needs=Needs(writes=assignment.num_stages > 1))
-        whole = shell_of(model, assignment, number, self._run)
+        whole = skeleton_of(model, assignment, number, self._run)
         self.__dict__["whole"] = whole  # no submodule: parameters keep their names
         adopt(self, whole)
         self.number, self.module, self.config = number, module, config

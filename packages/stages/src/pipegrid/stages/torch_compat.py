@@ -42,7 +42,7 @@ def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def blank(like: Tensor, device: torch.device) -> Tensor:
+def nan_like(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
     value = math.nan if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)

@@ -2,7 +2,8 @@
 
 transformers opens files with `safetensors.safe_open`, by a name in its module, takes slices of all tensors, and reads
 each when its parameter is made. Here that name is replaced while the function runs, and `origins` says what a slice
-gives: a tensor on the meta device in the first run; in the second the values, or memory that all foreign tensors share.
+gives: a tensor on the meta device in the first run; in the second the values, or memory that all tensors of other
+stages share.
 """
 
 from __future__ import annotations

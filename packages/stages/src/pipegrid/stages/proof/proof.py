@@ -28,7 +28,7 @@ from pipegrid.stages.proof.segments import Call, difference
 from pipegrid.stages.proof.skipping import Crossings, crossings_of, running
 from pipegrid.stages.proof.trace import Trace, trace
 from pipegrid.stages.proof.traced import Operation, Traced
-from pipegrid.stages.shell import Needs
+from pipegrid.stages.skeleton import Needs
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 

@@ -26,7 +26,7 @@ from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.trace import Trace, device_of, first_of, line_of, run, tensors_of, trace, watch
 from pipegrid.stages.proof.traced import Operation, traced_in
-from pipegrid.stages.shell import Foreign, Needs, Run, shell_of
+from pipegrid.stages.skeleton import Needs, Placeholder, Run, skeleton_of
 from pipegrid.stages.skips import Carrier, Skips, Value
 from pipegrid.stages.torch_compat import named_leaves
 
@@ -100,9 +100,9 @@ class _Run(Run):
 
     placed: Callable[[Tensor], Tensor]
 
-    def blank(self, like: Tensor) -> Tensor:
+    def stand_in(self, like: Tensor) -> Tensor:
         """A tensor that another stage makes, in place of NaN."""
-        return self.placed(super().blank(like))
+        return self.placed(super().stand_in(like))
 
 
 class _Stage(nn.Module):
@@ -114,7 +114,7 @@ class _Stage(nn.Module):
         self.outline, self.number, self.absent = outline, number, needs.absent
         # Copies are no operations of the model: a trace has a tensor of its own for all that arrives or stands in.
         self.running = _Run(needs=evolve(needs, writes=False))
-        self.whole = shell_of(outline.model, assignment, number, self.running)
+        self.whole = skeleton_of(outline.model, assignment, number, self.running)
         self.flow = Flow(self.whole, assignment, number)
         self.last = number == assignment.num_stages - 1
         self.skips = needs.skips or Skips({})
@@ -128,7 +128,7 @@ class _Stage(nn.Module):
         self.ghosts = [
             (table, key, one, joined(joined(part.name, path) if path else part.name, key))
             for part in self.whole.modules()
-            if isinstance(part, Foreign)
+            if isinstance(part, Placeholder)
             for path, inner in part.ghost.named_modules()
             for table in (inner._parameters, inner._buffers)  # noqa: SLF001 -- the tensors take part in no forward of a stage
             for key, one in table.items()

@@ -13,7 +13,7 @@ from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.control.replica_lanes import WaysAcross
+from pipegrid.transport.control.replica_lanes import ReplicaTraffic
 from pipegrid.transport.errors import P2PUsageError
 
 
@@ -32,7 +32,7 @@ class LaneCommunicator(Communicator):
     rank: int
     device: torch.device
     lanes: Lanes
-    across: WaysAcross | None = None
+    across: ReplicaTraffic | None = None
 
     @property
     def attempt(self) -> int:
@@ -59,7 +59,7 @@ class LaneCommunicator(Communicator):
     # ---- To other replicas
 
     @property
-    def _to_others(self) -> WaysAcross:
+    def _to_others(self) -> ReplicaTraffic:
         if self.across is None:
             raise P2PUsageError(
                 f"a unit moves to another replica, whose ranks this {type(self).__name__} does not know; give "

@@ -186,7 +186,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
-        self.crossings = [bridge.exchange for bridge in self.bridge_comms]
+        self.edge_exchanges = [bridge.exchange for bridge in self.bridge_comms]
         self._inner = {edge: chain for chain in self._chains.values() for edge in chain.directions}
         self._sends, self._receives, self._neighbours = {}, {}, {}
         if self._replica is not None:
@@ -212,7 +212,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
 
     def _bridge_across(self, ends: Ends, replicas: tuple[int, int]) -> BridgeCommunicator:
         self.bridge_comms.append(bridge := self._bridge(ends, replicas, None))
-        self.crossings.append(bridge.exchange)
+        self.edge_exchanges.append(bridge.exchange)
         return bridge
 
     @cached_property

@@ -104,7 +104,7 @@ class VTPCommunicator(VTPFunctions):
         self._neighbours = {boundary.edge: boundary.ranks for boundary in here}
         self._sends, self._receives, self._arriving = {}, {}, {}
         stream = new_stream(self.device)
-        self.crossings = [
+        self.edge_exchanges = [
             self._crossing(boundary, direction, backend, stream)
             for boundary in here
             for direction in directions_of(boundary.edge, backward=True, traffic=used)
@@ -129,7 +129,7 @@ class VTPCommunicator(VTPFunctions):
 
     def _open(self, backend: str) -> None:
         """Open the lanes of all boundaries, then the groups."""
-        edges, variable = [exchange.traffic for exchange in self.crossings], not self.fixed_shapes
+        edges, variable = [exchange.traffic for exchange in self.edge_exchanges], not self.fixed_shapes
         declared = {
             spec: f"{edge.wiring.declaration}; sequence on axis {self.topology.sequence_axis}"
             for edge in edges

@@ -95,7 +95,7 @@ class Steps:
     connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None = None
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
-    _unread: list[tuple[Tensor, StepCounts, Meeting]] = field(factory=list, init=False)
+    _unchecked: list[tuple[Tensor, StepCounts, Meeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
@@ -260,9 +260,9 @@ class Steps:
 
         On a device with streams the host reads them a step later, when they are there, and of the first step at once.
         """
-        self._unread.append((sums, counts, meeting))
-        while len(self._unread) > (self._compared and has_streams(self.device)):
-            earlier, counted, met = self._unread.pop(0)
+        self._unchecked.append((sums, counts, meeting))
+        while len(self._unchecked) > (self._compared and has_streams(self.device)):
+            earlier, counted, met = self._unchecked.pop(0)
             if has_streams(self.device):
                 met.require_one_call()
             found, number = earlier.tolist(), counted.numbers()[MICROBATCHES]

@@ -16,6 +16,7 @@ from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes
+from pipegrid.schedules.megatron.step import infos_of
 from pipegrid.schedules.megatron.step_functions import (
     StepArgumentError,
     forward_backward_no_pipelining,
@@ -141,6 +142,13 @@ def test_forward_only_returns_the_infos_and_leaves_no_gradient(network):
     assert returned[-1] == reference(case, build(case))
     assert all(parameter.grad is None for part in parts for parameter in part.parameters())
     assert network.messages == 2 * 5
+
+
+def test_infos_are_in_order_of_microbatches_in_whichever_order_a_plan_runs_them():
+    """As where routes bring units of another replica between those of this one; slices of a unit stay in order."""
+    first, second = ([(2, "d"), (0, "a"), (1, "b"), (1, "c")], [(1, "f"), (0, "e")])
+    stages = {stage: SimpleNamespace(infos=infos) for stage, infos in enumerate((first, second))}
+    assert infos_of(SimpleNamespace(stages=stages)) == list("abcdef")
 
 
 def test_a_step_sends_one_message_per_hop_and_microbatch(network):

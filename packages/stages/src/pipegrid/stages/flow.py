@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipegrid.stages.assignment import Assignment
 from pipegrid.stages.calls import PIXELS, accepted_by, without_cache
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.skeleton import Leave, Run, first_tensor
+from pipegrid.stages.skeleton import Leave, StageRun, first_tensor
 from pipegrid.stages.torch_compat import first_parameter, nan_like, tensors_in, tree_map_only
 
 _STATES = ("hidden_states", "attentions")
@@ -21,7 +21,7 @@ _STATES = ("hidden_states", "attentions")
 _TOGETHER = "cut the model such that all that it uses together is on one stage"
 
 
-class Flow:
+class StageFlow:
     """The payload between stages, and the begin and the end of a forward on a stage.
 
     With one list of layers, a stage sends what its last layer returned; also with several, where the forward takes no
@@ -43,7 +43,7 @@ class Flow:
         # The last layer, until its first forward:
         self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
 
-    def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, run: StageRun, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward over the parts of the stage."""
         if self.empty:
             return received
@@ -116,7 +116,7 @@ class Flow:
             return None
         return received if self.before == self.encoders else received[1]
 
-    def _begin(self, run: Run, received: Any, kwargs: dict[str, Any]) -> None:
+    def _begin(self, run: StageRun, received: Any, kwargs: dict[str, Any]) -> None:
         """Replace inputs that parts of earlier stages read; past the encoder, give the encoder's output.
 
         The ids stay, for what the model's own code reads in them; the embedding on another stage returns a stand-in.

@@ -58,7 +58,7 @@ class Needs:
 
 
 @define(eq=False)
-class Run:
+class StageRun:
     """The forward that is running on a stage.
 
     Attributes:
@@ -147,13 +147,13 @@ class Ghost(Tensor):
     meta device.
     """
 
-    run: Run
+    run: StageRun
     earlier: bool
     _is_param: bool
     _DEVICE: ClassVar = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")}
 
     @staticmethod
-    def of(tensor: Tensor, run: Run, *, earlier: bool) -> Ghost:
+    def of(tensor: Tensor, run: StageRun, *, earlier: bool) -> Ghost:
         """The ghost of a tensor on the meta device."""
         made = Tensor._make_subclass(Ghost, tensor.detach(), tensor.requires_grad)  # noqa: SLF001 -- as nn.Parameter does
         made.run, made.earlier = run, earlier
@@ -180,7 +180,7 @@ class Ghost(Tensor):
         return made
 
 
-def _ghost_of(part: nn.Module, run: Run, *, earlier: bool) -> nn.Module:
+def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
     """A copy of ``part`` whose tensors are ghosts."""
     made = meta_copy(part, buffers=True)
     ghosts: dict[int, tuple[Ghost, Tensor]] = {}  # what is in two places stays one
@@ -196,7 +196,7 @@ def _ghost_of(part: nn.Module, run: Run, *, earlier: bool) -> nn.Module:
 class Placeholder(nn.Module):
     """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors."""
 
-    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool) -> None:
+    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool) -> None:
         super().__init__()
         # No submodule: it has no place among the stage's parameters.
         self.__dict__["ghost"] = _ghost_of(part, run, earlier=earlier)
@@ -229,7 +229,7 @@ class Placeholder(nn.Module):
 class LayerPlaceholder(Placeholder):
     """A layer on another stage; ``sends``: it is the last before this stage."""
 
-    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, sends: bool) -> None:
+    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, sends: bool) -> None:
         super().__init__(name, part, run, earlier=earlier)
         self.sends = sends
 
@@ -251,7 +251,9 @@ class LayerPlaceholder(Placeholder):
 class PartPlaceholder(Placeholder):
     """A part beside the layers on another stage; ``own``: the same module, which the stage has under another name."""
 
-    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, own: nn.Module | None = None) -> None:
+    def __init__(
+        self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, own: nn.Module | None = None
+    ) -> None:
         super().__init__(name, part, run, earlier=earlier)
         self.__dict__["own"] = own
 
@@ -274,7 +276,7 @@ class PartPlaceholder(Placeholder):
         return tree_map_only(Tensor, self.run.stand_in, made)
 
 
-def skeleton_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> nn.Module:
+def skeleton_of(model: nn.Module, assignment: Assignment, stage: int, run: StageRun) -> nn.Module:
     """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
     aliases = model.named_modules(remove_duplicate=False)
     own = {part for path, part in aliases if assignment.owners(path) == {stage} and not assignment.has_layers(path)}
@@ -287,7 +289,7 @@ def skeleton_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) 
 
 
 def _part(
-    part: nn.Module, path: str, assignment: Assignment, stage: int, run: Run, own: Container[nn.Module]
+    part: nn.Module, path: str, assignment: Assignment, stage: int, run: StageRun, own: Container[nn.Module]
 ) -> nn.Module:
     """``part`` of the model, shared, replaced or copied: a copy holds parts of both kinds.
 

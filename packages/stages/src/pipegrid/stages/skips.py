@@ -64,7 +64,7 @@ class Skips:
 
 
 @define(eq=False)
-class Carrier:
+class SkipCarrier:
     """Takes and gives the values of one stage, in one forward after the other.
 
     Attributes:

@@ -17,17 +17,17 @@ from pipegrid.core.skips import skips_among
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.flow import Flow
+from pipegrid.stages.flow import StageFlow
 from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
-from pipegrid.stages.skeleton import Needs, Run, first_tensor, skeleton_of
-from pipegrid.stages.skips import Carrier, edges_of
+from pipegrid.stages.skeleton import Needs, StageRun, first_tensor, skeleton_of
+from pipegrid.stages.skips import SkipCarrier, edges_of
 from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import Slice
+    from pipegrid.stages.slicing.part import SequenceSlice
 
 
 Compile = Literal["whole", "split"]
@@ -78,7 +78,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         say_untested_versions()  # once in a process: generate() runs stages that were made here
-        self._run = Run(needs=Needs(writes=assignment.num_stages > 1))
+        self._run = StageRun(needs=Needs(writes=assignment.num_stages > 1))
         whole = skeleton_of(model, assignment, number, self._run)
         self.__dict__["whole"] = whole  # no submodule: parameters keep their names
         adopt(self, whole)
@@ -87,10 +87,10 @@ class Stage(nn.Module):
         self.received: Any = None
         self.kv_caches: Sequence[Any] | None = None
         self.current_microbatch = 0
-        self.current_slice: Slice | None = None
+        self.current_slice: SequenceSlice | None = None
         self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
-        self._flow = Flow(whole, assignment, number)
-        self._carrier = Carrier(whole, number, range(assignment.num_stages) if placement is None else placement)
+        self._flow = StageFlow(whole, assignment, number)
+        self._carrier = SkipCarrier(whole, number, range(assignment.num_stages) if placement is None else placement)
         self._run.real, self._run.given = self._carrier.real, self._carrier.given
         self._sends = output is not None or not self.is_last
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)

@@ -47,9 +47,9 @@ from pipegrid.monitor.epochs.joining import admission
 from pipegrid.monitor.epochs.records import (
     Alarm,
     Ballot,
+    DoneCount,
     Epoch,
     Retire,
-    Tally,
     Verdict,
     admissible,
     decide,
@@ -172,7 +172,7 @@ class Epochs:
         """
         self._require_member()
         epoch, number, size = self.current.number, self._number, len(self.current.members)
-        amount, self._said = 0 if self._said == number else Tally.of(key).sum, number
+        amount, self._said = 0 if self._said == number else DoneCount.of(key).sum, number
         with self._answering(f"done({key!r})"), self._waiting():
             tally = self._stored.say_done(epoch, number, amount)
             last, woken = tally.count == size and amount > 0, False

@@ -13,7 +13,7 @@ from pipegrid.monitor.control import ControlStore, Failure
 from pipegrid.monitor.epochs.records import (
     Alarm,
     Ballot,
-    Tally,
+    DoneCount,
     Verdict,
     alarm_of,
     verdict_of,
@@ -49,7 +49,7 @@ class StoredEpochs:
     ``incarnation/RANK``             a counter of the processes that were started for the rank
     ``heartbeats/RANK/INCARNATION``  a counter, which grows as long as that process lives
     ``asking``                       processes that ask to join, or have joined: the last one of each rank
-    ``done/EPOCH/NUMBER``            a counter, to which each member adds once, see `Tally`
+    ``done/EPOCH/NUMBER``            a counter, to which each member adds once, see `DoneCount`
     ``over/EPOCH/NUMBER``            wakes those that wait for the counter: it is complete, or there is an alarm
     ``alarm/EPOCH``                  why the epoch ends; it grows, and is never taken back
     ``ballot/EPOCH/RANK``            written once, by the rank, which says done for nothing in this epoch after it
@@ -81,9 +81,9 @@ class StoredEpochs:
 
         self._grow("asking", grown)
 
-    def say_done(self, epoch: int, number: int, amount: int) -> Tally:
+    def say_done(self, epoch: int, number: int, amount: int) -> DoneCount:
         """Add to the counter of a key."""
-        return Tally(self.store.add(f"done/{epoch}/{number}", amount))
+        return DoneCount(self.store.add(f"done/{epoch}/{number}", amount))
 
     def over(self, epoch: int, number: int) -> str:
         """The key of the store that appears when a wait for the counter is over."""

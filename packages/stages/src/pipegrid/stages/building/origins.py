@@ -1,9 +1,9 @@
 """The parameters that the values of a tensor come from, while a function makes a model.
 
 Two runs of the function see the same parameters registered, in one order, the same tensors read from files of weights,
-and the same operations make parameters of others; these are the events. In the first run (`Plan`) parameters are on the
-meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast weight.
-The second is `Values` in its own file.
+and the same operations make parameters of others; these are the events. In the first run (`FirstRun`) parameters are
+on the meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast
+weight. The second is `Values` in its own file.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class Plan(Events):  # type: ignore[no-untyped-call]
+class FirstRun(Events):  # type: ignore[no-untyped-call]
     """The first run: no parameter has values.
 
     Attributes:

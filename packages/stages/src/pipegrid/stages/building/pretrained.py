@@ -88,14 +88,14 @@ class _File:
     def get_slice(self, name: str) -> Any:
         found = self._file.get_slice(name)
         stored = self._stored.get(name)
-        return found if stored is None else _Slice(found, partial(self._source, stored))
+        return found if stored is None else _TensorSlice(found, partial(self._source, stored))
 
     def get_tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.get_slice(name)[...]
         return tensor
 
 
-class _Slice:
+class _TensorSlice:
     """The result of `get_slice`: shape and dtype of a tensor, and its values where they are asked for."""
 
     def __init__(self, found: Any, values: Callable[[], Tensor]) -> None:

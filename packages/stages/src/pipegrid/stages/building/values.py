@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrid.stages.building.origins import REMEDY, Event, Events, Plan
+from pipegrid.stages.building.origins import REMEDY, Event, Events, FirstRun
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.safetensors_files import Stored
 from pipegrid.stages.torch_compat import (
@@ -71,7 +71,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
         others: those behind parameters without values.
     """
 
-    def __init__(self, plan: Plan, needed: set[Event], others: set[Event]) -> None:
+    def __init__(self, plan: FirstRun, needed: set[Event], others: set[Event]) -> None:
         super().__init__()
         self._plan, self._needed, self._others = plan, needed, others - needed
         self._known: dict[Any, Event] = {}

@@ -24,7 +24,7 @@ from pipegrid.stages.host_state import HostState
 from pipegrid.stages.names import Names
 from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.segments import Call, difference
+from pipegrid.stages.proof.segments import ModelCall, difference
 from pipegrid.stages.proof.skipping import Crossings, crossings_of, running
 from pipegrid.stages.proof.trace import Trace, trace
 from pipegrid.stages.proof.traced import Operation, Traced
@@ -93,14 +93,14 @@ def proof_of(
         loss: of what the model returns.
     """
     kwargs = without_cache(accepted_by(outline.model), kwargs)
-    call, host = Call(args, kwargs, hidden, loss), HostState(outline.model)
+    call, host = ModelCall(args, kwargs, hidden, loss), HostState(outline.model)
     try:
         return _proof_of(outline, call, host, dropped)
     finally:
         host.restore()  # no trace of the runs is left
 
 
-def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
+def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
     assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
     args, kwargs, hidden, loss = call.args, call.kwargs, call.hidden, call.loss
     given = {name: value for name, value in kwargs.items() if name not in dropped}

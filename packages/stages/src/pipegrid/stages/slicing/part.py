@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Slice(Protocol):
+class SequenceSlice(Protocol):
     """A slice of a microbatch, as a runtime hands it to a stage; `pipegrid.schedules.Slice` is one."""
 
     def update(self, keys: Tensor, values: Tensor, layer: Hashable, *, dim: int = -2) -> tuple[Tensor, Tensor]:

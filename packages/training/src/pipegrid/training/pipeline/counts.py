@@ -55,7 +55,7 @@ def _sums(microbatches: Sequence[Microbatch]) -> list[float]:
 
 
 @define(eq=False)
-class Meeting:
+class CallMeeting:
     """The meeting of a job's ranks in a call: one all-reduce, which begins with it and is waited for when it matters.
 
     Attributes:
@@ -78,7 +78,7 @@ class Meeting:
         waiting: Waiting,
         *,
         ready: bool = False,
-    ) -> Meeting:
+    ) -> CallMeeting:
         """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
         sums = torch.tensor(beginning(call, _sums(microbatches), ready=ready), dtype=torch.float64, device=device)
         return cls(call, sums, reduce_few(sums, group), waiting)
@@ -118,13 +118,13 @@ class StepCounts:
     """The counts of all microbatches of a step, on all replicas."""
 
     _totals: Tensor | None  # by rule, float64; None where they are those of the meeting
-    _meeting: Meeting | None = None
+    _meeting: CallMeeting | None = None
     _numbers: list[float] | None = field(default=None, init=False)
     of_means: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(factory=dict, init=False)
     """What `of_mean` has returned: most microbatches of a step count the same."""
 
     @classmethod
-    def told(cls, meeting: Meeting) -> StepCounts:
+    def told(cls, meeting: CallMeeting) -> StepCounts:
         """The counts that the ranks add up in a meeting."""
         return cls(None, meeting)
 
@@ -136,7 +136,7 @@ class StepCounts:
 
     @property
     def totals(self) -> Tensor:
-        """The counts by rule, float64; raises as `Meeting.wait`."""
+        """The counts by rule, float64; raises as `CallMeeting.wait`."""
         if self._totals is None:
             assert self._meeting is not None  # one of the two is there
             self._meeting.wait()

@@ -23,12 +23,12 @@ Description = tuple[str, list[int]]
 
 
 def described(tensor: Tensor | None) -> Description:
-    """The dtype and the shape of a tensor, by which `Exchange.tensors` makes room for it."""
+    """The dtype and the shape of a tensor, by which `RankExchange.tensors` makes room for it."""
     return ("", [0]) if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
 
 @frozen(eq=False)
-class Exchange:
+class RankExchange:
     """The ranks of a job.
 
     Attributes:

@@ -26,7 +26,7 @@ from pipegrid.stages.comparison.compare import Compared, compared, compared_grad
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch
 from pipegrid.topology import replica_of
-from pipegrid.training.pipeline.exchange import Exchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, described
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
@@ -54,7 +54,7 @@ class FirstStep:
 
     stages: Mapping[str, Sequence[Any]]
     process: OneProcess
-    ranks: Exchange
+    ranks: RankExchange
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     replica: int
     shares: Mapping[str, Share]
@@ -87,7 +87,7 @@ class FirstStep:
         """None, alike on all ranks, where the config says no, or a line says why."""
         if config.check is False:
             return None
-        ranks, why = Exchange("the first step", config, device), None
+        ranks, why = RankExchange("the first step", config, device), None
         grids = {name: module.grid for name, module in modules.items()}
         sizes = [(dim, grid.dim_size(dim)) for grid in grids.values() for dim in grid.dim_names]
         others = dict.fromkeys(dim for dim, size in sizes if size > 1 and dim not in ("dp", "pp", "tp"))
@@ -335,7 +335,7 @@ class FirstStep:
         ]
 
 
-def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: Exchange) -> int:
+def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: RankExchange) -> int:
     """The parameters of all ``modules``; those of a cut one are known on each of its ranks."""
     own = {}
     for name, (stage, *_) in stages.items():

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import Exchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, described
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
@@ -63,7 +63,7 @@ class FirstUpdate:
     """
 
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
-    ranks: Exchange
+    ranks: RankExchange
     limit: float
     _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
     _updated: dict[str, _Updated] = field(factory=dict, init=False)

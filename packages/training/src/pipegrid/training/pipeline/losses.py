@@ -30,7 +30,7 @@ from pipegrid.training.pipeline.counts import (
     StepCounts,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.training.pipeline.parts import Part, asked, doubled, halves, on_host, padded_apart, zero_of
+from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
 
 Weighed = tuple[Tensor, Tensor, Tensor]
 """What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
@@ -384,7 +384,7 @@ class GivenLoss:
         count = float((found.output if isinstance(found, WithLoss) else found)[1])
         return tuple([rule for rule in self._counted or () if more.counts[rule] == count])
 
-    def _mean_of(self, part: Part) -> float:
+    def _mean_of(self, part: LossPart) -> float:
         found = self._loss(part.output, part.inputs)
         return float(found.output if isinstance(found, WithLoss) else found)
 
@@ -396,7 +396,7 @@ def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:
     return (ROWS, LABELS, FOLLOWING) if known else (ROWS,)
 
 
-def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Part, Part, Part] | None:
+def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[LossPart, LossPart, LossPart] | None:
     """`padded_apart`; on the host where nothing in the step is padded, since a device may not survive such a label."""
     inputs: Mapping[str, Any] = microbatch.inputs
     if not isinstance(inputs.get("labels"), Tensor):
@@ -407,7 +407,7 @@ def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Par
         return padded_apart(output, inputs, microbatch.rows)
 
 
-def _composed(values: Sequence[float], parts: Sequence[Part], rule: int) -> float:
+def _composed(values: Sequence[float], parts: Sequence[LossPart], rule: int) -> float:
     """The mean over two parts, of the mean over each."""
     weights = [part.counts[rule] for part in parts[:2]]
     terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]

@@ -159,6 +159,22 @@ def test_a_message_of_another_dtype_than_agreed(ranks, standing, sent):
 
 
 @pytest.mark.ranks(2)
+def test_renewals_at_two_messages(ranks):
+    with open_lanes([LANE], config=config()) as lanes:
+        lane = lanes[LANE]
+        text = r"rank 1 waits for message 1 of lane 0>1.there., but rank 0 announced message 2; call renew\(\) on both"
+        if ranks.rank == 0:
+            send_all(lane, torch.ones(2))
+            lane.isend(torch.ones(2))
+            lane.renew()
+            both_are_told(ranks, lane, lane.isend(torch.ones(3)).wait, text)
+        else:
+            receive_all(lane, None)
+            lane.renew()
+            both_are_told(ranks, lane, lane.irecv().wait, text)
+
+
+@pytest.mark.ranks(2)
 def test_lists_of_other_lengths_where_shapes_vary(ranks):
     with open_lanes([LANE], config=config(shapes="header")) as lanes:
         lane = lanes[LANE]

@@ -353,17 +353,8 @@ class Monitor:
         """Wait as `wait` does for a collective of ``group`` (None: the default one); return its failure, if any.
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
-        device's progress.
-
-        Args:
-            work: as for `wait`.
-            group: of the collective.
-            what: as for `wait`.
-            on_device: as for `wait`.
-            host: hold the host in any case.
-            deadline: of a monitor without one.
-            look: called several times a second while the host waits.
-            absent: once the deadline has passed, which ranks have not joined, in words.
+        device's progress: meanwhile it calls ``look`` several times a second. Past the deadline (``deadline``, of a
+        monitor without one) ``absent`` names the ranks that have not joined, in words.
 
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -108,10 +106,6 @@ class SlowLink(Communicator):
         """Start receiving what comes over the link."""
         handle: ReceiveHandle = self._communicator.irecv(edge=edge, direction=direction, shapes=shapes)
         return handle
-
-    def batch(self) -> AbstractContextManager[None]:
-        """Messages leave one by one, when they have crossed the link."""
-        return contextlib.nullcontext()
 
     def abort(self, reason: str) -> None:
         """End all lanes at once."""
